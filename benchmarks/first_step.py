@@ -21,7 +21,7 @@ import nets
 from normplug._results import stamp
 from normplug.bench.models import make_step
 from normplug.bench.rows import Row, add_to_file
-from normplug.bench.timing import at_rest
+from normplug.bench.timing import at_rest, ready
 from normplug.native import status
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -81,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, batch, arm, device = a.alone
         print(json.dumps(measured(name, int(batch), arm, device)))
         return
-    if a.device == "cuda":
-        subprocess.run([sys.executable, "-m", "normplug.native", "build"])
+    ready(a.device)
     for name, batch in models.selected(a.rows, a.batch):
         for arm in a.arms:
             row = in_a_process(name, batch, arm, a.device)
@@ -91,8 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             kernels = ", ".join(f"{n} {kind}" for kind, n in row["first_step_kernels"].items())
             seconds = row["first_step_s"]
             print(f"{name}, batch {batch}: {arm} {seconds:.2f} s; kernels: {kernels}", flush=True)
-            if a.json:
-                add_to_file(a.json, [row])
+            add_to_file(a.json, [row])
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ import argparse
 import contextlib
 import copy
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,7 @@ from normplug import native, target_variance
 from normplug._results import stamp
 from normplug.bench.ops import Case
 from normplug.bench.rows import Row, Rows, add_to_file
-from normplug.bench.timing import spread, wall_us
+from normplug.bench.timing import ready, spread, wall_us
 
 MODE = "golden"
 EAGER, OURS, PYTHON = "eager", "normplug", "normplug-python"
@@ -165,13 +163,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
     a = parser.parse_args(argv)
-    if a.device == "cuda":
-        subprocess.run([sys.executable, "-m", "normplug.native", "build"])
+    device = ready(a.device)
     for case in [case for case in CASES if a.only in str(case)]:
-        rows = list(measure(case, torch.device(a.device)))
+        rows = list(measure(case, device))
         print(Rows(rows, COLUMNS), flush=True)
-        if a.json:
-            add_to_file(a.json, rows)
+        add_to_file(a.json, rows)
 
 
 if __name__ == "__main__":

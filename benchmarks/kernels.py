@@ -6,17 +6,14 @@ python benchmarks/kernels.py --suite headline --json kernels.json
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import torch
 
 import rivals
 from normplug.bench import op
 from normplug.bench.ops import OPS, Case
 from normplug.bench.rows import add_to_file
+from normplug.bench.timing import ready
 
 Shape = tuple[int, ...]
 BATCH_NORMS = ("batch_norm", "batch_norm_relu", "batch_norm_add_relu")
@@ -116,22 +113,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = [case for case in SUITES[a.suite] if a.only in str(case)]
     if not found:
         parser.error(f"no case of suite {a.suite} has {a.only!r} in its name")
-    if a.device == "cuda":
-        subprocess.run([sys.executable, "-m", "normplug.native", "build"])
+    device = ready(a.device)
     chosen = tuple(a.provider or providers)
     own = [name for name in op.PROVIDERS if name in chosen]
     for case in found:
-        for rows in op.run(
-            [case],
-            torch.device(a.device),
-            None,
-            providers=own,
-            others=rivals.of(case.op, chosen),
-        ):
-            for row in rows:
-                row["suite"] = a.suite
-            if a.json:
-                add_to_file(a.json, rows)
+        others = rivals.of(case.op, chosen)
+        for rows in op.run([case], device, None, providers=own, others=others):
+            add_to_file(a.json, [row | {"suite": a.suite} for row in rows])
             print(rows, flush=True)
 
 

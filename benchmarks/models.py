@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +25,7 @@ import rivals
 from normplug.bench import models
 from normplug.bench.models import Arm
 from normplug.bench.rows import Row, Rows, add_to_file
-from normplug.bench.timing import STEPS, Call, Event
+from normplug.bench.timing import STEPS, Call, Event, ready
 
 MODE = "golden"
 USUAL = ("eager", "swap", "swap+fuse")
@@ -161,13 +160,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--device", default="cuda")
     add("--json", type=Path, metavar="FILE", help="append the rows to this file")
     a = parser.parse_args(argv)
-    if a.device == "cuda":
-        subprocess.run([sys.executable, "-m", "normplug.native", "build"])
+    ready(a.device)
     for name, batch in selected(a.rows, a.batch):
         rows = measure(name, batch, list(ARMS) if ALL in a.arms else a.arms, a.rounds, a.device)
         print(rows, flush=True)
-        if a.json:
-            add_to_file(a.json, rows)
+        add_to_file(a.json, rows)
 
 
 if __name__ == "__main__":

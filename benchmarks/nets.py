@@ -55,11 +55,11 @@ def _vit_b_16(batch: int) -> Target:
     return images("", batch, channels_last=False, model=net)
 
 
-def encoder(batch: int, length: int = 128, width: int = 256) -> Target:
-    """An encoder of 6 layers with 8 heads; the rest is torch's default."""
+def encoder(batch: int, length: int = 128, width: int = 256, layers: int = 6) -> Target:
+    """An encoder with 8 heads; the rest is torch's default."""
     layer = nn.TransformerEncoderLayer(width, 8, batch_first=True)
     data = (torch.randn(batch, length, width), torch.randint(width, (batch, length)))
-    return nn.TransformerEncoder(layer, 6), data, cross_entropy
+    return nn.TransformerEncoder(layer, layers), data, cross_entropy
 
 
 def text(name: str, config: str, batch: int, length: int, target: int = 0, **sizes: Any) -> Target:

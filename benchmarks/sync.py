@@ -1,4 +1,4 @@
-"""Time training steps of a ResNet-50 over several processes, for each way to join its norms.
+"""Time training steps of a network over several processes, for each way to join its norms.
 
     python -m torch.distributed.run --nproc_per_node 2 benchmarks/sync.py --json sync.json
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -25,9 +23,9 @@ import normplug
 from normplug._results import stamp
 from normplug.bench.models import Arm, Change, make_step
 from normplug.bench.rows import Row, add_to_file
-from normplug.bench.timing import Call, at_rest, spread
+from normplug.bench.timing import Call, at_rest, ready, spread
 
-MODE, MODEL = "standard", "resnet50"
+MODE = "standard"
 _alone = partial(normplug.swap, mode=MODE)
 _joined = partial(normplug.swap, mode=MODE, sync=True)
 
@@ -43,13 +41,13 @@ ARMS: dict[str, tuple[Change, ...]] = {
 
 
 def measure(
-    batch: int, size: int, warm_ups: int, rounds: int, turn: int, device: torch.device
+    model: str, batch: int, size: int, warm_ups: int, rounds: int, turn: int, device: torch.device
 ) -> Iterator[Row]:
     """A row for each arm: the milliseconds a step of its turns."""
     torch.manual_seed(0)
-    stock, _, loss = nets.NETS[MODEL].make(batch=1)
+    stock, _, loss = nets.NETS[model].make(batch=1)
     torch.manual_seed(dist.get_rank())
-    _, data, _ = nets.NETS[MODEL].make(batch=batch, size=size)
+    _, data, _ = nets.NETS[model].make(batch=batch, size=size)
     data = tuple(tensor.to(device) for tensor in data)
     steps: dict[str, Call] = {}
     for name, changes in ARMS.items():
@@ -66,7 +64,7 @@ def measure(
         for name in order[done % len(order) :] + order[: done % len(order)]:
             times[name].append(_turn_ms(steps[name], turn))
     for name, samples in times.items():
-        facts: Row = {"model": MODEL, "batch": batch, "arm": name, "mode": MODE, "size": size}
+        facts: Row = {"model": model, "batch": batch, "arm": name, "mode": MODE, "size": size}
         yield {
             **facts,
             **spread("ms", samples),
@@ -104,6 +102,7 @@ def _turn_ms(step: Call, count: int) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="resnet50", choices=sorted(nets.NETS))
     parser.add_argument("--batch", type=int, nargs="+", default=[128, 32], help="a process")
     for name, default in (("size", 224), ("warm-ups", 10), ("rounds", 10), ("turn", 10)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
@@ -123,18 +122,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         dist.init_process_group("gloo")
     try:
-        if device.type == "cuda" and os.environ["LOCAL_RANK"] == "0":
-            subprocess.run([sys.executable, "-m", "normplug.native", "build"])
+        if os.environ["LOCAL_RANK"] == "0":
+            ready(device.type)
         dist.barrier()  # the other processes of a host load the same file
         for batch in a.batch:
-            rows = list(measure(batch, a.size, a.warm_ups, a.rounds, a.turn, device))
+            rows = list(measure(a.model, batch, a.size, a.warm_ups, a.rounds, a.turn, device))
             if dist.get_rank():
                 continue
             for row in rows:
-                print(f"batch {batch} a process | {row['arm']} {row['ms']:.2f} ms", flush=True)
+                print(
+                    f"{a.model}, batch {batch} a process | {row['arm']} {row['ms']:.2f} ms",
+                    flush=True,
+                )
             print(normplug.native.status(), flush=True)  # how the batches were joined
-            if a.json:
-                add_to_file(a.json, rows)
+            add_to_file(a.json, rows)
     finally:
         dist.destroy_process_group()
 

@@ -17,7 +17,6 @@ from normplug.bench import show
 from normplug.bench.rows import Row, frame, read_file
 
 DOCS = Path(__file__).parents[1] / "docs"
-NOTHING = "-"
 # Shapes that are so small that the host dominates.
 SMALL = {"32x128", "128x512", "8x16x8x8", "32x64x14x14", "32x64x28x28", "128x64x32x32"}
 SMALL |= {"64x512x7x7", "512x256", "4096x256"}
@@ -81,7 +80,7 @@ def _kernels(rows: Sequence[Row]) -> str:
         f"({passes}), and median microseconds:\n",
         _by_provider(rows, _speed, itemgetter("us")),
     ]
-    if small := [row for row in rows if _shape(row) in SMALL]:
+    if small := [row for row in rows if row["shape"] in SMALL]:
         parts += [
             "Small shapes, microseconds a call: until the host is free again / in calls back to "
             "back, host and GPU overlapped. The last columns compare calls back to back:\n",
@@ -102,11 +101,7 @@ def _speed(row: Row) -> str:
 
 
 def _calls(row: Row) -> str:
-    return (
-        f"{_us(row['host_us'])} / {_us(row['wall_us'])}"
-        if "host_us" in row
-        else _us(row["wall_us"])
-    )
+    return " / ".join(_us(row[key]) for key in ("host_us", "wall_us") if key in row)
 
 
 def _difference(row: Row) -> str:
@@ -145,28 +140,16 @@ def _steps(rows: Sequence[Row]) -> list[str]:
 
 def _profile(rows: Sequence[Row]) -> str:
     """A line for each arm, with the speed of its kernels over those of each peer."""
-    groups = list(dict.fromkeys(group for row in rows for group in row["groups_ms"]))
-    totals = {
-        (row["model"], row["batch"], row["arm"]): sum(row["groups_ms"].values()) for row in rows
-    }
-    peers = [peer for peer in PEERS if any(row["arm"] == peer for row in rows)]
-    lines = []
-    for row in rows:
-        total = totals[row["model"], row["batch"], row["arm"]]
-        over = (totals.get((row["model"], row["batch"], peer)) for peer in peers)
-        lines.append(
-            [
-                *(str(row[key]) for key in (*CASE, "arm")),
-                *(f"{row['groups_ms'][group]:.2f}" for group in groups),
-                f"{total:.2f}",
-                *(
-                    NOTHING if whole is None or peer == row["arm"] else f"{whole / total:.2f}x"
-                    for peer, whole in zip(peers, over, strict=True)
-                ),
-            ]
-        )
-    header = [*CASE, "arm", *groups, "all", *(f"over {peer}" for peer in peers)]
-    return show.markdown(header, lines, text=3)
+    case = ["model", "batch", "arm"]
+    wide = frame([{key: row[key] for key in case} | row["groups_ms"] for row in rows])
+    wide = wide.set_index(case)
+    wide["all"] = wide.sum(axis=1)
+    cells = wide.map("{:.2f}".format)
+    totals = wide["all"].groupby(level=case).last().unstack("arm")  # of an arm run twice, the last
+    for peer in [peer for peer in PEERS if peer in totals]:
+        speeds = totals.rdiv(totals[peer], axis=0).drop(columns=peer).stack().dropna()
+        cells[f"over {peer}"] = speeds.map("{:.2f}x".format)
+    return show.markdown(cells)
 
 
 def _training(rows: Sequence[Row]) -> str:
@@ -196,7 +179,7 @@ def _pivot(
     time: Time | None,
 ) -> str:
     """A line for each case, a column for each value of `series`, and speeds of pairs of these."""
-    found = frame([{**row, "shape": _shape(row)} for row in rows])
+    found = frame(rows)
     found["cell"] = [cell(row) for row in rows]
     found["time"] = [time(row) if time else None for row in rows]
     names = list(dict.fromkeys(found[series]))
@@ -208,13 +191,7 @@ def _pivot(
             speeds = wide["time"][peer] / wide["time"][ours]
             if speeds.notna().any():
                 cells[f"{ours} over {peer}"] = speeds.map("{:.2f}x".format).where(speeds.notna())
-    lines = cells.fillna(NOTHING).reset_index().astype(str).values.tolist()
-    return show.markdown([*columns, *cells.columns], lines, text=len(columns))
-
-
-def _shape(row: Row) -> str:
-    shape = row.get("shape", "")
-    return shape if isinstance(shape, str) else "x".join(map(str, shape))
+    return show.markdown(cells)
 
 
 def _us(value: float) -> str:
@@ -239,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, (results, ops) in PICTURES.items():
         rows = read_file(DOCS / "results" / f"{results}.json")
         if name == "layer_norm_h100":
-            rows = [row for row in rows if row["shape"][0] == 4096]
+            rows = [row for row in rows if row["shape"].startswith("4096x")]
         elif ops:
             rows = [row for row in rows if row["dtype"] == "bfloat16"]
         if ops:

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from normplug._kernels.device import power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
-from normplug._ops.group_norm.eager import GroupNormPlan
+from normplug._ops.group_norm import GroupNormPlan, GroupNormSpec
 from normplug._ops.plans import BLANKS
 from normplug._ops.program import SLOT
-from normplug._ops.spec import GroupNormSpec, Tensors
+from normplug._ops.spec import Tensors
 from normplug._results import stamp
 from normplug.bench.timing import copy_gbps, gpu_stopwatch
 

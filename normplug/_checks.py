@@ -101,6 +101,12 @@ def no_kernel(caller: str, why: str) -> NotImplementedError:
     )
 
 
+def not_explained(function: Any, known: Sequence[str]) -> ValueError:
+    """Return the error for a call that `functional.explain` cannot explain."""
+    rule = f"a function of normplug.functional: {', '.join(known)}"
+    return ValueError(_must("functional.explain", "function", rule, _shown(function)))
+
+
 def flags(caller: str, **values: Any) -> None:
     """Reject anything but True and False: values such as "no" and 0.0 are ambiguous."""
     for name, value in values.items():
@@ -130,7 +136,7 @@ def swap_options(caller: str, **options: Any) -> None:
             autocast_output(caller, value)
         elif name == "backend":
             backend(caller, value)
-        elif name in ("track_running_stats", "preserve_output") and value is None:
+        elif name == "preserve_output" and value is None:
             continue
         elif name not in ("include", "exclude"):
             flags(caller, **{name: value})

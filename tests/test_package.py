@@ -36,9 +36,9 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 6450, "experiment": 5450, "_ops": 4250, "_fuse": 3000, "native": 1950,
-    "modules": 1900, "_swap": 1850, "bench": 1550, "functional": 750, "adapters": 720,
-    "lightning": 680, "reference": 560, "": 1600,
+    "_kernels": 6450, "experiment": 5400, "_ops": 4250, "_fuse": 3000, "native": 1950,
+    "modules": 1900, "_swap": 1850, "bench": 1550, "adapters": 720,
+    "lightning": 680, "reference": 560, "": 2250,
 }  # fmt: skip
 
 

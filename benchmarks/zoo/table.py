@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from normplug.bench.show import markdown as table
+import pandas as pd
+
+from normplug.bench.show import markdown
 
 Row = Mapping[str, Any]
 
@@ -62,7 +64,7 @@ def _summary_table(rows: Sequence[Row], libraries: Iterable[str]) -> str:
         counts = [results[result] for result in RESULTS]
         norms = [sum(sum(row.get(key, {}).values()) for row in own) for key in ("taken", "left")]
         lines.append([library, *map(str, (len(own), *counts, *norms))])
-    return table(SUMMARY, lines)
+    return markdown(pd.DataFrame(lines, columns=SUMMARY).set_index("library"))
 
 
 def _table(rows: Iterable[Row]) -> str:
@@ -71,7 +73,7 @@ def _table(rows: Iterable[Row]) -> str:
         error = f"{row['error']:.0e}" if row.get("error") else "0" if "error" in row else ""
         result = f"{row['result']}: {row['reason']}" if row["reason"] else row["result"]
         lines.append([row["name"], _kinds(row, "taken"), _kinds(row, "left"), result, error])
-    return table(ARCHITECTURES, lines, text=4)
+    return markdown(pd.DataFrame(lines, columns=ARCHITECTURES).set_index([*ARCHITECTURES[:4]]))
 
 
 def _kinds(row: Row, key: str) -> str:

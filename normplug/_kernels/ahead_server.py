@@ -116,6 +116,8 @@ def build_launcher(module: str, name: str, arguments: tuple[Any, ...]) -> None:
 class _Metadata:
     """A placeholder for a compiled kernel's metadata, on which a launcher does not depend."""
 
+    cluster_dims = (1, 1, 1)  # Triton before 3.6 multiplies them
+
     def __getattr__(self, name: str) -> None:
         return None
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops.spec import Route, Tensors
+from normplug._ops.spec import Tensors
 from normplug._torch import (
     dispatch_modes,
     in_forward_ad,
@@ -43,27 +42,6 @@ def has_kernels(caller: str, backend: str, x: Tensor) -> bool:
     if not is_asked_for(_checks.backend(caller, backend), x):
         return False
     return refusal_now() is None and refusal_of_device(x) is None
-
-
-def takes(caller: str, backend: str, t: Tensors, spec: Any, kernels: Callable[[], Route]) -> bool:
-    """Whether a call goes to the kernels.
-
-    Args:
-        caller: for the error.
-        backend: "auto", "triton" or "torch".
-        t: the call's tensors.
-        spec: the call's non-tensor arguments.
-        kernels: returns the kernel route, whose import imports Triton.
-
-    Raises:
-        NotImplementedError: backend "triton" where the kernels cannot run.
-    """
-    if not is_asked_for(backend, t.x):
-        return False
-    why = refusal_now() or kernels().refusal(t, spec)
-    if why is not None and backend == "triton":
-        raise _checks.no_kernel(caller, why)
-    return why is None
 
 
 def refusal_now() -> str | None:
@@ -128,3 +106,10 @@ def refusal_of(t: Tensors) -> str | None:
     if not all(each.is_contiguous() for each in dense):
         return "a weight, a bias or a running statistic is not contiguous"
     return None
+
+
+def is_too_long(*lengths: int) -> bool:
+    """Whether an axis is longer than what the kernels can index."""
+    from normplug._kernels.device import LONGEST_AXIS
+
+    return max(lengths) > LONGEST_AXIS

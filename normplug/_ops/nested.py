@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from normplug._ops.spec import Tensors
 
 
 def is_strided(x: Tensor) -> bool:
@@ -38,8 +41,15 @@ def rows(x: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.cat([component.reshape(-1, *shape) for component in x.unbind()])
 
 
-def of_rows(y: Tensor, like: Tensor) -> Tensor:
-    """The strided nested tensor whose rows are y, with components shaped like those of `like`."""
+def run(t: Tensors, shape: Sequence[int], call: Callable[[Tensors], Tensor]) -> Any:
+    """Run a call whose x is a nested tensor of the older layout, as one of all its rows."""
+    total = t.x if t.residual is None else t.x + t.residual
+    y = _of_rows(call(t._replace(x=rows(total, shape), residual=None)), total)
+    return y if t.residual is None else (y, total)
+
+
+def _of_rows(y: Tensor, like: Tensor) -> Tensor:
+    """The strided nested tensor whose rows are y, with the shapes of the components of `like`."""
     components, width = like.unbind(), math.prod(y.shape[1:])
     parts = y.split([component.numel() // width for component in components])
     pairs = zip(parts, components, strict=True)

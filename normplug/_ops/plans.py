@@ -1,4 +1,4 @@
-"""The base of all kernel routes: plans, their autograd function, and second derivatives.
+"""Plans of calls by the kernels, their autograd function, and second derivatives.
 
 A plan serves all calls with equal shapes, layouts, dtypes and specs; its launches are set up once.
 A call is then one or two launches in each direction. Second derivatives are computed by torch's own
@@ -10,29 +10,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from normplug import native
-from normplug._kernels import ahead
-from normplug._kernels.launch import Workspace
 from normplug._layouts import readable
-from normplug._ops import cache, eligible, likely
+from normplug._ops import likely
 from normplug._ops.program import SLOT, SLOTS, Program
 from normplug._ops.recompute import Recomputable
-from normplug._ops.spec import Route, Tensors
+from normplug._ops.spec import Tensors
 from normplug._torch import applier, current_device_index, current_raw_stream, unwrap_if_dead
 from normplug.reference import accumulator_dtype
+
+if TYPE_CHECKING:
+    from normplug._kernels import ahead
+    from normplug._kernels.launch import Workspace
 
 # The gradients of x, residual, weight, bias and input_bias.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Needs = tuple[bool, ...]  # which of these to compute
 _INPUTS = 5
 BLANKS = [None] * (len(SLOTS) - len(Tensors._fields))
-_DY, _DTOTAL = SLOT["dy"], SLOT["dtotal"]
+_Y, _TOTAL, _DY, _DTOTAL = (SLOT[name] for name in ("y", "total", "dy", "dtotal"))
 
 
 class BasePlan:
@@ -82,6 +83,8 @@ class BasePlan:
 
     def workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
         """The current stream, and a workspace on it of `scratch`: (counters, partial results)."""
+        from normplug._kernels.launch import Workspace
+
         if self.mark:
             self.spec.peers.check()
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
@@ -115,15 +118,14 @@ class BasePlan:
 class Plan(BasePlan, ABC):
     """The plan of a norm that each process computes by itself."""
 
-    @classmethod
-    def refusal(cls, t: Tensors, spec: Any) -> str | None:
-        """Why the kernels cannot run a call; None if they can."""
-        return eligible.refusal_of(t)
+    def bound(self, t: Tensors) -> Callable[[Tensors], Any]:
+        """The function that runs calls like t: `run`, unless torch operations have to follow."""
+        return self.run
 
-    @classmethod
-    @abstractmethod
-    def laid_out(cls, t: Tensors, spec: Any) -> tuple[Tensors, Any]:
-        """The call, with copies of tensors whose layout the kernels cannot read; `t` if none."""
+    def kernels(self, t: Tensors) -> list[str]:
+        """The name and the number of warps of each kernel that a forward launches."""
+        jobs = self.forward_program(t, torch.is_grad_enabled()).jobs(self.acc)
+        return [f"{job.kernel.__name__} with num_warps={job.options['num_warps']}" for job in jobs]
 
     @abstractmethod
     def forward_program(self, t: Tensors, keep: bool) -> Program:
@@ -201,6 +203,8 @@ class Plan(BasePlan, ABC):
 
         keep: as in `forward_of`. Without it there are no backwards.
         """
+        from normplug._kernels import ahead
+
         # If this call's own kernel is compiled already, so are the others' in all likelihood.
         own = self.usual_backwards(t, forward) if keep else [forward]
         if not own or not own[0].expect(self.acc):
@@ -223,8 +227,9 @@ class Plan(BasePlan, ABC):
 
     def run(self, t: Tensors) -> Any:
         """Run a call, and record it for autograd if gradients are enabled."""
-        t = unwrapped(t)
-        if (result := native.run(self, t)) is not None:
+        if unwrap_if_dead(t.x) is not t.x or t.residual is not None:
+            t = unwrapped(t)
+        if native._extension is not None and (result := native.run(self, t)) is not None:
             return result
         if self.gpu is not None and self.gpu != current_device_index():
             with torch.cuda.device(self.gpu):
@@ -234,7 +239,7 @@ class Plan(BasePlan, ABC):
         return _apply(*t[:_INPUTS], (self, t, None))
 
     def run_with_state(self, t: Tensors) -> tuple[Any, Sequence[Any]]:
-        """As `run`, but always in Python. Also return the tensors that `state` names."""
+        """Run a call in Python; return the result, and the tensors that `state` names."""
         if self.gpu is not None and self.gpu != current_device_index():
             with torch.cuda.device(self.gpu):
                 return self.run_with_state(t)
@@ -243,12 +248,12 @@ class Plan(BasePlan, ABC):
 
     def forward(self, t: Tensors, keep: bool) -> tuple[Any, tuple[Any, ...]]:
         """The result, and the tensors to save if `keep`."""
-        program = self.forward_of(t, keep)
+        program = self._programs.get(keep) or self.forward_of(t, keep)
         slots = [*t, *BLANKS]
         program.run(slots, self.device, self.workspace)
-        results = program.results_of(slots)
-        saved = tuple([slots[slot] for slot in program.saved])
-        return (tuple(results) if self.has_total else results[0]), saved
+        saved = tuple(map(slots.__getitem__, program.saved)) if keep else ()
+        y = slots[_Y]
+        return ((y, slots[_TOTAL]) if self.has_total else y), saved
 
     def backward(
         self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
@@ -266,7 +271,7 @@ class Plan(BasePlan, ABC):
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
     ) -> Gradients:
-        """As `backward`, by torch operations, which autograd can differentiate again."""
+        """The gradients by torch operations, which autograd can differentiate again."""
         with torch.autocast(dy.device.type, enabled=False):
             gradients = differentiable_gradients(*self.composed(saved, dy), needs)
         dx, dresidual, dweight, dbias, dinput_bias = gradients
@@ -335,31 +340,3 @@ class _Norm(Recomputable):
 
 
 _apply = applier(_Norm)
-
-
-class KernelRoute(Route):
-    """The route that runs calls by plans of one class."""
-
-    def __init__(self, plan: type[Plan]) -> None:
-        self._plan = plan
-
-    def refusal(self, t: Tensors, spec: Any) -> str | None:
-        """Why the kernels cannot run this call; None if they can."""
-        return self._plan.refusal(t, spec)
-
-    def plan_of(self, t: Tensors, spec: Any) -> tuple[Any, Tensors]:
-        """The plan of a call, and its tensors in the layouts that the plan reads."""
-        native.start()
-        t, spec = self._plan.laid_out(t, spec)
-        key = cache.key_of(t, spec, self._plan)
-        return cache.made_once(key, self._plan, t, spec), t
-
-    def __call__(self, t: Tensors, spec: Any) -> Any:
-        """Run a call that has passed the checks and that `refusal` accepts."""
-        plan, t = self.plan_of(t, spec)
-        return plan.run(t)
-
-    def bind(self, t: Tensors, spec: Any) -> Callable[[Tensors], Any]:
-        """The plan's own `run`, if no tensor has to be copied first."""
-        plan, ready = self.plan_of(t, spec)
-        return plan.run if ready is t else partial(self.__call__, spec=spec)

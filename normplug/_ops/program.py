@@ -8,16 +8,19 @@ and names the slots of its results and of the tensors that the backward will nee
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import filterfalse
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from normplug._kernels import ahead
-from normplug._kernels.launch import Launch
 from normplug._ops.spec import Tensors
+
+if TYPE_CHECKING:
+    from normplug._kernels import ahead
+    from normplug._kernels.launch import Launch
 
 SLOTS = (
     *Tensors._fields,
@@ -137,7 +140,8 @@ class Program:
             for launch, _, pick in self.steps:
                 launch(stream, *pick(slots))
         if self.updates:
-            increment_versions([slots[slot] for slot in self.updates])
+            updated = map(slots.__getitem__, self.updates)
+            increment_version(list(filterfalse(Tensor.is_inference, updated)))
 
     def jobs(self, accumulator: torch.dtype, after: int = 0) -> list[ahead.Job]:
         """The jobs that compile the kernels.
@@ -152,11 +156,13 @@ class Program:
         ]
 
     def expect(self, accumulator: torch.dtype, after: int = 0) -> bool:
-        """Have worker processes compile the kernels; arguments as in `jobs`.
+        """Have worker processes compile the kernels; the arguments of `jobs`.
 
         Returns:
             Whether any of them is being compiled.
         """
+        from normplug._kernels import ahead
+
         begun = [ahead.expect(job) for job in self.jobs(accumulator, after)]
         return any(begun)
 
@@ -166,16 +172,6 @@ class Program:
             t if t is None or dtype is None else t.to(dtype)
             for t, dtype in ((slots[slot], dtype) for slot, dtype in self.results)
         ]
-
-
-def increment_versions(updated: Sequence[Tensor]) -> None:
-    """Tell autograd, by the version counters, that kernels have updated these tensors in place."""
-    increment_version([t for t in updated if not t.is_inference()])
-
-
-def layout_of(t: Tensor) -> Layout:
-    """The layout of a tensor."""
-    return t.shape, t.stride(), t.dtype
 
 
 def named(t: Tensors) -> dict[str, Tensor]:

@@ -48,8 +48,8 @@ class Recomputable(torch.autograd.Function):
 def call(y: Tensor, module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call `module(*args, **kwargs)`, and recompute y, one of the arguments, in its backward.
 
-    y is stored where it cannot be recomputed. Other hooks on saved tensors, such as those of
-    activation checkpointing, take precedence.
+    y is stored where it cannot be recomputed. Other hooks on saved tensors, such as
+    activation checkpointing's, take precedence.
     """
     if not will_recompute(y):
         return module(*args, **kwargs)

@@ -21,8 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normplug._ops.layer_norm.aten import composed_rms_norm
-from normplug._ops.spec import LayerNormSpec
+from normplug._ops.row_norms import LayerNormSpec, composed_rms_norm
 from normplug.modules.eps import eps_property
 from normplug.modules.rms_norm import _RMSNorm
 

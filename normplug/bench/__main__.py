@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,9 +36,8 @@ def _model(a: argparse.Namespace, device: torch.device) -> None:
     how = {"mode": a.mode, "autocast": autocast, "rounds": a.rounds}
     measured = models.measure(model.to(device), batch, step, **how)
     print(measured)
-    if a.json:
-        with _one_line("model"):
-            add_to_file(a.json, [{"model": a.target, "batch": a.batch, **r} for r in measured])
+    with _one_line("model"):
+        add_to_file(a.json, [{"model": a.target, "batch": a.batch, **r} for r in measured])
 
 
 def _last(tensor: Tensor) -> Tensor:
@@ -110,16 +108,13 @@ def _one_line(command: str, path: Path | None = None) -> Iterator[None]:
 
 
 def _device(name: str | None) -> torch.device:
-    """Where to measure; the host path in C++ is built first, as calls do not wait for it."""
     there = torch.cuda.is_available()
     if name is None and not there:
         print("normplug.bench: no CUDA device, so it runs on the CPU", file=sys.stderr, flush=True)
-    device = torch.device(name or ("cuda" if there else "cpu"))
-    if device.type == "cuda":
-        if not there:
-            raise SystemExit(f"normplug.bench: --device {name}, but there is no CUDA device.")
-        subprocess.run([sys.executable, "-m", "normplug.native", "build"])  # it says if it fails
-    return device
+    device = name or ("cuda" if there else "cpu")
+    if device.startswith("cuda") and not there:
+        raise SystemExit(f"normplug.bench: --device {name}, but there is no CUDA device.")
+    return timing.ready(device)
 
 
 def _mode(text: str) -> float | str:

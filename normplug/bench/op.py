@@ -140,8 +140,7 @@ def run(
         except torch.OutOfMemoryError:
             print(f"{case}: left out, as it does not fit the memory", file=sys.stderr, flush=True)
         else:
-            if path is not None:
-                add_to_file(path, rows)
+            add_to_file(path, rows)
             yield Rows(rows, COLUMNS)
         gc.collect()
         if device.type == "cuda":

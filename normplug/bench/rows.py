@@ -76,12 +76,14 @@ def frame(rows: Sequence[Row]) -> Any:
     return pandas.DataFrame(rows)
 
 
-def add_to_file(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows to a JSON file, which is a list of rows, and created if there is none.
+def add_to_file(path: Path | None, rows: Iterable[Row]) -> None:
+    """Append rows to a JSON file, a list of rows, which is created if absent; None for no file.
 
     Raises:
         ValueError: the file is not a list of rows; it is left as it is.
     """
+    if path is None:
+        return
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     if not _are_rows(known):
         raise ValueError(f"{path} is not a list of rows. Write to another file.")
@@ -109,11 +111,13 @@ def read_file(path: Path) -> list[Row]:
         content = content.get("rows")
     if not _are_rows(content) or not content:
         raise ValueError(f"{path} has no rows of results.")
-    return [_medians({**facts, **row}) for row in content]
+    return [_as_today({**facts, **row}) for row in content]
 
 
-def _medians(row: Row) -> Row:
-    """The row with medians under the names of times, where an older file has the best."""
+def _as_today(row: Row) -> Row:
+    """The row with a shape as text, and medians where an older file has the best times."""
+    if isinstance(row.get("shape"), list):
+        row["shape"] = "x".join(map(str, row["shape"]))
     for key in [key for key in row if key.startswith("median_")]:
         name = key.removeprefix("median_")
         row[f"best_{name}"], row[name] = row[name], row.pop(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,7 @@ def medians(rows: Sequence[Row]) -> tuple[Any, str]:
     Raises:
         ValueError: the rows have no times of steps or operations.
     """
-    found = frame(
-        [row | ({"shape": _text(row["shape"])} if "shape" in row else {}) for row in rows]
-    )
+    found = frame(rows)
     for series, value, unit in (
         ("arm", "ms", "ms a training step"),
         ("provider", "us", "microseconds of the device"),
@@ -46,17 +44,16 @@ def render(rows: Sequence[Row]) -> str:
     for ours, peer in [pair for pair in pairs if set(pair) <= set(wide)]:
         wide[f"{ours} over {peer}"] = (wide[peer] / wide[ours]).map("{:.2f}x".format)
     cells = wide.map(lambda cell: f"{cell:.4g}" if isinstance(cell, float) else cell)
-    lines = cells.fillna("-").reset_index().astype(str).values.tolist()
-    text = len(wide.index.names)
-    table = markdown([*wide.index.names, *wide.columns], lines, text)
-    return f"{origin(rows)}. Median {unit}:\n\n{table}"
+    return f"{origin(rows)}. Median {unit}:\n\n{markdown(cells)}"
 
 
-def markdown(header: Sequence[str], lines: Iterable[Sequence[str]], text: int = 1) -> str:
-    """A Markdown table; all but its first `text` columns hold numbers, which are right-aligned."""
-    rules = ["---" if column < text else "---:" for column in range(len(header))]
-    cells = ([cell.replace("|", "/") for cell in line] for line in (header, rules, *lines))
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+def markdown(cells: Any) -> str:
+    """A frame as a Markdown table, with the levels of its index first; numbers align right."""
+    header = [*cells.index.names, *cells.columns]
+    rules = ["---"] * cells.index.nlevels + ["---:"] * len(cells.columns)
+    lines = cells.astype(object).fillna("-").reset_index().astype(str).values.tolist()
+    lines = ([cell.replace("|", "/") for cell in line] for line in (header, rules, *lines))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -64,7 +61,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
-    heights = {_text(row.get("shape")).rpartition("x")[0] for row in rows}
+    heights = {str(row.get("shape")).rpartition("x")[0] for row in rows}
     if {row.get("layout") for row in rows} == {"rows"} and len(heights) == 1 and "gbps" in rows[0]:
         _draw_widths(figure, rows)
     else:
@@ -76,7 +73,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def _draw_widths(figure: Any, rows: Sequence[Row]) -> None:
     """A panel for each dtype and direction, and a line for each provider."""
-    found = frame([{**row, "width": int(_text(row["shape"]).split("x")[-1])} for row in rows])
+    found = frame([{**row, "width": int(row["shape"].split("x")[-1])} for row in rows])
     names = list(found["provider"].unique())
     panels = list(found.groupby(["dtype", "direction"], sort=False))
     height = -(-len(panels) // 2)
@@ -124,7 +121,3 @@ def origin(rows: Sequence[Row]) -> str:
     ]
     dates = sorted({str(row["date"])[:10] for row in rows if row.get("date")})
     return ", ".join([*words, " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""])
-
-
-def _text(shape: Any) -> str:
-    return "x".join(map(str, shape)) if isinstance(shape, (list, tuple)) else str(shape)

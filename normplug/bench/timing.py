@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
@@ -32,6 +34,13 @@ LEAD, LEAD_US = 2.0, 50.0
 COPY_BYTES = 512 * 2**20
 STEPS = 3  # in a profile
 ON_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}  # a trace's categories
+
+
+def ready(device: str) -> torch.device:
+    """A device to measure on. For a GPU, the host path in C++ is built, as calls do not wait."""
+    if device.startswith("cuda"):
+        subprocess.run([sys.executable, "-m", "normplug.native", "build"])  # it says if it fails
+    return torch.device(device)
 
 
 def device_us(calls: Mapping[str, Call], device: torch.device) -> dict[str, list[float]]:

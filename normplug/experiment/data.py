@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn import functional
@@ -94,16 +95,6 @@ class FilePart(Dataset[Batch]):
 
 
 Part: TypeAlias = MemoryPart | FilePart
-
-
-class Shard(DistributedSampler[int]):
-    """The samples of one process, in a fixed order; unlike its base class, it repeats none."""
-
-    def __iter__(self) -> Any:
-        return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
 
 
 class Source(LightningDataModule, ABC):
@@ -234,7 +225,8 @@ class Source(LightningDataModule, ABC):
                     f"{longer} for {shards} processes. Use more data or fewer processes."
                 )
             batch_size = next(size for size in count(batch_size) if samples % size)
-        return self._loader(part, Shard(part, shards, shard), batch_size)
+        sampler = UnrepeatedDistributedSampler(part, num_replicas=shards, rank=shard, shuffle=False)
+        return self._loader(part, sampler, batch_size)
 
     def _loader(
         self, part: Part, sampler: DistributedSampler[int], size: int, *, drop_last: bool = False
@@ -461,8 +453,10 @@ def channel_statistics(part: Part) -> tuple[Tensor, Tensor]:
         first += pixels.sum((0, 2, 3))
         second += pixels.square().sum((0, 2, 3))
     count = part.inputs.numel() // 3
-    variance = (count * second - first.square()).double() / count**2  # also exact
-    return first.double() / count / 255, variance.sqrt() / 255
+    # In Python's integers, as those of 45,000 images exceed 64 bits.
+    sums = zip(first.tolist(), second.tolist(), strict=True)
+    variance = [(count * squares - total**2) / count**2 for total, squares in sums]
+    return first.double() / count / 255, torch.tensor(variance, dtype=torch.float64).sqrt() / 255
 
 
 class Digits(ImageData):

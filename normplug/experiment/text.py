@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -58,10 +59,8 @@ class Text(Source):
         limit = None if megabytes is None else round(megabytes * 1e6)
         text = _library(limit) if path is None else self._read(Path(path).expanduser(), limit)
         self.name = "text" if path is None else Path(path).name
-        sizes = [round(share * len(text)) for share in PARTS.values()]
-        if min(sizes) > 0:
-            self.tokens, self.vocabulary = self._tokenised(text)
-            sizes = [round(share * len(self.tokens)) for share in PARTS.values()]
+        self.tokens, self.vocabulary = self._tokenised(text)
+        sizes = [round(share * len(self.tokens)) for share in PARTS.values()]
         if min(sizes) <= block_size:
             raise ValueError(
                 f"{self.caller}: each part of the text must be longer than block_size="
@@ -74,7 +73,13 @@ class Text(Source):
 
     def setup(self, stage: str) -> None:
         """Cut the parts into blocks; the target of each token is the next token."""
-        self.set_parts(*(_blocks(part, self.block_size) for part in self._parts.values()))
+        size = self.block_size
+        self.set_parts(
+            *(
+                MemoryPart(part[:-1].unfold(0, size, size), part[1:].unfold(0, size, size))
+                for part in self._parts.values()
+            )
+        )
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Widen the tokens, which are stored as bytes, on their device."""
@@ -123,7 +128,7 @@ class Text(Source):
     def _tokenised(self, text: bytes) -> tuple[Tensor, int]:
         """Return the tokens, and the size of their vocabulary."""
         if self.unit == "byte":
-            return torch.frombuffer(bytearray(text), dtype=torch.uint8), 256
+            return torch.from_numpy(np.frombuffer(text, np.uint8).copy()), 256
         try:
             characters = text.decode()
         except UnicodeDecodeError as error:
@@ -133,13 +138,6 @@ class Text(Source):
             ) from None
         index = {character: i for i, character in enumerate(sorted(set(characters)))}
         return torch.tensor([index[c] for c in characters], dtype=torch.int32), len(index)
-
-
-def _blocks(tokens: Tensor, size: int) -> MemoryPart:
-    """Views of the tokens, as (N, size), and of the tokens that follow each of them."""
-    count = (len(tokens) - 1) // size
-    inputs, targets = (tokens[start : start + count * size] for start in (0, 1))
-    return MemoryPart(inputs.view(count, size), targets.view(count, size))
 
 
 def _library(limit: int | None) -> bytes:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
 from normplug._ops import likely
-from normplug._ops.spec import BatchNormSpec, Pool, Tensors
+from normplug._ops.batch_norm import BatchNormSpec
+from normplug._ops.call import call
+from normplug._ops.spec import Pool, Tensors
 from normplug._torch import BatchNormBase
 from normplug.modules.base import TargetVarianceNorm, as_number
 from normplug.modules.fusion_sites import FusionSites
@@ -48,15 +52,45 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         measures = self._probe is not None  # read first: another thread may unswap the layer
         compiling = torch.compiler.is_compiling()
         y = None if compiling else native.forward(self, input, residual, None, *others)
+        if y is None and residual is None and activation is None and pool is None:
+            y = self._by_torch(input)
         if y is None:
             t, spec = self._call(input, residual, *others)
             backend = self._normplug.backend
-            y = functional.carry_out("functional.batch_norm", t, spec, backend, isolated=isolated)
+            y = call("functional.batch_norm", t, spec, backend, isolated=isolated)
             if not compiling:
                 native.learn(self, spec, backend, t, input, residual, None, *others)
         if measures:
             self._record(input)
         return y
+
+    def _by_torch(self, x: Tensor) -> Tensor | None:
+        """The call by torch's function; None if it takes a kernel, or more than the function."""
+        weight, bias = self._affine()
+        mean, var, tracked = self._statistics()
+        if self.training and not self.track_running_stats:
+            mean = var = tracked = None
+        own, momentum = self._normplug, self.momentum
+        training = self.training or mean is None
+        updates = training and mean is not None
+        if (
+            not self._runs_torch(x, weight)
+            or not x.is_floating_point()
+            or (mean is None) != (var is None)
+            or (updates and (tracked is None or type(momentum) is not float))
+        ):
+            return None
+        self._check_input_dim(x)
+        # A single sample, position or channel: PyTorch's CPU kernels take gradients in some layouts
+        # for gradients in others there.
+        if min(x.shape) < 2 or x.shape[1] != self.num_features:
+            return None
+        if updates:
+            tracked.add_(1)  # type: ignore[union-attr]
+        cudnn = x.is_cuda and torch.backends.cudnn.enabled
+        step: Any = momentum if updates else 0.0
+        weight = self._scaled(weight)
+        return torch.batch_norm(x, weight, bias, mean, var, training, step, own.eps, cudnn)
 
     def _call(
         self,

@@ -8,10 +8,12 @@ from torch import Tensor, fx, nn
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
 from normplug._ops import likely
-from normplug._ops.spec import GroupNormSpec, Tensors
+from normplug._ops.call import call
+from normplug._ops.group_norm import GroupNormSpec
+from normplug._ops.spec import Tensors
 from normplug.modules.base import as_number
 from normplug.modules.fusion_sites import FusionSites
-from normplug.modules.watched import WatchedRows
+from normplug.modules.watched import REFUSALS, WatchedRows
 
 
 class GroupNorm(WatchedRows, nn.GroupNorm):
@@ -19,14 +21,14 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    The watched statistics, off by default, are scalars: moving averages of the groups' mean and of
-    their biased variance. See `LayerNorm`.
+    With `track_running_stats`, `watched_mean` and `watched_var` are scalars: moving averages of the
+    groups' mean and of their biased variance. See `LayerNorm`.
 
     Args:
         *args: those of `torch.nn.GroupNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics; None is False here.
+        track_running_stats: keep the watched statistics.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.group_norm`.
         **kwargs: those of `torch.nn.GroupNorm`.
@@ -42,8 +44,6 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         >>> GroupNorm(2, 8, mode=0.5)
         GroupNorm(2, 8, eps=1e-05, affine=True, ..., mode=0.5)
     """
-
-    _watches = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, update the watched statistics if there are any."""
@@ -67,8 +67,17 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
             known = native.forward(self, input, None, None, activation)
             if known is not None:
                 return known
-        t = Tensors(input, None, *self._affine(), None, *self._statistics_to_update(input))
+        weight, bias = self._affine()
         own = self._normplug
+        plain = activation is None and self._is_plain(input, weight)
+        if plain and input.numel() > self.num_groups:
+            cudnn = input.is_cuda and torch.backends.cudnn.enabled
+            scaled = self._scaled(weight)
+            try:
+                return torch.group_norm(input, self.num_groups, scaled, bias, own.eps, cudnn)
+            except REFUSALS:
+                pass
+        t = Tensors(input, None, weight, bias, None, *self._statistics_to_update(input))
         spec = GroupNormSpec(
             self.num_groups,
             as_number(own.eps),
@@ -78,7 +87,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
             own.autocast_output,
             own.momentum,
         )
-        y = functional.carry_out("functional.group_norm", t, spec, own.backend)
+        y = call("functional.group_norm", t, spec, own.backend)
         if not compiling:
             native.learn(self, spec, own.backend, t, input, None, None, activation)
         return y

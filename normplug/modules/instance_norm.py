@@ -8,13 +8,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from normplug import functional, native, reference
+from normplug import native, reference
 from normplug._activations import ActivationLike
 from normplug._ops import likely
-from normplug._ops.spec import BatchNormSpec, GroupNormSpec, Tensors
+from normplug._ops.batch_norm import BatchNormSpec
+from normplug._ops.call import call
+from normplug._ops.group_norm import GroupNormSpec
+from normplug._ops.spec import Tensors
 from normplug._torch import InstanceNormBase
 from normplug.modules.base import TargetVarianceNorm, as_number
 from normplug.modules.fusion_sites import FusionSites
+from normplug.modules.watched import REFUSALS
 
 
 class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
@@ -52,13 +56,39 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         self._check_channels(x.shape[1])
         weight, bias = self._affine()
         mean, var, _ = self._statistics()
+        y = self._by_torch(x, weight, bias, mean, var) if activation is None else None
+        if y is not None:
+            return y if x is input else y.squeeze(0)
         t = Tensors(x, None, weight, bias, None, mean, var)
         spec = self._spec(x.shape[1], activation)
         backend = self._normplug.backend
-        y = functional.carry_out("functional.instance_norm", t, spec, backend)
+        y = call("functional.instance_norm", t, spec, backend)
         if not compiling:
             native.learn(self, spec, backend, t, input, None, None, activation)
         return y if x is input else y.squeeze(0)
+
+    def _by_torch(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+    ) -> Tensor | None:
+        """The call by torch's function; None if it takes a kernel, or more than the function."""
+        of_batch, momentum = not self._uses_running(self.training), self.momentum
+        if (
+            not self._runs_torch(x, weight)
+            or not (momentum is None or type(momentum) is float)
+            or min(x.shape) < 2  # as in BatchNorm
+        ):
+            return None
+        cudnn = x.is_cuda and torch.backends.cudnn.enabled
+        numbers = (of_batch, momentum or 0.0, self._normplug.eps, cudnn)
+        try:
+            return torch.instance_norm(x, self._scaled(weight), bias, mean, var, *numbers)
+        except REFUSALS:
+            return None
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation",))

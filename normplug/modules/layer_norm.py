@@ -1,31 +1,34 @@
-"""LayerNorm with a target variance and watched statistics."""
+"""LayerNorm with a target variance."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from normplug import functional, reference
-from normplug._ops.spec import LayerNormSpec, Tensors
+from normplug._ops.row_norms import LayerNormSpec
+from normplug._ops.spec import Tensors
 from normplug.modules.base import as_number
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.row_norm import RowNorm
 
 
 class LayerNorm(RowNorm, nn.LayerNorm):
-    """`torch.nn.LayerNorm` that normalises to a target variance and monitors its input.
+    """`torch.nn.LayerNorm` that normalises to a target variance, and can monitor its input.
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    The watched statistics are scalars that no result depends on: `watched_mean` and `watched_var`,
-    moving averages of the rows' mean and of their biased variance, and `watched_count`, the number
-    of batches. They are not saved: a state_dict has the keys of the stock layer's. They start with
-    mean 0 and variance 1. Inside `torch.func` transforms they are not updated.
+    With `track_running_stats` it watches its input, in scalars that no result depends on:
+    `watched_mean` and `watched_var`, moving averages of the rows' mean and of their biased
+    variance, and `watched_count`, the number of batches. They are not saved: a state_dict has the
+    keys of the stock layer's. They start with mean 0 and variance 1. Inside `torch.func` transforms
+    they are not updated.
 
     Args:
         *args: those of `torch.nn.LayerNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics; None is True here.
+        track_running_stats: keep the watched statistics.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.layer_norm`.
         **kwargs: those of `torch.nn.LayerNorm`.
@@ -68,6 +71,10 @@ class LayerNorm(RowNorm, nn.LayerNorm):
             functional.autocast_dtype(x),
             autocast_output,
         )
+
+    def _by_torch(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        eps = self._normplug.eps
+        return torch.layer_norm(x, self.normalized_shape, self._scaled(weight), bias, eps)
 
     def _affine_shape(self) -> tuple[int, ...]:
         return self.normalized_shape

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from normplug import functional, reference
-from normplug._ops.spec import LayerNormSpec
+from normplug._ops.row_norms import LayerNormSpec, composed_rms_norm
 from normplug._torch import RMS_NORM_AUTOCASTS
 from normplug.modules.base import as_number
 from normplug.modules.row_norm import RowNorm
@@ -23,7 +24,6 @@ class _RMSNorm(RowNorm):
 
     _function = "rms_norm"
     _watched = ("watched_var", "watched_count")
-    _watches = False
     _measure = "second moment"
     # Whether autocast has the stock layer compute and return float32.
     _autocasts: ClassVar[bool] = RMS_NORM_AUTOCASTS
@@ -46,6 +46,12 @@ class _RMSNorm(RowNorm):
             self._weight_offset,
             self._rounding,
         )
+
+    def _by_torch(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if self._rounding is not None or self._weight_offset:
+            return composed_rms_norm(x, weight, self._spec(x, "float32"))
+        shape, eps = self._affine_shape(), self._normplug.eps
+        return torch.rms_norm(x, shape, self._scaled(weight), eps)
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         return reference.rms_norm(
@@ -77,7 +83,7 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
         *args: those of `torch.nn.RMSNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics; None is False here.
+        track_running_stats: keep the watched statistics.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.rms_norm`.
         **kwargs: those of `torch.nn.RMSNorm`.

@@ -7,18 +7,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from normplug import functional, native
+from normplug import native
 from normplug._ops import likely, nested
-from normplug._ops.spec import LayerNormSpec, Tensors
+from normplug._ops.call import call
+from normplug._ops.row_norms import LayerNormSpec
+from normplug._ops.spec import Tensors
 from normplug.modules.fusion_sites import FusionSites
-from normplug.modules.watched import WatchedRows
+from normplug.modules.watched import REFUSALS, WatchedRows
 
 
 class RowNorm(WatchedRows):
     """A norm of rows of shape `_affine_shape`, with statistics that are only watched.
 
-    A subclass declares `_function`, `_spec`, and all that `TargetVarianceNorm` asks for. Its
-    arguments are those of `WatchedRows`.
+    A subclass declares `_function`, `_spec`, `_by_torch`, and all that `TargetVarianceNorm` asks
+    for. Its arguments are those of `WatchedRows`.
     """
 
     # The name of the function in `normplug.functional`, for errors.
@@ -34,23 +36,34 @@ class RowNorm(WatchedRows):
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, update the watched statistics."""
-        known = self._run_native(input)
-        if known is not None:
-            return known
-        if isinstance(input, fx.Proxy):
-            return self._as_leaf(input)
-        return self._normalise(input, *self._affine(), self._normplug.autocast_output)
+        """Normalise `input`; in training, update the watched statistics if there are any."""
+        if type(input) is not Tensor or input.is_cuda:
+            known = self._run_native(input)
+            if known is not None:
+                return known
+            if isinstance(input, fx.Proxy):
+                return self._as_leaf(input)
+        weight, bias = self._affine()
+        return self._normalise(input, weight, bias, self._normplug.autocast_output)
 
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
+        if self._is_plain(input, weight):
+            try:
+                return self._by_torch(input, weight, bias)
+            except REFUSALS:
+                pass
         t = Tensors(input, None, weight, bias, None, *self._statistics_to_update(input))
         measures = self._probe is not None  # read first: another thread may unswap the layer
         y = self._run(t, autocast_output)
         if measures:
             self._record(*(nested.rows(t, self._affine_shape()) for t in (input, y)))
         return y
+
+    def _by_torch(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The call by torch's function, if `_is_plain`."""
+        raise NotImplementedError
 
     def _fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return `forward(input + residual)` and the sum, in one call."""
@@ -71,7 +84,7 @@ class RowNorm(WatchedRows):
         caller = f"functional.{add}{self._function}"
         # A subclass may override `_normalise`; C++ would then bypass its version.
         plain = type(self)._normalise is RowNorm._normalise
-        y = functional.carry_out(caller, t, spec, backend, isolated=self._channels_first)
+        y = call(caller, t, spec, backend, isolated=self._channels_first)
         if plain and not torch.compiler.is_compiling():
             native.learn(self, spec, backend, t, t.x, t.residual, t.input_bias)
         return y

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from normplug import native
 from normplug._activations import ActivationLike
-from normplug._ops.batch_norm import peers
+from normplug._ops import batch_norm_sync as joined
+from normplug._ops import peers
 from normplug._ops.spec import Pool
 from normplug._torch import BatchNormBase, LazyNormBase
-from normplug.modules import joined
 from normplug.modules.batch_norm import (
     BatchNorm1d,
     BatchNorm2d,

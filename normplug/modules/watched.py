@@ -6,9 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from normplug import _checks
-from normplug._torch import transforms_active
+from normplug._ops.sharded import is_sharded
+from normplug._torch import in_autocast, transforms_active
 from normplug.modes import ModeLike
 from normplug.modules.base import TargetVarianceNorm
 
@@ -16,6 +18,12 @@ from normplug.modules.base import TargetVarianceNorm
 _START = {"watched_mean": 0, "watched_var": 1, "watched_count": 0}
 # Their names in the checkpoints and pickles of version 0.2.
 _EARLIER = ("running_mean", "running_var", "num_batches_tracked")
+# torch 2.9 and 2.10 do not compile a module that writes to a buffer which is a DTensor.
+_REFUSES_DTENSORS = torch.__version__.startswith(("2.9.", "2.10."))
+
+
+# What torch raises for tensors that it refuses. `functional` then says why, or computes the call.
+REFUSALS = (RuntimeError, TypeError, IndexError)
 
 
 class WatchedRows(TargetVarianceNorm):
@@ -28,16 +36,14 @@ class WatchedRows(TargetVarianceNorm):
         *args: those of the stock class.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics; None leaves it to the class.
+        track_running_stats: keep the watched statistics.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.
         **kwargs: those of the stock class.
     """
 
-    # The statistics that the class watches, if it watches any; `watched_var` is among them.
+    # The statistics that the class can watch; `watched_var` is among them.
     _watched: ClassVar[tuple[str, ...]] = tuple(_START)
-    # Whether it watches them by default.
-    _watches: ClassVar[bool] = True
 
     _call_reads = (*_START, "training", "_normplug")
 
@@ -46,23 +52,22 @@ class WatchedRows(TargetVarianceNorm):
         *args: Any,
         mode: ModeLike = "standard",
         backend: str = "auto",
-        track_running_stats: bool | None = None,
+        track_running_stats: bool = False,
         momentum: float | None = 0.1,
         autocast_output: str = "float32",
         **kwargs: Any,
     ) -> None:
         caller = type(self).__name__
         _checks.momentum(caller, momentum, None, updates=False)
-        if track_running_stats is not None:
-            _checks.flags(caller, track_running_stats=track_running_stats)
+        _checks.flags(caller, track_running_stats=track_running_stats)
         super().__init__(*args, mode=mode, backend=backend, **kwargs)
         self.autocast_output = autocast_output
         self._set(momentum=momentum)
         self._adopt(self, track_running_stats, kwargs.get("device"))
 
     @classmethod
-    def _adopt(cls, module: nn.Module, track_running_stats: bool | None, device: Any) -> None:
-        if not (cls._watches if track_running_stats is None else track_running_stats):
+    def _adopt(cls, module: nn.Module, track_running_stats: bool, device: Any) -> None:
+        if not track_running_stats:
             return
         weight: Tensor | None = module.weight  # type: ignore[assignment]
         double = weight is not None and weight.dtype == torch.float64
@@ -91,6 +96,16 @@ class WatchedRows(TargetVarianceNorm):
             if (buffer := self._buffers.get(name)) is not None:
                 buffer.fill_(_START[name])
 
+    def _is_plain(self, x: Tensor, weight: Tensor | None) -> bool:
+        """Whether torch's function computes a call, without casts, statistics and measuring."""
+        return (
+            self._runs_torch(x, weight)
+            and (weight is None or weight.dtype == x.dtype)
+            and self._probe is None
+            and not (self.training and self._buffers)
+            and not in_autocast()
+        )
+
     def _statistics_to_update(
         self, input: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -105,6 +120,8 @@ class WatchedRows(TargetVarianceNorm):
             if device.type == "meta" or not (weight is None or weight.device == device):
                 return None, None, None  # nothing to measure, or a call that the checks reject
             self._move_watched(device)
+        if _REFUSES_DTENSORS and is_compiling() and is_sharded(own["watched_var"]):
+            return None, None, None
         return own.get("watched_mean"), own["watched_var"], own["watched_count"]
 
     def _move_watched(self, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import Popen
@@ -67,8 +67,6 @@ _paused = 0  # how many `python_way` contexts are open
 _extension: ModuleType | None = None  # `_loaded`, or None while paused
 _status = _NOT_STARTED
 _started = False
-_callbacks_lock = threading.Lock()
-_callbacks: list[Callable[[], None]] = []  # to run once the C++ path is loaded
 _lock = threading.Lock()  # one thread starts
 _kernels: Mapping[str, int] = MappingProxyType({})  # see `Status`
 _groups: list[str] = []  # see `Status`
@@ -77,9 +75,9 @@ _plans: dict[Any, Any] = {}
 
 
 def _unlock() -> None:
-    """Replace the locks in a child process: a thread that holds one has no copy there."""
-    global _callbacks_lock, _lock
-    _callbacks_lock, _lock = threading.Lock(), threading.Lock()
+    """Replace the lock in a child process: a thread that holds it has no copy there."""
+    global _lock
+    _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -127,8 +125,6 @@ def _pause(change: int) -> None:
     global _extension, _paused
     _paused += change
     _extension = None if _paused else _loaded
-    if _loaded is not None:
-        _loaded.pause(_paused > 0)
 
 
 def start() -> None:
@@ -186,11 +182,8 @@ def _failed(error: Exception) -> Status:
 
 def _load(library: Path) -> None:
     global _extension, _loaded
-    with _callbacks_lock:
-        _loaded = building.load(library)
-        _extension = None if _paused else _loaded
-        while _callbacks:
-            _callbacks.pop(0)()
+    _loaded = building.load(library)
+    _extension = None if _paused else _loaded
     _set_status(Status("C++", "the host path is compiled", library), logging.DEBUG)
 
 
@@ -221,9 +214,8 @@ def call(spec: Any, backend: Any, t: Any) -> Any:
 
 def keep(spec: Any, backend: Any, t: Any, bound: Any) -> None:
     """Store a call for `call` to run, if `bound` is the method `run` of a plan."""
-    plan = getattr(bound, "__self__", None)
-    if _extension is not None and plan is not None:
-        _extension.keep(spec, backend, t, _plan_of(_extension, plan))
+    if _extension is not None and getattr(bound, "__name__", "") == "run":
+        _extension.keep(spec, backend, t, _plan_of(_extension, bound.__self__))
 
 
 def forward(module: Any, *inputs: Any) -> Any:
@@ -251,34 +243,6 @@ def learn(module: Any, spec: Any, backend: Any, t: Any, *inputs: Any) -> None:
     reads = getattr(module, "_call_reads", None)  # None if another thread has unswapped the layer
     if _extension is not None and reads is not None:
         _extension.learn(spec, backend, t, module, reads, *inputs)
-
-
-def when_loaded(callback: Callable[[], None]) -> None:
-    """Call `callback` once the C++ path is loaded; at once if it already is."""
-    with _callbacks_lock:
-        if _loaded is None:
-            _callbacks.append(callback)
-        else:
-            callback()
-
-
-def implement(name: str, is_forward: bool, states: int) -> None:
-    """Implement an operator of `normplug._ops.library` in C++.
-
-    Args:
-        name: in the namespace "normplug". NAME_python is the Python implementation, to which C++
-            falls back where it has no plan.
-        is_forward: True for the forward of a norm, False for its backward.
-        states: how many state tensors the forward computes for the backward.
-    """
-    assert _loaded is not None
-    _loaded.implement(name, f"normplug::{name}_python", is_forward, states)
-
-
-def note(plan: Any) -> None:
-    """Record the plan by which Python runs an operator, so that C++ can run it next time."""
-    if _extension is not None:
-        _extension.note(_plan_of(_extension, plan))
 
 
 def run(plan: Any, t: Any) -> Any:

@@ -18,7 +18,7 @@ using torch::autograd::variable_list;
 
 using NodePtr = decltype(torch::autograd::Edge::function);
 
-// As `normplug._layouts.readable`.
+// A gradient with its values in memory: no lazy negation, no ZeroTensor.
 inline Tensor readable(const Tensor& t) {
   if (!t.defined()) return t;
   return t._is_zerotensor() ? at::zeros(t.sizes(), t.options()) : t.resolve_neg();
@@ -179,7 +179,7 @@ inline void make_history(const std::shared_ptr<Plan>& plan, const Program& progr
 }
 
 // Run a call by its plan, and record it for autograd. Call this without the GIL.
-inline std::shared_ptr<Program> carry_out(const std::shared_ptr<Plan>& plan, Slots& slots) {
+inline std::shared_ptr<Program> run_forward(const std::shared_ptr<Plan>& plan, Slots& slots) {
   at::DeviceGuard device(plan->device);
   std::array<Tensor, kInputs> inputs;
   for (size_t i = 0; i < kInputs; ++i) inputs[i] = slots[i];
@@ -203,7 +203,7 @@ inline PyObject* call_plan(const std::shared_ptr<Plan>& plan, Slots& slots) {
   std::shared_ptr<Program> program;
   {
     py::gil_scoped_release no_gil;
-    program = carry_out(plan, slots);
+    program = run_forward(plan, slots);
   }
   const auto& results = program->results;
   if (!plan->has_total) return THPVariable_Wrap(slots[results[0].slot]);

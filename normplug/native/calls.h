@@ -1,4 +1,4 @@
-// Caches of calls seen before: the key of a call, and the plan that runs it.
+// The cache of calls: the key of a call, and the plan that runs it.
 //
 // The key of a function call is its spec, its backend and its tensors' layouts. The key of a module
 // call is the module's class, the attributes that the class declares (normplug's settings are one
@@ -71,106 +71,89 @@ inline bool same(PyObject* a, PyObject* b) {
   return equal == 1;
 }
 
-inline Tensor tensor_in(PyObject* object) {
-  return object == Py_None ? Tensor() : THPVariable_Unpack(object);
-}
+constexpr size_t kMost = 8192;  // calls; when full, all are dropped
 
-constexpr size_t kMost = 8192;  // entries of a cache, which is cleared when full
+// All that a call depends on. The references are borrowed.
+struct Reading {
+  std::array<PyObject*, kTensors> tensors;
+  PyObject* type;                          // of the spec or of the module
+  c10::SmallVector<PyObject*, 16> values;  // the spec and the backend; or attributes and arguments
+  Signature signature;
+  size_t hash;
+};
 
-template <typename Entry>
-struct Kept {
-  std::unordered_map<size_t, std::vector<Entry>> entries;
+struct Call {
+  Signature signature;
+  py::object type;
+  std::vector<py::object> values;
+  uint8_t used;  // bit i: whether the plan takes tensor i
+  std::shared_ptr<Plan> plan;
+};
+
+struct Calls {
+  std::unordered_map<size_t, std::vector<Call>> by_hash;
   size_t count = 0;
 
-  void add(size_t hash, Entry entry) {
+  const Call* find(const Reading& reading) const {
+    auto found = by_hash.find(reading.hash);
+    if (found == by_hash.end()) return nullptr;
+    for (const auto& each : found->second) {
+      if (each.type.ptr() != reading.type || each.signature != reading.signature ||
+          each.values.size() != reading.values.size()) {
+        continue;
+      }
+      size_t i = 0;
+      while (i < each.values.size() && same(each.values[i].ptr(), reading.values[i])) ++i;
+      if (i == each.values.size()) return &each;
+    }
+    return nullptr;
+  }
+
+  void store(const Reading& reading, uint8_t used, const std::shared_ptr<Plan>& plan) {
+    Call call{reading.signature, py::reinterpret_borrow<py::object>(reading.type), {}, used, plan};
+    for (PyObject* value : reading.values) {
+      call.values.push_back(py::reinterpret_borrow<py::object>(value));
+    }
     if (count >= kMost) clear();
-    entries[hash].push_back(std::move(entry));
+    by_hash[reading.hash].push_back(std::move(call));
     ++count;
   }
 
   void clear() {
     count = 0;
-    auto gone = std::move(entries);  // destroyed last, since that may run Python code
-    entries.clear();
+    auto gone = std::move(by_hash);  // destroyed last, since that may run Python code
+    by_hash.clear();
   }
 };
 
-// --- Calls of functions ---
-
-struct FunctionCall {
-  Signature signature;
-  py::object spec, backend;
-  std::shared_ptr<Plan> plan;
-};
-
-inline Kept<FunctionCall>& function_calls() {
-  static auto* kept = new Kept<FunctionCall>();
-  return *kept;
+inline Calls& calls() {
+  static auto* stored = new Calls();
+  return *stored;
 }
 
-// Compute the signature and the hash of a call; false if it must not be cached.
-inline bool read_call(PyObject* spec, PyObject* tensors, Signature& signature, size_t& hash) {
+inline PyObject* type_of(PyObject* object) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(object));
+}
+
+// Read the call of a function; false if it must not be stored.
+inline bool read_call(PyObject* spec, PyObject* backend, PyObject* tensors, Reading& reading) {
   if (interposed() || !PyTuple_Check(tensors) || PyTuple_GET_SIZE(tensors) != kTensors) {
     return false;
   }
   for (size_t i = 0; i < kTensors; ++i) {
-    if (!describe(PyTuple_GET_ITEM(tensors, i), signature)) return false;
+    reading.tensors[i] = PyTuple_GET_ITEM(tensors, i);
+    if (!describe(reading.tensors[i], reading.signature)) return false;
   }
   Py_hash_t start = PyObject_Hash(spec);
   if (start == -1) {  // an unhashable setting, which the checks will refuse
     PyErr_Clear();
     return false;
   }
-  hash = hash_of(static_cast<size_t>(start), signature);
+  reading.type = type_of(spec);
+  reading.values = {spec, backend};
+  reading.hash = hash_of(static_cast<size_t>(start), reading.signature);
   return true;
 }
-
-inline std::shared_ptr<Plan> find_call(PyObject* spec, PyObject* backend, PyObject* tensors) {
-  Signature signature;
-  size_t hash = 0;
-  if (!read_call(spec, tensors, signature, hash)) return nullptr;
-  auto found = function_calls().entries.find(hash);
-  if (found == function_calls().entries.end()) return nullptr;
-  for (const auto& each : found->second) {
-    if (each.signature == signature && same(each.backend.ptr(), backend) &&
-        same(each.spec.ptr(), spec)) {
-      return each.plan;
-    }
-  }
-  return nullptr;
-}
-
-inline void keep_call(PyObject* spec, PyObject* backend, PyObject* tensors,
-                      const std::shared_ptr<Plan>& plan) {
-  Signature signature;
-  size_t hash = 0;
-  if (!read_call(spec, tensors, signature, hash)) return;
-  function_calls().add(hash, {std::move(signature), py::reinterpret_borrow<py::object>(spec),
-                              py::reinterpret_borrow<py::object>(backend), plan});
-}
-
-// --- Calls of modules ---
-
-struct ModuleCall {
-  Signature signature;
-  py::object type;
-  std::vector<py::object> values;  // of the attributes, and of the call's other arguments
-  uint8_t used;                    // bit i: whether the plan takes tensor i
-  std::shared_ptr<Plan> plan;
-};
-
-inline Kept<ModuleCall>& module_calls() {
-  static auto* kept = new Kept<ModuleCall>();
-  return *kept;
-}
-
-// All that a module call depends on. The references are borrowed.
-struct ModuleReading {
-  std::array<PyObject*, kTensors> tensors;
-  c10::SmallVector<PyObject*, 16> values;
-  Signature signature;
-  size_t hash;
-};
 
 // Append the autocast dtype of the tensor's device, or -1 where autocast is off.
 inline void describe_autocast(const Tensor& t, Signature& signature) {
@@ -191,10 +174,10 @@ inline PyObject* find_tensor(PyObject* table, PyObject* own, PyObject* name) {
 
 constexpr Py_ssize_t kStatistics = 3;
 
-// Read a module call; false if it must not be cached.
+// Read the call of a module; false if it must not be stored.
 // args: module, names of its statistics and then of its attributes, input, residual, input bias,
 // others.
-inline bool read_module(PyObject* const* args, Py_ssize_t count, ModuleReading& reading) {
+inline bool read_module(PyObject* const* args, Py_ssize_t count, Reading& reading) {
   static PyObject* parameters_name = PyUnicode_InternFromString("_parameters");
   static PyObject* buffers_name = PyUnicode_InternFromString("_buffers");
   static PyObject* weight_name = PyUnicode_InternFromString("weight");
@@ -224,24 +207,9 @@ inline bool read_module(PyObject* const* args, Py_ssize_t count, ModuleReading& 
     reading.values.push_back(value == nullptr ? Py_None : value);
   }
   for (Py_ssize_t i = 5; i < count; ++i) reading.values.push_back(args[i]);
-  reading.hash = hash_of(reinterpret_cast<size_t>(Py_TYPE(args[0])), reading.signature);
+  reading.type = type_of(args[0]);
+  reading.hash = hash_of(reinterpret_cast<size_t>(reading.type), reading.signature);
   return true;
-}
-
-inline const ModuleCall* find_module_call(PyObject* module, const ModuleReading& reading) {
-  auto found = module_calls().entries.find(reading.hash);
-  if (found == module_calls().entries.end()) return nullptr;
-  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(module));
-  for (const auto& each : found->second) {
-    if (each.type.ptr() != type || each.signature != reading.signature ||
-        each.values.size() != reading.values.size()) {
-      continue;
-    }
-    size_t i = 0;
-    while (i < each.values.size() && same(each.values[i].ptr(), reading.values[i])) ++i;
-    if (i == each.values.size()) return &each;
-  }
-  return nullptr;
 }
 
 // Whether a value is a tensor or has one, whose elements may change.
@@ -254,25 +222,20 @@ inline bool has_tensor(PyObject* value) {
   return false;
 }
 
-// Store a module call under the plan of the function call that it makes with `tensors`.
-inline void keep_module_call(PyObject* module, const ModuleReading& reading, PyObject* tensors,
-                             const std::shared_ptr<Plan>& plan) {
-  ModuleCall kept{reading.signature,
-                  py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(module))),
-                  {},
-                  0,
-                  plan};
+// Which of the tensors of a module call the plan takes: all that are not None in `tensors`. Nothing
+// if the call cannot be stored: a tensor is not in the module, or a setting is or has a tensor.
+inline std::optional<uint8_t> used_of(const Reading& reading, PyObject* tensors) {
+  uint8_t used = 0;
   for (size_t i = 0; i < kTensors; ++i) {
     PyObject* taken = PyTuple_GET_ITEM(tensors, i);
     if (taken == Py_None) continue;
-    if (taken != reading.tensors[i]) return;  // such as a cast copy, which is not in the module
-    kept.used |= static_cast<uint8_t>(1u << i);
+    if (taken != reading.tensors[i]) return std::nullopt;  // such as a cast copy
+    used |= static_cast<uint8_t>(1u << i);
   }
   for (PyObject* value : reading.values) {
-    if (has_tensor(value)) return;
-    kept.values.push_back(py::reinterpret_borrow<py::object>(value));
+    if (has_tensor(value)) return std::nullopt;
   }
-  module_calls().add(reading.hash, std::move(kept));
+  return used;
 }
 
 }  // namespace normplug

@@ -7,7 +7,7 @@
 //
 // No CUDA headers are needed. The driver's functions are looked up when the module is loaded.
 
-#include "operators.h"
+#include "calls.h"
 
 namespace {
 
@@ -30,55 +30,66 @@ PyObject* make_plan(PyObject*, PyObject* python) {
   END_HANDLE_TH_ERRORS
 }
 
-// call(spec, backend, t): the result, or None if no plan is stored for the call.
+// Run a stored call.
+PyObject* run_call(const Call& call, const Reading& reading) {
+  Slots slots;
+  for (size_t i = 0; i < kTensors; ++i) {
+    if (call.used >> i & 1) slots[i] = THPVariable_Unpack(reading.tensors[i]);
+  }
+  auto plan = call.plan;  // a copy: another thread may clear the stored calls
+  return call_plan(plan, slots);
+}
+
+// call(spec, backend, t): the result, or None if the call is not stored.
 PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 3, "normplug: call takes a spec, a backend and tensors");
-  auto plan = find_call(args[0], args[1], args[2]);
-  if (plan == nullptr) Py_RETURN_NONE;
-  Slots slots;
-  for (size_t i = 0; i < kTensors; ++i) slots[i] = tensor_in(PyTuple_GET_ITEM(args[2], i));
-  return call_plan(plan, slots);
+  Reading reading;
+  const Call* found =
+      read_call(args[0], args[1], args[2], reading) ? calls().find(reading) : nullptr;
+  if (found == nullptr) Py_RETURN_NONE;
+  return run_call(*found, reading);
   END_HANDLE_TH_ERRORS
 }
 
-// keep(spec, backend, t, plan): store the plan, for `call` to find.
+// keep(spec, backend, t, plan): store a call, for `call` to run.
 PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 4, "normplug: keep takes a spec, a backend, tensors and a plan");
-  keep_call(args[0], args[1], args[2], plan_in(args[3]));
+  Reading reading;
+  if (read_call(args[0], args[1], args[2], reading)) {
+    uint8_t used = 0;
+    for (size_t i = 0; i < kTensors; ++i) used |= (reading.tensors[i] != Py_None) << i;
+    calls().store(reading, used, plan_in(args[3]));
+  }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
-// forward(module, names, input, residual, input_bias, *others): the result, or None if no plan is
-// stored for the call.
+// forward(module, names, input, residual, input_bias, *others): the result, or None if the call is
+// not stored.
 PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count >= 5, "normplug: forward takes a module, names and three tensors");
-  ModuleReading reading;
-  if (!read_module(args, count, reading)) Py_RETURN_NONE;
-  const auto* found = find_module_call(args[0], reading);
+  Reading reading;
+  const Call* found = read_module(args, count, reading) ? calls().find(reading) : nullptr;
   if (found == nullptr) Py_RETURN_NONE;
-  Slots slots;
-  for (size_t i = 0; i < kTensors; ++i) {
-    if (found->used >> i & 1) slots[i] = THPVariable_Unpack(reading.tensors[i]);
-  }
-  auto plan = found->plan;  // a copy: another thread may clear the stored calls
-  return call_plan(plan, slots);
+  return run_call(*found, reading);
   END_HANDLE_TH_ERRORS
 }
 
-// learn(spec, backend, t, module, names, input, residual, input_bias, *others): store the module
-// call, for `forward` to find, with the plan that `call` would run.
+// learn(spec, backend, t, module, names, input, residual, input_bias, *others): store the call of a
+// module, for `forward` to run, with the plan of the function call that it makes, if that is stored.
 PyObject* learn(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count >= 8, "normplug: learn takes a call, a module, names and three tensors");
-  auto plan = find_call(args[0], args[1], args[2]);
-  ModuleReading reading;
-  if (plan != nullptr && read_module(args + 3, count - 3, reading) &&
-      find_module_call(args[3], reading) == nullptr) {
-    keep_module_call(args[3], reading, args[2], plan);
+  Reading function, module;
+  const Call* found =
+      read_call(args[0], args[1], args[2], function) ? calls().find(function) : nullptr;
+  if (found != nullptr && read_module(args + 3, count - 3, module) &&
+      calls().find(module) == nullptr) {
+    auto plan = found->plan;  // a copy: `store` may clear the stored calls
+    if (auto used = used_of(module, args[2])) calls().store(module, *used, plan);
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -101,36 +112,7 @@ PyObject* run_plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* forget(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  ++operators_epoch;
-  function_calls().clear();
-  module_calls().clear();
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// implement(name, python_name, is_forward, states): implement an operator in C++.
-PyObject* implement_operator(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
-  auto [name, python_name, is_forward, states] =
-      py::reinterpret_borrow<py::tuple>(args)
-          .cast<std::tuple<std::string, std::string, bool, size_t>>();
-  implement(name, python_name, is_forward, states);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// note(plan): record the plan of the operator that Python is running.
-PyObject* note(PyObject*, PyObject* plan) {
-  HANDLE_TH_ERRORS
-  noted = plan_in(plan);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// pause(on): run operators in Python if on, otherwise in C++.
-PyObject* pause_operators(PyObject*, PyObject* on) {
-  HANDLE_TH_ERRORS
-  operators_paused = PyObject_IsTrue(on) == 1;
+  calls().clear();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -180,15 +162,12 @@ PyObject* plan_of_node(PyObject*, PyObject* y) {
 
 PyMethodDef methods[] = {
     {"plan", make_plan, METH_O, "Make the plan of a Python plan."},
-    {"call", reinterpret_cast<PyCFunction>(call), METH_FASTCALL, "Carry out a known call."},
-    {"keep", reinterpret_cast<PyCFunction>(keep), METH_FASTCALL, "Make a call known."},
-    {"forward", reinterpret_cast<PyCFunction>(forward), METH_FASTCALL, "Call a module."},
-    {"learn", reinterpret_cast<PyCFunction>(learn), METH_FASTCALL, "Make a module's call known."},
-    {"run", reinterpret_cast<PyCFunction>(run_plan), METH_FASTCALL, "Carry out a plan."},
-    {"implement", implement_operator, METH_VARARGS, "Carry out an operator."},
-    {"note", note, METH_O, "Say the plan of the operator that Python carries out."},
-    {"pause", pause_operators, METH_O, "Leave operators to Python, or take them back."},
-    {"forget", forget, METH_NOARGS, "Forget every call."},
+    {"call", reinterpret_cast<PyCFunction>(call), METH_FASTCALL, "Run a stored call."},
+    {"keep", reinterpret_cast<PyCFunction>(keep), METH_FASTCALL, "Store a call."},
+    {"forward", reinterpret_cast<PyCFunction>(forward), METH_FASTCALL, "Run a stored call of a module."},
+    {"learn", reinterpret_cast<PyCFunction>(learn), METH_FASTCALL, "Store a call of a module."},
+    {"run", reinterpret_cast<PyCFunction>(run_plan), METH_FASTCALL, "Run a call by its plan."},
+    {"forget", forget, METH_NOARGS, "Drop all stored calls."},
     {"node", recomputable_node, METH_O, "The node that can recompute a tensor, or None."},
     {"recompute", recompute, METH_O, "Recompute the result of a node."},
     {"plan_of", plan_of_node, METH_O, "The plan of a tensor's node, or None."},
@@ -200,7 +179,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "normplug_host_path", nullptr, -1, 
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit_normplug_host_path() {
   HANDLE_TH_ERRORS
-  // The slot numbers of programs.h must be those of Python's programs.
+  // programs.h and Python's programs must number the slots alike.
   py::tuple slots = py::module_::import("normplug._ops.program").attr("SLOTS");
   const std::pair<size_t, const char*> known[] = {
       {kTracked, "tracked"}, {kDy, "dy"},           {kDtotal, "dtotal"},

@@ -12,7 +12,9 @@ from batch_norm_cases import double, with_gradients
 from calls import check_one_graph
 from layer_norm_cases import DTYPES, make
 from normplug import functional, reference, target_variance
-from normplug._ops.spec import LayerNormSpec, Tensors
+from normplug._ops.call import call
+from normplug._ops.row_norms import LayerNormSpec
+from normplug._ops.spec import Tensors
 
 TV = target_variance("golden")
 
@@ -124,7 +126,7 @@ def test_each_family_rounds_where_its_library_does(stock, offset, rounding, para
     x, row, weight, _ = make((5, 3, 16), 1, torch.float32)
     x, weight = x.to(dtype), weight.to(params)
     spec = LayerNormSpec(row, None, 1e-6, 1.0, None, "float32", False, offset, rounding)
-    y = functional.carry_out("test", Tensors(x, weight=weight), spec, "torch")
+    y = call("test", Tensors(x, weight=weight), spec, "torch")
     expected = stock(x, weight)
     assert y.dtype == expected.dtype
     assert torch.equal(y, expected)

@@ -181,7 +181,7 @@ def test_other_layer_norms_after_a_convolution_are_left(make, calls):
 def test_on_a_cpu_a_convolution_adds_its_bias_itself(monkeypatch):
     biases = routes.watch_input_biases(monkeypatch)
     fuse(swapped(Depthwise()))(X)
-    assert biases == [None]
+    assert set(biases) <= {None}
 
 
 def test_integers_may_be_added_before_a_layer_norm():

@@ -5,6 +5,8 @@ Refusals, derivatives, what is saved for the backward, and the operators that co
 
 import copy
 import dataclasses
+import gc
+import sys
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ import row_cases
 from accuracy import assert_no_worse, assert_same_bits
 from calls import case_id
 from fuse_cases import Depthwise, check_saved_bytes
-from normplug import functional, fuse, swap
+from normplug import functional, fuse, native, swap
+from normplug._kernels.launch import Launch
 from normplug._ops import eligible
 from saved import check_training, saved_bytes
 
@@ -190,7 +193,8 @@ def test_a_residual_that_had_to_be_copied_is_not_saved():
 
 
 def test_a_layer_trains_on_the_kernels():
-    ours, theirs = (normplug.LayerNorm(12, backend=b) for b in ("triton", "torch"))
+    watched = {"track_running_stats": True}
+    ours, theirs = (normplug.LayerNorm(12, backend=b, **watched) for b in ("triton", "torch"))
     check_training(ours, theirs, [torch.randn(6, 12) * 2 + 1 for _ in range(3)])
 
 
@@ -271,7 +275,8 @@ def test_a_fused_norm_adds_the_bias_of_the_convolution_before_it(memory_format, 
     x = torch.randn(2, 8, 5, 6).to(memory_format=memory_format)
     results = []
     for backend, dtype in (("triton", torch.float32), ("torch", torch.float32), ("torch", None)):
-        model = swap(copy.deepcopy(stock), backend=backend).to(dtype or torch.float64)
+        model = swap(copy.deepcopy(stock), backend=backend, track_running_stats=True)
+        model.to(dtype or torch.float64)
         run = fuse(model) if backend == "triton" else model
         if backend == "triton" and compiler:
             run = torch.compile(model, backend=compiler, fullgraph=True)
@@ -297,3 +302,57 @@ def test_the_fake_backward_returns_the_strides_of_the_real_gradients(layout):
         fakes = (t if t is None else mode.from_tensor(t) for t in inputs)
         told = backward(*fakes, *numbers)
     assert [t.stride() for t in told] == [t.stride() for t in real]
+
+
+# How a call runs.
+
+
+def test_explain_names_the_plan_and_the_kernels_and_launches_none(monkeypatch):
+    launches = routes.watch_launches(monkeypatch)
+    said = functional.explain(functional.layer_norm, X, (6,), backend="triton")
+    assert said.startswith("layer_norm: LayerNormPlan, layer_norm_rows_forward with num_warps=")
+    assert ", launched by " in said
+    spread = X.view(2, 2, 6)[..., ::2]
+    said = functional.explain(functional.layer_norm, spread, (3,), backend="triton")
+    assert "copies to a layout that the kernels read" in said
+    assert not launches
+    with pytest.raises(NotImplementedError, match="not contiguous"):
+        functional.explain(functional.layer_norm, X, (6,), STRIDED, backend="triton")
+
+
+@NORMS
+def test_a_call_by_the_kernels_makes_its_key_once_and_a_known_one_is_short(norm, monkeypatch):
+    routes.forget(monkeypatch)
+    entered = []
+
+    def note(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and "/normplug/" in code.co_filename:
+            entered.append(code.co_name)
+
+    def profiled(*options):
+        entered.clear()
+        sys.setprofile(note)
+        try:
+            norm(X)
+        finally:
+            sys.setprofile(None)
+        return list(entered)
+
+    with native.python_way():
+        assert profiled().count("key_of") == 1
+        monkeypatch.setattr(Launch, "__call__", lambda *arguments: None)
+        known = profiled()
+    assert known.count("key_of") == 1
+    assert len(known) - known.count("__init__") <= 12  # a workspace is kept on a GPU
+
+
+@pytest.mark.parametrize("pool", [None, routes.Pool((2, 2), (2, 2), (0, 0), False)])
+def test_a_stored_call_keeps_no_tensor_alive(pool, monkeypatch):
+    routes.forget(monkeypatch)
+    x = torch.randn(2, 3, 4, 10)[..., ::2]  # the kernels read a copy of it
+    for _ in range(2):
+        batch_norm(x) if pool is None else routes.batch_norm(x, pool=pool)
+    gc.collect()
+    tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor)
+    assert [each is x for each in tensors if each.shape == x.shape] == [True]

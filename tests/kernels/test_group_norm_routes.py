@@ -12,7 +12,7 @@ import routes  # noqa: E402
 from accuracy import assert_same_bits, leaf  # noqa: E402
 from batch_norm_cases import laid_out, with_gradients  # noqa: E402
 from normplug import functional, fuse, swap  # noqa: E402
-from normplug._ops.group_norm.compiled import PLAIN  # noqa: E402
+from normplug._ops.group_norm import OPERATORS  # noqa: E402
 from normplug._ops.spec import Tensors  # noqa: E402
 from swap_cases import one_graph  # noqa: E402
 
@@ -60,7 +60,7 @@ def test_the_operators_give_the_same_bits_as_eager_calls_in_the_inputs_layout(
 def test_the_operators_pass_opcheck():
     x, weight, bias, dy = make("channels_last")
     t = Tensors(leaf(x), None, leaf(weight), leaf(bias))
-    routes.check_operators(PLAIN, t, (2, 1e-5, 0.5, "silu", 0.01, None, "float32"), dy)
+    routes.check_operators(OPERATORS, t, (2, 1e-5, 0.5, "silu", 0.01, None, "float32"), dy)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

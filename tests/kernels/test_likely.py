@@ -13,12 +13,12 @@ import normplug  # noqa: E402
 from fuse_cases import skip_if_not_followed  # noqa: E402
 from normplug import functional, native  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
-from normplug._ops import cache, eligible, likely, plans  # noqa: E402
-from normplug._ops.batch_norm import eager, pooled  # noqa: E402
-from normplug._ops.group_norm import eager as group_norm  # noqa: E402
-from normplug._ops.layer_norm import eager as layer_norm  # noqa: E402
+from normplug._ops import batch_norm, batch_norm_pool, call, eligible, likely, plans  # noqa: E402
+from normplug._ops.batch_norm import BatchNormSpec  # noqa: E402
+from normplug._ops.group_norm import GroupNormSpec  # noqa: E402
 from normplug._ops.likely import Call, Operations  # noqa: E402
-from normplug._ops.spec import BatchNormSpec, GroupNormSpec, LayerNormSpec, Tensors  # noqa: E402
+from normplug._ops.row_norms import LayerNormSpec  # noqa: E402
+from normplug._ops.spec import Tensors  # noqa: E402
 
 
 class Convolution(torch.autograd.Function):
@@ -76,12 +76,12 @@ def step(monkeypatch):
     monkeypatch.setattr(native, "_extension", None)
     monkeypatch.setattr(native, "_started", True)
     monkeypatch.setattr(eligible, "refusal_of_device", lambda *tensors: None)
-    for module in (eager, pooled):
+    for module in (batch_norm, batch_norm_pool):
         monkeypatch.setattr(module, "machine_of", lambda x, alone=True: (132, True))
     monkeypatch.setattr(
         nn.Conv2d, "_conv_forward", lambda self, x, w, bias: Convolution.apply(x, w, self)
     )
-    cache._kept.clear()
+    call._stored.clear()
     _forget_layers()
 
     def run_model(model, x, fuse, training=True):
@@ -99,7 +99,7 @@ def step(monkeypatch):
         return list(asked), list(launched)
 
     yield run_model
-    cache._kept.clear()
+    call._stored.clear()
     _forget_layers()
 
 
@@ -244,11 +244,7 @@ TRAINING = BatchNormSpec(True, 0.1, 1e-5, 1.0)
 
 def guesses(t, spec=TRAINING):
     """The plans that are guessed after a call, with their tensors."""
-    plan = {
-        BatchNormSpec: eager.BatchNormPlan,
-        GroupNormSpec: group_norm.GroupNormPlan,
-        LayerNormSpec: layer_norm.LayerNormPlan,
-    }[type(spec)](t, spec)
+    plan = spec.plan(t)
     calls = likely.calls_after(t, spec, True)
     return [each for call in calls for each in plan.likely_plans(t, call)]
 

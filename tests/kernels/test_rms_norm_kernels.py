@@ -13,7 +13,9 @@ from accuracy import assert_same_bits, leaf
 from normplug import functional
 from normplug._kernels.layer_norm import schedule
 from normplug._kernels.layer_norm.schedule import Rows
-from normplug._ops.spec import LayerNormSpec, Tensors
+from normplug._ops.call import call
+from normplug._ops.row_norms import LayerNormSpec
+from normplug._ops.spec import Tensors
 from row_cases import Case, assert_accurate, check_operators, check_recomputed, make, run
 from row_setups import SOME_SETUPS
 
@@ -62,7 +64,7 @@ def test_a_norm_that_rounds_before_the_weight_matches_torch(setup, rounding, par
     results = []
     for backend in ("triton", "torch"):
         x, weight = leaf(t.x), leaf(t.weight)
-        y = functional.carry_out("test", Tensors(x, weight=weight), spec, backend)
+        y = call("test", Tensors(x, weight=weight), spec, backend)
         results.append((y, *torch.autograd.grad(y, (x, weight), t.dy.to(y.dtype))))
     (y, dx, dweight), theirs = results
     assert y.dtype == params

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import normplug
@@ -23,6 +24,7 @@ PAIRS = [
     (RMSNorm, nn.RMSNorm, (6, 5, 4)),
 ]
 GROUP = (partial(normplug.GroupNorm, 2), partial(nn.GroupNorm, 2), (6, 4, 5))
+INSTANCE = (*(partial(of.InstanceNorm1d, affine=True) for of in (normplug, nn)), (6, 4, 5))
 SYNC = (normplug.SyncBatchNorm, nn.SyncBatchNorm, (6, 4, 5))
 COMMON = [{}, {"dtype": torch.float64}]
 BN_OPTIONS = [{"affine": False}, {"momentum": None}, {"track_running_stats": False}]
@@ -69,6 +71,33 @@ def test_the_output_has_the_target_variance(ours, stock, shape, mode):
     variance = y.square().mean(dims) if ours is RMSNorm else y.var(dims, correction=0)
     expected = torch.full_like(variance, normplug.target_variance(mode))
     torch.testing.assert_close(variance, expected, rtol=1e-3, atol=0)
+
+
+class Operations(TorchDispatchMode):
+    """Records torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, GROUP, SYNC, INSTANCE])
+@pytest.mark.parametrize("training", [True, False])
+def test_on_a_cpu_a_layer_runs_the_stock_layers_operations_and_golden_one_more_each_way(
+    ours, stock, shape, training
+):
+    made = []
+    for layer in (stock(4), ours(4), ours(4, mode="golden")):
+        with Operations() as operations:
+            layer.train(training and stock is not nn.SyncBatchNorm)
+            layer(torch.randn(shape, requires_grad=True)).sum().backward()
+        made.append(sorted(operations.names))
+    assert made[0] == made[1]
+    assert sorted([*made[0], "mul.Tensor", "mul.Tensor"]) == made[2]
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, SYNC, GROUP])
@@ -206,7 +235,7 @@ def test_a_pickle_of_version_0_2_is_loaded(ours, stock, shape):
 
 
 def test_a_checkpoint_of_version_0_2_has_statistics_of_layer_norms_and_loads():
-    model = nn.Sequential(LayerNorm(4), normplug.GroupNorm(2, 4))
+    model = nn.Sequential(LayerNorm(4, track_running_stats=True), normplug.GroupNorm(2, 4))
     state = model.state_dict() | {f"0.{name}": value for name, value in WATCHED_0_2.items()}
     model.load_state_dict(state, strict=True)
     assert (model[0].watched_mean, model[0].watched_var) == (0, 1)
@@ -239,9 +268,9 @@ def test_a_single_row_is_measured():
     assert averages([layer._probe])[0][0] == pytest.approx(x.var(correction=0).item())
 
 
-def test_rms_norm_tracks_the_second_moment_only_on_request():
-    model = normplug.swap(nn.Sequential(nn.RMSNorm(8), nn.LayerNorm(8)), "golden")
-    assert [hasattr(m, "watched_var") for m in model] == [False, True]
+def test_rms_norm_tracks_the_second_moment_on_request():
+    for stock in (nn.RMSNorm(8), nn.LayerNorm(8), nn.GroupNorm(2, 8)):
+        assert not hasattr(normplug.swap(stock, "golden"), "watched_var")
     layer = normplug.swap(nn.RMSNorm(8), "golden", track_running_stats=True)
     x = torch.randn(50, 8) + 3
     layer(x)
@@ -256,7 +285,7 @@ def test_rms_norm_tracks_the_second_moment_only_on_request():
 
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
 def test_layer_norm_tracks_its_input_in_training_only(momentum):
-    layer = LayerNorm(32, momentum=momentum)
+    layer = LayerNorm(32, momentum=momentum, track_running_stats=True)
     batches = [torch.randn(50, 32) * 3 + i for i in range(3)]
     for batch in batches:
         layer(batch)

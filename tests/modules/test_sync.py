@@ -15,7 +15,7 @@ import normplug
 import sync_cases
 from accuracy import assert_no_worse, assert_same_bits
 from normplug import SyncBatchNorm, plan, set_mode, swap, target_variance, unswap
-from normplug._ops.batch_norm import peers
+from normplug._ops import peers
 from normplug.lightning import SwapNorms, SyncNorms
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 from sync_cases import CHANNELS, Case, ran
@@ -255,9 +255,9 @@ def test_the_processes_of_a_group_agree_on_one_way(others, why, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     let_kernels_join(monkeypatch)
     monkeypatch.setattr(peers, "_host", lambda: "host")
-    monkeypatch.setattr(peers, "_meet", lambda group, device: "the peers")
+    monkeypatch.setattr(peers, "_connect", lambda group, device: "the peers")
     told = {tuple: others, str: None, type(None): None}
-    monkeypatch.setattr(peers, "_tell", lambda group, own: [told[type(own)], own])
+    monkeypatch.setattr(peers, "_gather", lambda group, own: [told[type(own)], own])
     assert peers._agree(group, device) == (None if why else "the peers", why)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
     assert peers._agree(group, device) == (None, "the group's backend is gloo")

@@ -67,7 +67,6 @@ def compiler(monkeypatch, tmp_path, folder):
 def restart(monkeypatch):
     """Reset the state to that of a new process."""
     fresh = {"_started": False, "_status": native._NOT_STARTED, "_loaded": None, "_extension": None}
-    fresh["_callbacks"] = []
     monkeypatch.setattr(building, "_loaded", {})
     for name, value in fresh.items():
         monkeypatch.setattr(native, name, value)
@@ -375,11 +374,10 @@ def test_only_the_user_can_enter_the_folders(umask, compiler, loads, folder):
 def test_a_child_forked_while_a_thread_starts_can_start_too(monkeypatch):
     monkeypatch.setenv("NORMPLUG_NATIVE", "0")
     restart(monkeypatch)
-    with native._lock, native._callbacks_lock:
+    with native._lock:
         if (child := os.fork()) == 0:
             signal.alarm(20)  # ends it if it waits for a thread that it does not have
             native.start()
-            native.when_loaded(print)
             os._exit(0 if native.status().why == "NORMPLUG_NATIVE is 0" else 1)
     assert os.waitpid(child, 0)[1] == 0
 

@@ -32,7 +32,9 @@ from accuracy import assert_same_bits
 from calls import case_id
 from normplug import functional, native
 from normplug._kernels.launch import Launch
-from normplug._ops.spec import LayerNormSpec, Tensors
+from normplug._ops import call as calls
+from normplug._ops.row_norms import LayerNormSpec
+from normplug._ops.spec import Tensors
 from normplug.modules.probe import Probe, averages
 from pool_cases import PoolCase
 from routes import both_ways, is_cpp
@@ -114,7 +116,7 @@ def test_an_operator_whose_residual_has_another_layout(layout, residual, monkeyp
 
     eager = compute()
     routes.use_operators(monkeypatch)
-    assert_same_bits(both_ways(compute), eager)
+    assert_same_bits(compute(), eager)
 
 
 @pytest.mark.parametrize(
@@ -377,8 +379,9 @@ def test_inputs_modified_in_place_are_detected(norm):
 def test_the_versions_of_running_statistics_rise_in_training_only():
     def compute():
         norm = normplug.BatchNorm1d(6, backend="triton")
-        rows = normplug.LayerNorm(6, backend="triton")
-        for layer in (norm, rows, normplug.RMSNorm(6, backend="triton", track_running_stats=True)):
+        watched = {"backend": "triton", "track_running_stats": True}
+        rows = normplug.LayerNorm(6, **watched)
+        for layer in (norm, rows, normplug.RMSNorm(6, **watched)):
             for training in (True, False):
                 before = {n: b._version for n, b in layer.named_buffers()}
                 layer.train(training)(X.clone().requires_grad_()).sum().backward()
@@ -634,7 +637,7 @@ def test_a_forked_process_can_go_on():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# The cache of calls. Without a GPU, only these tests look calls up in it.
+# The cache of calls.
 
 SPEC = LayerNormSpec((6,), 0.1, 1e-5, 1.0, None, "float32")
 ROWS = Tensors(X, None, WEIGHT, BIAS)
@@ -679,7 +682,7 @@ def cached():
     """A plan's bound call, which is the only one in the cache."""
     native.start()
     native.forget()
-    bound = routes.kernels_of("layer_norm").bind(ROWS, SPEC)
+    bound = calls.choose("test", ROWS, SPEC, "triton").run
     assert native.call(SPEC, "triton", ROWS) is None
     native.keep(SPEC, "triton", ROWS, bound)
     yield bound
@@ -767,8 +770,9 @@ def test_a_spec_that_cannot_be_hashed_is_not_cached(cached):
 
 def test_only_a_plans_bound_call_is_cached(cached):
     other = SPEC._replace(eps=1e-3)
-    native.keep(other, "triton", ROWS, lambda t: t)
-    assert native.call(other, "triton", ROWS) is None
+    for function in (lambda t: t, other.by_torch):
+        native.keep(other, "triton", ROWS, function)
+        assert native.call(other, "triton", ROWS) is None
 
 
 def test_only_y_of_a_norm_in_cpp_can_be_recomputed():
@@ -785,9 +789,9 @@ def test_only_y_of_a_norm_in_cpp_can_be_recomputed():
         native.recompute(node)
 
 
-# Calls of modules, which C++ stores on CUDA only.
+# Calls of modules.
 
-A_LAYER_NORM = partial(normplug.LayerNorm, 6, backend="triton")
+A_LAYER_NORM = partial(normplug.LayerNorm, 6, backend="triton", track_running_stats=True)
 AN_RMS_NORM = partial(normplug.RMSNorm, 6, backend="triton")
 MAKERS = [
     A_LAYER_NORM,
@@ -800,14 +804,6 @@ MAKERS += [partial(normplug.GroupNorm, 2, 6, backend="triton")]
 MAKERS += [partial(normplug.BatchNorm1d, 6, backend="triton")]
 
 
-@pytest.fixture
-def stores_calls(monkeypatch):
-    def is_cuda_or(value, name, *default):
-        return True if name == "is_cuda" else getattr(value, name, *default)
-
-    monkeypatch.setattr(functional.calls, "getattr", is_cuda_or, raising=False)
-
-
 def is_stored(layer):
     others = {normplug.BatchNorm1d: (None, None, False), normplug.GroupNorm: (None,)}
     return native.forward(layer, X, None, None, *others.get(type(layer), ())) is not None
@@ -815,7 +811,7 @@ def is_stored(layer):
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_module_call_is_stored_for_layers_with_the_same_settings(make, stores_calls):
+def test_a_module_call_is_stored_for_layers_with_the_same_settings(make):
     layer = make()
     for _ in range(2):
         layer(X)
@@ -833,7 +829,7 @@ def test_a_module_call_is_stored_for_layers_with_the_same_settings(make, stores_
         assert not is_stored(computed)
 
 
-def test_a_module_call_with_a_tensor_among_its_settings_is_not_stored(stores_calls):
+def test_a_module_call_with_a_tensor_among_its_settings_is_not_stored():
     layer, stock = normplug.BatchNorm1d(6, backend="triton"), nn.BatchNorm1d(6)
     for each in (layer, stock):
         each.eps, each.momentum = torch.tensor(0.5), torch.tensor(0.3)

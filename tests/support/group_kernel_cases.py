@@ -16,7 +16,7 @@ from batch_norm_cases import laid_out
 from calls import Tensors, assert_all_no_worse, describe
 from normplug import _activations
 from normplug._activations import ActivationLike
-from normplug._ops.spec import GroupNormSpec
+from normplug._ops.group_norm import GroupNormSpec
 from normplug.reference import accumulator_dtype
 
 HALF = {"dtype": torch.bfloat16, "params": torch.float32}
@@ -89,7 +89,7 @@ def call(case: Case, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
     x, weight, bias = (inputs[name] for name in ("x", "weight", "bias"))
     if backend == "triton":
         t = routes.Tensors(x, None, weight, bias)
-        return {"y": routes.kernels_of("group_norm")(t, case.spec)}
+        return {"y": routes.by_kernels(t, case.spec)}
     acc = accumulator_dtype(*(t.dtype for t in (x, weight, bias) if t is not None))
     vectors = (None if t is None else t.to(acc).view(_vector(x)) for t in (weight, bias))
     weight, bias = vectors

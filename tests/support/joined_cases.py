@@ -18,8 +18,7 @@ from batch_norm_cases import laid_out
 from normplug import BatchNorm1d, SyncBatchNorm, fuse, swap
 from normplug._kernels.batch_norm.exchange import room
 from normplug._kernels.launch import INTERPRETED
-from normplug._ops import recompute
-from normplug._ops.batch_norm import peers
+from normplug._ops import peers, recompute
 from normplug.modules.probe import Probe
 from probes import probed
 from sync_cases import CHANNELS, counting

@@ -143,7 +143,7 @@ OPERATOR_CASES = [
 
 def check_operators(case: Case, device: str) -> None:
     """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
-    from normplug._ops.batch_norm.compiled import PLAIN
+    from normplug._ops.batch_norm import PLAIN
 
     tensors = make(case, device)
     running = {} if case.training else tensors.running(tracked=False)

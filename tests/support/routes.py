@@ -13,9 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from normplug import functional, native, target_variance
-from normplug._ops import cache, eligible, recompute
-from normplug._ops.spec import BatchNormSpec, LayerNormSpec, Pool, Tensors
+from normplug import modules, native, target_variance
+from normplug._ops import batch_norm as batch_norms
+from normplug._ops import call as calls
+from normplug._ops import eligible, recompute, row_norms
+from normplug._ops.batch_norm import BatchNormSpec
+from normplug._ops.row_norms import LayerNormSpec
+from normplug._ops.spec import Pool, Tensors
 
 __all__ = ["HAS_RECOMPUTE", "NEEDS_RECOMPUTE", "Pool"]
 
@@ -27,10 +31,10 @@ INNER_RULES = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty the cache of plans: from here on, each call is checked and planned anew."""
-    monkeypatch.setattr(cache, "_kept", {})
+    monkeypatch.setattr(calls, "_stored", {})
     # Disable the C++ path: its own cache would mix these calls with those before and after.
     native.forget()
-    for name in ("call", "keep", "forward", "learn", "note"):
+    for name in ("call", "keep", "forward", "learn"):
         monkeypatch.setattr(native, name, lambda *arguments: None)
 
 
@@ -62,10 +66,9 @@ def use_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_operators_for_small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have compilers use the operators even for small inputs."""
-    for name in ("batch_norm", "layer_norm"):
-        route = import_module(f"normplug._ops.{name}.route")
+    for norm in (batch_norms, row_norms):
         for constant in ("_OPERATOR_BYTES", "_ADD_OPERATOR_BYTES"):
-            monkeypatch.setattr(route, constant, 0, raising=False)
+            monkeypatch.setattr(norm, constant, 0, raising=False)
 
 
 def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
@@ -122,9 +125,9 @@ def _bits(t: Tensor) -> Tensor:
     return t.detach().contiguous().view(kinds[t.element_size()])
 
 
-def kernels_of(norm: str) -> Any:
-    """The route of a norm through the kernels."""
-    return import_module(f"normplug._ops.{norm}.eager").KERNELS
+def by_kernels(t: Tensors, spec: Any) -> Any:
+    """Run a call of any norm by normplug's kernels."""
+    return calls.call("test", t, spec, "triton")
 
 
 def watch_compiled(
@@ -193,25 +196,20 @@ def is_pooled_by_kernel(y: Any) -> bool:
 
 def refusal_to_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -> str | None:
     """Why the kernels cannot normalise and pool x; vectors: running statistics, weight and bias."""
-    from normplug._ops.batch_norm.pooled import KERNELS
-
     spec = BatchNormSpec(True, 0.1, 1e-5, 1.0, "relu", pool)
-    return KERNELS.refusal(Tensors(x, None, *vectors[2:], None, *vectors[:2]), spec)
+    return spec.refusal(Tensors(x, None, *vectors[2:], None, *vectors[:2]))
 
 
 def bound_max_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -> Tensor:
     """BatchNorm, ReLU and max pooling by a bound plan, as in later GPU calls; vectors: as above."""
     t = Tensors(x, None, *vectors[2:], None, *vectors[:2])
     spec = BatchNormSpec(True, 0.1, 1e-5, target_variance("golden"), "relu", pool)
-    choose = import_module("normplug._ops.batch_norm.route").choose
-    return choose("test", "triton", t, spec, False).bind(t, spec)(t)
+    return calls.choose("test", t, spec, "triton").run(t)
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the statistics by kernel, in the interpreter too."""
-    from normplug._ops.batch_norm import eager
-
-    return eager.channel_stats(x)
+    return batch_norms.channel_stats_by_kernel(x)
 
 
 def batch_norm(
@@ -238,7 +236,7 @@ def batch_norm(
     spec = BatchNormSpec(
         training, momentum, eps, target_variance(mode), activation, pool, keeps_residual
     )
-    return functional.carry_out("functional.batch_norm", t, spec, backend)
+    return calls.call("functional.batch_norm", t, spec, backend)
 
 
 def check_operators(
@@ -256,17 +254,21 @@ def check_operators(
     if operators.has_total:
         x, *state = state
         needs[0], needs[1], has_residual = needs[0] or needs[1], False, False
-    elif operators.passes_dy(spec):  # the residual's gradient would be dy itself
+    elif has_residual and spec.passes_dy:  # the residual's gradient would be dy itself
         needs[1] = False
-    kept = residual if operators.reads_residual(spec) else None
+    kept = residual if has_residual and spec.reads_residual else None
     arguments = (dy, dtotal, x, kept, *vectors, *state, has_residual, *numbers, needs)
     torch.library.opcheck(operators.backward, arguments, test_utils=INNER_RULES)
+
+
+def _watch_calls_of_layers(monkeypatch: pytest.MonkeyPatch, watched: Callable[..., Any]) -> None:
+    for norm in (modules.batch_norm, modules.group_norm, modules.instance_norm, modules.row_norm):
+        monkeypatch.setattr(norm, "call", watched)
 
 
 def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the ops that norms fuse from now on, in order; the CPU counts as a GPU."""
     made: list[str] = []
-    carry_out = functional.carry_out
 
     def watched(caller: str, t: Tensors, spec: Any, *args: Any, **options: Any) -> Any:
         if isinstance(spec, LayerNormSpec):
@@ -278,23 +280,22 @@ def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             made.append(f"add, {spec.activation}")
         elif spec.activation is not None:
             made.append(spec.activation)
-        return carry_out(caller, t, spec, *args, **options)
+        return calls.call(caller, t, spec, *args, **options)
 
     monkeypatch.setattr(eligible, "has_kernels", lambda caller, backend, x: True)
     # The C++ path would run cached calls without these functions.
     monkeypatch.setattr(native, "forward", lambda *arguments: None)
-    monkeypatch.setattr(functional, "carry_out", watched)
+    _watch_calls_of_layers(monkeypatch, watched)
     return made
 
 
 def watch_input_biases(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     """Record the input biases of LayerNorms from now on."""
     biases: list[Tensor | None] = []
-    carry_out = functional.carry_out
 
     def watched(caller: str, t: Tensors, *args: Any, **options: Any) -> Any:
         biases.append(t.input_bias)
-        return carry_out(caller, t, *args, **options)
+        return calls.call(caller, t, *args, **options)
 
-    monkeypatch.setattr(functional, "carry_out", watched)
+    _watch_calls_of_layers(monkeypatch, watched)
     return biases

@@ -16,7 +16,7 @@ from torch import nn
 
 from batch_norm_cases import laid_out
 from normplug import SyncBatchNorm, swap
-from normplug.modules import joined as _joined
+from normplug._ops import batch_norm_sync as _joined
 from normplug.modules.probe import Probe
 from probes import probed
 

@@ -49,6 +49,20 @@ def write_run(root, arm, seed, **changes):
     return directory
 
 
+def write_runs(root, values, key="test_accuracy", **changes):
+    """Write a run for each value: arm -> its values of `key`, by seed."""
+    for arm, of_arm in values.items():
+        for seed, value in enumerate(of_arm):
+            write_run(root, arm, seed, **changes, **{key: value})
+
+
+def a_loss(loss, **others):
+    """What a run with a loss records in place of an accuracy."""
+    measure = {"name": "loss", "unit": "nats/byte", "better": "lower", "items": "tokens"}
+    values = {"test_loss": loss, "loss_by_epoch": [2.0, loss], "tokens_per_s": 10.0}
+    return {"measure": measure, **values, **others}
+
+
 def write_variance(run, cells, steps):
     """Write `variance.csv` with affine variance `cells` (steps, depths); input is 10 times it."""
     lines = [VARIANCE_HEADER]
@@ -91,13 +105,12 @@ def test_differences_are_paired_by_seed(compared, tmp_path):
 
 
 def test_runs_with_a_loss_are_compared_in_its_unit_beside_runs_with_an_accuracy(compared, tmp_path):
-    measure = {"name": "loss", "unit": "nats/byte", "better": "lower", "items": "tokens"}
-    for arm, loss in {"baseline": 1.5, "golden": 1.25}.items():
-        values = {"test_loss": loss, "loss_by_epoch": [2.0, loss], "tokens_per_s": 10.0}
+    for arm, loss in {"baseline": 1.5, "standard": 1.75, "golden": 1.25}.items():
         for seed in range(2):
-            write_run(tmp_path, arm, seed, model="gpt", data="text", measure=measure, **values)
+            write_run(tmp_path, arm, seed, **a_loss(loss, model="gpt", data="text"))
             write_run(tmp_path, arm, seed)
     comparison = compared()
+    assert list(comparison.table.arm)[:3] == ["baseline", "golden", "standard"]  # lower is better
     rows = {(row.model, row.arm): row for row in comparison.table.itertuples()}
     assert difference(rows["gpt", "golden"]) == (2, -0.25, 0)
     assert rows["resnet18", "golden"].measure == "accuracy"
@@ -114,11 +127,9 @@ def test_runs_with_a_loss_are_compared_in_its_unit_beside_runs_with_an_accuracy(
 def test_losses_of_a_text_have_bits_per_character_and_different_texts_are_a_warning(
     compared, tmp_path
 ):
-    measure = {"name": "loss", "unit": "nats/byte", "better": "lower", "items": "tokens"}
-    values = {"test_loss": 1.5, "loss_by_epoch": [1.6], "tokens_per_s": 10.0, "measure": measure}
     for seed, text in enumerate("aab"):
         bits = {"test_bits_per_character": 2.25 + seed, "text_sha256": 20 * text}
-        write_run(tmp_path, "standard", seed, **values, **bits)
+        write_run(tmp_path, "standard", seed, **a_loss(1.5, **bits))
     markdown = compared().markdown
     assert " bits per character |" in markdown
     assert " 3.2500 ± 2.4841 |" in markdown
@@ -129,10 +140,8 @@ def test_losses_of_a_text_have_bits_per_character_and_different_texts_are_a_warn
 def test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms(compared, tmp_path):
     # Differences of 1, 2 and 3 points: t = 2 / (1 / sqrt(3)), and p = 0.0742 with 2 degrees.
     gains = {"golden": (1, 2, 3), "0.5": (1, 1, 1), "2.0": (0, 0, 0), "1.5": (-1, 0, 1)}
-    for seed in range(3):
-        write_run(tmp_path, "baseline", seed, test_accuracy=0.5)
-        for arm, points in gains.items():
-            write_run(tmp_path, arm, seed, test_accuracy=(50 + points[seed]) / 100)
+    gains["baseline"] = (0, 0, 0)
+    write_runs(tmp_path, {arm: [(50 + g) / 100 for g in of_arm] for arm, of_arm in gains.items()})
     comparison = compared()
     ps = {row.arm: row.difference_to_reference_p_holm for row in comparison.table.itertuples()}
     assert math.isnan(ps["baseline"])
@@ -159,9 +168,8 @@ def test_ps_and_intervals_are_scipys_and_holms():
 
 def test_differences_of_the_validation_are_paired_as_those_of_the_test(compared, tmp_path):
     last = {"baseline": (0.8, 0.7, None, 0.9), "golden": (0.81, 0.73, 0.9, float("nan"))}
-    for arm, values in last.items():
-        for seed, value in enumerate(values):
-            write_run(tmp_path, arm, seed, accuracy_by_epoch=[0.1, value])
+    curves = {arm: [[0.1, value] for value in values] for arm, values in last.items()}
+    write_runs(tmp_path, curves, "accuracy_by_epoch")
     write_run(tmp_path, "standard", 0, accuracy_by_epoch=[])
     comparison = compared()
     found = difference(by_arm(comparison)["golden"], "validation_difference_to_reference")
@@ -247,11 +255,9 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
 
 
 def test_best_rates_are_told_by_measure_and_refuse_unreadable_runs(tmp_path, capsys):
-    measure = {"name": "loss", "unit": "nats/byte", "better": "lower", "items": "tokens"}
-    losses = {"test_loss": 1.5, "loss_by_epoch": [1.25], "tokens_per_s": 10.0, "measure": measure}
     rate = {"learning_rate": 0.1, "overrides": ["mode=golden"]}
     write_run(tmp_path, "golden", 0, **rate)
-    write_run(tmp_path, "golden", 0, model="the_gpt", **losses, **rate)
+    write_run(tmp_path, "golden", 0, **a_loss(1.25, model="the_gpt", **rate))
     best = tmp_path / "best.txt"
     assert main([str(tmp_path), "--best", str(best)]) == 0
     _, accuracy, loss = capsys.readouterr().out.split("| arm ")
@@ -277,9 +283,7 @@ def test_a_committed_report_is_that_of_its_committed_runs(page, tmp_path):
 
 
 def test_only_finished_runs_are_averaged_and_all_others_are_listed(compared, tmp_path):
-    for seed in range(4):
-        write_run(tmp_path, "baseline", seed)
-    write_run(tmp_path, "golden", 0, test_accuracy=0.8)
+    write_runs(tmp_path, {"baseline": 4 * [0.9], "golden": [0.8]})
     write_run(tmp_path, "golden", 1, test_accuracy=0.1, status="failed", error="out of\nmemory")
     write_run(tmp_path, "golden", 2, test_accuracy=0.1, status="running")
     lacking = write_run(tmp_path, "standard", 0, test_accuracy=0.1) / "result.json"
@@ -323,9 +327,8 @@ def test_of_two_runs_of_a_seed_the_finished_then_the_newer_counts(compared, tmp_
 
 
 def test_arms_are_sorted_by_effect_under_their_plain_names_and_columns_line_up(compared, tmp_path):
-    effects = {"standard-gamma0_0.786": 1, "golden": 3, "0.5": 2, "baseline": 0, "standard": -1}
-    for arm, points in effects.items():
-        write_run(tmp_path, arm, 0, test_accuracy=0.8 + points / 100)
+    write_runs(tmp_path, {"standard-gamma0_0.786": [0.81], "golden": [0.83], "0.5": [0.82]})
+    write_runs(tmp_path, {"baseline": [0.8], "standard": [0.79]})
     write_run(tmp_path, "2.0", 0, status="failed")
     comparison = compared()
     expected = ["baseline", "golden", "0.5", "standard-gamma0_0.786", "standard", "2.0"]
@@ -337,14 +340,6 @@ def test_arms_are_sorted_by_effect_under_their_plain_names_and_columns_line_up(c
     assert names == ["baseline", *plain]
     for half in (outcomes, costs):
         assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in half}) == 1
-
-
-def test_a_lower_loss_is_the_better_effect(compared, tmp_path):
-    measure = {"name": "loss", "unit": "nats/byte", "better": "lower", "items": "tokens"}
-    for arm, loss in {"baseline": 1.5, "golden": 1.75, "0.5": 1.25}.items():
-        values = {"test_loss": loss, "loss_by_epoch": [loss], "tokens_per_s": 10.0}
-        write_run(tmp_path, arm, 0, measure=measure, **values)
-    assert list(compared().table.arm) == ["baseline", "0.5", "golden"]
 
 
 @pytest.mark.parametrize(
@@ -412,8 +407,7 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(compared, tmp_p
 
 
 def test_any_arm_can_be_the_reference(compared, tmp_path):
-    for arm, accuracy in {"baseline": 0.9, "standard": 0.8, "golden": 0.7}.items():
-        write_run(tmp_path, arm, 0, test_accuracy=accuracy)
+    write_runs(tmp_path, {"baseline": [0.9], "standard": [0.8], "golden": [0.7]})
     write_run(tmp_path, "baseline", 0, model="other")
     write_run(tmp_path, "standard-gamma0_0.786", 0, test_accuracy=0.6)
     table = compared(reference="standard").table
@@ -426,8 +420,7 @@ def test_any_arm_can_be_the_reference(compared, tmp_path):
 
 
 def test_one_seed_has_a_mean_and_no_interval(compared, tmp_path):
-    write_run(tmp_path, "baseline", 0, test_accuracy=0.9)
-    write_run(tmp_path, "golden", 0, test_accuracy=0.91)
+    write_runs(tmp_path, {"baseline": [0.9], "golden": [0.91]})
     line, _ = [line for line in compared().markdown.splitlines() if line.startswith("| g")]
     assert "91.00 " in line
     assert "+1.00 (1 pair)" in line
@@ -436,10 +429,7 @@ def test_one_seed_has_a_mean_and_no_interval(compared, tmp_path):
 
 
 def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(compared, tmp_path):
-    for seed in range(3):
-        write_run(tmp_path, "baseline", seed, images_per_s=100.0)
-    write_run(tmp_path, "golden", 0, images_per_s=200.0)
-    write_run(tmp_path, "golden", 1, images_per_s=800.0)
+    write_runs(tmp_path, {"baseline": 3 * [100.0], "golden": [200.0, 800.0]}, "images_per_s")
     write_run(tmp_path, "golden", 2, images_per_s=1.0, hardware="A100")
     comparison = compared()
     golden = by_arm(comparison)["golden"]
@@ -450,10 +440,8 @@ def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(compared, tm
 
 
 def test_no_speed_ratio_is_stated_within_the_spread_of_the_references_own_runs(compared, tmp_path):
-    for seed, speed in enumerate((100.0, 150.0)):
-        write_run(tmp_path, "baseline", seed, images_per_s=speed)
-        write_run(tmp_path, "golden", seed, images_per_s=1.4 * speed)
-        write_run(tmp_path, "0.5", seed, images_per_s=2 * speed)
+    speeds = {"baseline": [100.0, 150.0], "golden": [140.0, 210.0], "0.5": [200.0, 300.0]}
+    write_runs(tmp_path, speeds, "images_per_s")
     lines = compared().markdown.splitlines()
     cells = {cell.strip() for line in lines if line.startswith("|") for cell in line.split("|")}
     assert {"unclear: baseline varies by 50.0%", "2.000 (2.000 to 2.000, 2 pairs)"} < cells
@@ -475,9 +463,8 @@ def test_arms_with_graphs_have_a_speed_ratio_to_a_reference_with_graphs(compared
 
 
 def test_diverged_seeds_have_a_column_of_their_own(compared, tmp_path):
-    for seed in range(8):
-        write_run(tmp_path, "baseline", seed, test_accuracy=0.9 + seed / 1000)
-        write_run(tmp_path, "golden", seed, test_accuracy=0.1 if seed == 7 else 0.9 + seed / 1000)
+    near = [0.9 + seed / 1000 for seed in range(8)]
+    write_runs(tmp_path, {"baseline": near, "golden": [*near[:7], 0.1]})
     assert "diverged |" in (markdown := compared().markdown)
     assert "| 8 of 8 |  1 far off |" in markdown
     write_run(tmp_path, "0.5", 0, status="diverged", error="the training loss is nan")
@@ -488,7 +475,7 @@ def test_diverged_seeds_have_a_column_of_their_own(compared, tmp_path):
     assert by_arm(comparison)["golden"].test_mean == pytest.approx((8 * 0.9 + 0.021 - 0.8) / 8)
 
 
-BAD_VALUES = [
+BAD = [
     ({"arm": 5}, '"arm": '),
     ({"seed": "x"}, '"seed": '),
     ({"seed": None}, '"seed": '),
@@ -503,41 +490,29 @@ BAD_VALUES = [
     ({"measure": "loss"}, '"measure": '),
     ({"block_drop": {"loss": 1, "loss_without": {}}}, '"block_drop.loss_without": '),
     ({"variances": 5}, '"variances'),
+    (100_000 * "[" + 100_000 * "]", "its JSON is nested too deeply"),
+    ('{"seed": ' + 5000 * "9" + "}", "it is not JSON: "),
+    ("[]", "it is not a JSON object"),
+    ("\x00", "it is not JSON: "),
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), BAD_VALUES, ids=lambda v: str(v)[:40])
-def test_a_wrong_value_is_one_line_and_the_other_runs_are_compared(
-    compared, tmp_path, changes, words
+@pytest.mark.parametrize(("content", "words"), BAD, ids=lambda v: str(v)[:40])
+def test_a_wrong_result_is_one_line_and_the_other_runs_are_compared(
+    compared, tmp_path, content, words
 ):
-    write_run(tmp_path, "baseline", 0)
+    good = write_run(tmp_path, "baseline", 0) / "result.json"
     bad = tmp_path / "bad"
     bad.mkdir()
-    (good,) = tmp_path.rglob("result.json")
-    (bad / "result.json").write_text(json.dumps(json.loads(good.read_text()) | changes))
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(good.read_text()) | content)
+    (bad / "result.json").write_text(content)
     comparison = compared()
     assert list(comparison.table.arm) == ["baseline"]
     assert not comparison.complete
     (line,) = [line for line in comparison.markdown.splitlines() if "bad/result.json" in line]
     assert words in line
     assert len(line) < 400
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (100_000 * "[" + 100_000 * "]", "its JSON is nested too deeply"),
-        ('{"seed": ' + 5000 * "9" + "}", "it is not JSON: "),
-        ("[]", "it is not a JSON object"),
-        ("\x00", "it is not JSON: "),
-    ],
-)
-def test_bad_json_is_one_line_and_the_other_runs_are_compared(compared, tmp_path, text, words):
-    write_run(tmp_path, "baseline", 0)
-    (tmp_path / "result.json").write_text(text)
-    comparison = compared()
-    assert f"\n- result.json: {words}" in comparison.markdown
-    assert list(comparison.table.arm) == ["baseline"]
 
 
 def test_a_difference_that_rounds_to_zero_has_no_minus_sign():

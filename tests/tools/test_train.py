@@ -320,6 +320,12 @@ def test_a_scaled_start_is_of_the_layers_that_write_to_the_residual_stream():
         assert stds[0] / stds[1] == pytest.approx(ratio, rel=0.05)
 
 
+def test_a_debug_run_takes_five_steps_of_any_model(trains, tmp_path):
+    trains("trainer=debug", "data=fake", "data.image_size=8", "model=vit_tiny", PLAIN)
+    (result,) = results(tmp_path)
+    assert (result["epochs"], len(losses(next(tmp_path.rglob("result.json")).parent))) == (1, 5)
+
+
 def test_fast_dev_run(trains):
     assert "not timed: too few steps" in trains(*TINY, "trainer.fast_dev_run=true")
 

@@ -114,6 +114,7 @@ def test_what_a_dead_run_left_is_kept_and_found_again(trains, tmp_path):
         output = trains(*options, typo)
         aside = run / FORMER / str(number)
         assert f"set aside: {aside} has the files of an earlier run" in output
+        assert "resuming" not in output
         record(run, status="interrupted")
     assert (run / FORMER / "1" / LAST).read_bytes() == last
     assert (run / FORMER / "1/variance.csv").exists()

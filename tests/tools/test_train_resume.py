@@ -2,8 +2,6 @@
 
 import json
 import signal
-from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -176,15 +174,6 @@ def test_only_a_run_of_the_same_configuration_is_continued(trains, tmp_path, mon
     assert result_of(tmp_path / "run")["epochs"] == 2
 
 
-def test_a_run_that_starts_over_never_resumes_from_an_earlier_runs_checkpoint(
-    command, trains, tmp_path
-):
-    options = [*TINY, "trainer.max_epochs=2", f"hydra.run.dir={tmp_path / 'run'}"]
-    for step in (9, 2):  # the first with a checkpoint, the second of another configuration before
-        interrupted(command, step, signal.SIGINT, *options, f"warmup=0.{step}")
-    assert "resuming" not in trains(*options, "warmup=0.2")
-
-
 def test_a_run_that_has_trained_all_epochs_is_only_evaluated(trains, tmp_path, sweep):
     resume = [f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={tmp_path / 'again'}"]
     assert "resuming: nothing is left to train" in trains(*SWEEP, *resume)
@@ -195,29 +184,6 @@ def test_a_checkpoint_of_more_epochs_is_refused(refuses, tmp_path, more):
     output = refuses(*TINY, f"hydra.run.dir={tmp_path / 'fewer'}", f"ckpt_path={more / LAST}")
     assert "was trained for 4 epochs, more than trainer.max_epochs=3" in output
     assert not (tmp_path / "fewer/result.json").exists()
-
-
-def test_a_kill_while_a_checkpoint_is_written_leaves_the_former_one(tmp_path, monkeypatch):
-    io = resume.AtomicCheckpoints()
-    path = tmp_path / "checkpoints/last.ckpt"
-    io.save_checkpoint({"a": torch.ones(3)}, path)
-
-    def half(content, file):
-        file.write(b"half a file")
-        raise Kill
-
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(Kill):
-        io.save_checkpoint({"a": torch.zeros(3)}, path)
-    assert torch.equal(torch.load(path, weights_only=True)["a"], torch.ones(3))
-
-
-def test_the_runs_checkpoints_are_written_in_their_own_directory(trains, tmp_path, monkeypatch):
-    save = Mock(wraps=torch.save)
-    monkeypatch.setattr(torch, "save", save)
-    trains(*SMALL, PLAIN, f"hydra.run.dir={tmp_path / 'run'}")
-    save.assert_called_once()
-    assert Path(save.call_args.args[1].name).parents[1] == tmp_path / "run/checkpoints"
 
 
 def test_a_disk_that_fills_leaves_the_former_checkpoint_and_one_line(refuses, trains, tmp_path):
@@ -239,6 +205,7 @@ def test_a_disk_that_fills_leaves_the_former_checkpoint_and_one_line(refuses, tr
     assert (run / LAST).read_bytes() == before
     assert result_of(run)["status"] == "failed"
     assert "resuming: after epoch 1" in trains(*SMALL, PLAIN, *more)
+    assert not (run / resume.FORMER).exists()
 
 
 def test_the_last_checkpoint_is_found_tested_and_the_best_one_kept(trains, tmp_path):
@@ -257,3 +224,18 @@ def test_rows_that_a_kill_cut_off_are_not_continued(tmp_path):
     path.write_text("step,loss\r\n1,0.5\r\n12,0.25\r\n1")
     rows = [{"step": "1", "loss": "0.5"}, {"step": "12", "loss": "0.25"}]
     assert resume.whole_rows(path) == rows
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_former_one(tmp_path, monkeypatch):
+    io = resume.AtomicCheckpoints()
+    path = tmp_path / "checkpoints/last.ckpt"
+    io.save_checkpoint({"a": torch.ones(3)}, path)
+
+    def half(content, file):
+        file.write(b"half a file")
+        raise Kill
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(Kill):
+        io.save_checkpoint({"a": torch.zeros(3)}, path)
+    assert torch.equal(torch.load(path, weights_only=True)["a"], torch.ones(3))

@@ -16,7 +16,7 @@ before they sent these.
 Every wait ends if no process stops: programs start in the order of their channels, and publish
 before they wait. So wherever the lowest unpublished channel is, its programs can run. If a process
 does stop, a wait ends after some time. Then the statistics are nan, the running statistics
-are left as they are, and the host finds a mark: see `normplug._ops.batch_norm.peers`. The process
+are left as they are, and the host finds a mark: see `normplug._ops.peers`. The process
 sends nothing more. So the others do not merge its nan; their next waits end too.
 """
 

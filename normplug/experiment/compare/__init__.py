@@ -11,7 +11,7 @@ from typing import TypeAlias
 import pandas as pd
 
 from normplug._results import replace_file, write_file
-from normplug.experiment.compare.frame import find_runs, gather_variance, group_runs
+from normplug.experiment.compare.frame import find_runs, group_runs
 from normplug.experiment.compare.plots import PLOTS, draw
 from normplug.experiment.compare.report import render, runs_table
 from normplug.experiment.compare.stats import summarise
@@ -73,10 +73,9 @@ def compare(
     runs, unreadable = find_runs(paths)
     target = _target(paths, out)
     groups = group_runs(runs, reference)
-    variances, notes = zip(*map(gather_variance, groups), strict=True) if groups else ((), ())
     tables = [summarise(group) for group in groups]
     where = " and ".join(path.name if path.is_file() else str(path) for path in paths)
-    markdown = render(groups, tables, notes, unreadable, where)
+    markdown = render(groups, tables, unreadable, where)
     table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
     files = {"summary.csv": table}
@@ -87,7 +86,7 @@ def compare(
         with replace_file(target / name) as part:
             content.to_csv(part, index=False)
     written = [target / name for name in ("summary.md", *files)]
-    written += draw(groups, tables, variances, target, plots)
+    written += draw(groups, tables, target, plots)
     complete = not unreadable and bool((table.n_finished == table.n_expected).all())
     return Comparison(table, markdown, written, complete)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from normplug._results import write_file
 from normplug.experiment.measure import (
@@ -37,23 +37,23 @@ REQUIRED = (  # in the result of a finished run, besides the keys of its measure
 Name = Annotated[str, Field(max_length=LONGEST)]
 
 
-class _Checked(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _MeasureKeys(_Checked):
+class _MeasureKeys(BaseModel, strict=True):
     name: Name
     unit: Name
     better: Literal["higher", "lower"]
     items: Name
 
 
-class _BlockDrop(_Checked):
+class _Measured(BaseModel, strict=True):
+    measure: _MeasureKeys
+
+
+class _BlockDrop(BaseModel, strict=True):
     loss: float
     loss_without: list[float]
 
 
-class _Result(_Checked):
+class _Result(BaseModel, strict=True):
     """What is read of `result.json`: names are limited, and null means unknown."""
 
     model: Name
@@ -203,17 +203,15 @@ def refuse_unreadable(unreadable: Mapping[str, str]) -> None:
 
 def _row(values: dict[str, Any]) -> dict[str, Any]:
     """The row of a run; a "finished" one that lacks keys is a failed run."""
-    given = values.get("measure") or vars(ACCURACY)
-    measure = Measure(**vars(_valid(_MeasureKeys, given, "measure")))
-    found = {"test_score": measure.test_key, "curve": measure.curve_key}
-    found["items_per_s"] = measure.speed_key
-    renamed = {name: values.get(key) for name, key in found.items()}
-    row = vars(_valid(_Result, values | renamed, "", found))
+    given = _valid(_Measured, {"measure": values.get("measure") or vars(ACCURACY)}).measure
+    measure = Measure(**vars(given))
+    names = {"test_score": measure.test_key, "curve": measure.curve_key}
+    names["items_per_s"] = measure.speed_key
+    row = vars(_valid(_Result, values | {name: values.get(names[name]) for name in names}, names))
     lacking = [key for key in keys(measure) if key not in values]
     if lacking and row["status"] == "finished":
         row |= {"status": "failed", "error": f"result.json lacks {', '.join(lacking)}"}
-    curve = np.array(row["curve"] or (), dtype=float)
-    drop = row["block_drop"]
+    curve, drop = np.array(row["curve"] or (), dtype=float), row["block_drop"]
     return row | {
         **{name: row[name] or "" for name in ("error", "commit", "date", "text_sha256")},
         "measure": measure,
@@ -226,25 +224,15 @@ def _row(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _valid(
-    model: type[_Checked], values: Any, path: str, given: Mapping[str, str] | None = None
-) -> Any:
-    """Check values; the error names the key, the rule and the value in one line.
-
-    Args:
-        model: the rules.
-        values: what is checked.
-        path: key of the values in `result.json`.
-        given: name in `model` -> key in `result.json`, where they differ.
-    """
+def _valid(model: type[BaseModel], values: Any, names: Mapping[str, str] | None = None) -> Any:
+    """Check values; the error names the key (`names`: field -> key), the rule and the value."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        place = [str((given or {}).get(str(part), part)) for part in first["loc"][:2]]
-        key = ".".join([*[path] * bool(path), *place])[:LONGEST]
+        place = [str((names or {}).get(str(part), part)) for part in first["loc"][:2]]
         got = "nothing" if first["type"] == "missing" else reprlib.repr(first["input"])
-        raise ValueError(f'"{key}": {first["msg"]}; got {got}') from None
+        raise ValueError(f'"{".".join(place)[:LONGEST]}": {first["msg"]}; got {got}') from None
     except OverflowError:
         raise ValueError("a number is too large") from None
 
@@ -254,8 +242,6 @@ class Group:
     """The runs of one model on one data set.
 
     Attributes:
-        model: name of the network.
-        data: name of the data set.
         runs: the run used for each arm and seed, with the columns of `find_runs`.
         left_out: runs replaced by a finished or newer run of the same arm and seed.
         references: the arms to compare with, by preference.
@@ -265,7 +251,7 @@ class Group:
     data: str
     runs: pd.DataFrame
     left_out: pd.DataFrame
-    references: tuple[str, ...] = REFERENCES
+    references: tuple[str, ...]
 
     @property
     def title(self) -> str:
@@ -329,6 +315,32 @@ class Group:
         family = [name for name in same if f"{name}-".startswith(f"{self.reference}-")]
         return min(family, key=len, default=self.reference)
 
+    @cached_property
+    def variances(self) -> tuple[dict[str, Variance], list[str]]:
+        """The mean variances of each arm that has any, and notes on what is missing."""
+        found: dict[str, list[Variance]] = {}
+        notes, absent = [], []
+        for run in self.finished.sort_values("seed").itertuples():
+            if run.variances is None:
+                absent.append(f"{label(run.arm)} seed {run.seed}")
+                continue
+            try:
+                found.setdefault(run.arm, []).append(read_variance(run.variances))
+            except (OSError, KeyError, TypeError, ValueError) as error:
+                why = " ".join(str(error).split())[:LONGEST]
+                notes.append(
+                    f"{label(run.arm)}, seed {run.seed}: variance.csv cannot be read: {why}"
+                )
+        means = {arm: mean_variance(found[arm]) for arm in self.arms if found.get(arm)}
+        shared = {arm: mean for arm, mean in means.items() if not mean.table.empty}
+        apart = [arm for arm in means if arm not in shared]
+        notes += [f"{label(arm)}: its seeds logged no step in common" for arm in apart]
+        if not shared:
+            notes.append("no variance plots: no finished run has a variance.csv")
+        elif absent:
+            notes.append(f"no variance.csv, so not in those plots: {', '.join(absent)}")
+        return shared, notes
+
     def wide(self, field: str) -> pd.DataFrame:
         """A column of the finished runs as a table: a row a seed, a column an arm."""
         found = self.finished.pivot(index="seed", columns="arm", values=field)
@@ -338,9 +350,7 @@ class Group:
 def group_runs(runs: pd.DataFrame, reference: str | None = None) -> list[Group]:
     """Group by (model, data). Where an arm has several learning rates, each rate is an arm.
 
-    Args:
-        runs: of `find_runs`.
-        reference: the arm to compare with, where it has finished runs.
+    `reference` is the arm to compare with, where it has finished runs.
     """
     rates = runs.groupby(["model", "data", "arm"]).learning_rate
     of_rate = (rates.transform("nunique", dropna=False) > 1) & runs.learning_rate.notna()
@@ -358,42 +368,11 @@ def group_runs(runs: pd.DataFrame, reference: str | None = None) -> list[Group]:
 
 
 class Variance(NamedTuple):
-    """The variances of one run, or their mean over the runs of one arm.
+    """The variances of one run, or their mean over the runs of one arm."""
 
-    Attributes:
-        table: a row a logged step; columns (quantity, depth). NaN where nothing was logged.
-        kinds: how many norms of each class.
-        runs: how many runs the values are the mean of.
-    """
-
-    table: pd.DataFrame
-    kinds: Mapping[str, int]
+    table: pd.DataFrame  # a row a logged step; columns (quantity, depth); NaN: nothing was logged
+    kinds: Mapping[str, int]  # how many norms of each class
     runs: int = 1
-
-
-def gather_variance(group: Group) -> tuple[dict[str, Variance], list[str]]:
-    """The mean variances of each arm that has any, and notes on what is missing."""
-    found: dict[str, list[Variance]] = {}
-    notes, absent = [], []
-    for run in group.finished.sort_values("seed").itertuples():
-        if run.variances is None:
-            absent.append(f"{label(run.arm)} seed {run.seed}")
-            continue
-        try:
-            found.setdefault(run.arm, []).append(read_variance(run.variances))
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            why = " ".join(str(error).split())[:LONGEST]
-            notes.append(f"{label(run.arm)}, seed {run.seed}: variance.csv cannot be read: {why}")
-    means = {arm: mean_variance(found[arm]) for arm in group.arms if found.get(arm)}
-    shared = {arm: mean for arm, mean in means.items() if not mean.table.empty}
-    notes += [
-        f"{label(arm)}: its seeds logged no step in common" for arm in means if arm not in shared
-    ]
-    if not shared:
-        notes.append("no variance plots: no finished run has a variance.csv")
-    elif absent:
-        notes.append(f"no variance.csv, so not in those plots: {', '.join(absent)}")
-    return shared, notes
 
 
 def read_variance(variances: Path | Mapping[str, Any]) -> Variance:
@@ -455,7 +434,7 @@ def _kept(values: dict[str, Any]) -> dict[str, Any]:
     variances = kept.pop("variances", None)
     if isinstance(variances, Path):
         try:
-            variances = _kept_variance(read_variance(variances))
+            variances = _thinned(read_variance(variances))
         except (OSError, ValueError):
             return kept
     if variances:
@@ -471,14 +450,12 @@ def _without_folders(value: Any) -> Any:
     return FOLDERS.sub("", value) if isinstance(value, str) else value
 
 
-def _kept_variance(found: Variance) -> dict[str, Any]:
+def _thinned(found: Variance) -> dict[str, Any]:
     """`STEPS_KEPT` steps, the first and the last included, with `DIGITS_KEPT` digits."""
     places = np.linspace(0, len(found.table) - 1, STEPS_KEPT).round().astype(int)
     table = found.table.iloc[np.unique(places)]
-    parts = {name: [[*map(_rounded, row)] for row in table[name].to_numpy()] for name in QUANTITIES}
+    rounded = table.map(lambda value: float(f"{value:.{DIGITS_KEPT}g}")).astype(object)
+    rounded = rounded.where(np.isfinite(table), None)
+    parts = {name: rounded[name].to_numpy().tolist() for name in QUANTITIES}
     depths = table["target_variance"].columns.tolist()
     return {"steps": table.index.tolist(), "depths": depths, "kinds": dict(found.kinds), **parts}
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.{DIGITS_KEPT}g}") if np.isfinite(value) else None

@@ -85,23 +85,17 @@ def arm_styles(groups: Iterable[Group]) -> dict[str, Style]:
 def draw(
     groups: Sequence[Group],
     tables: Sequence[pd.DataFrame],
-    variances: Sequence[Mapping[str, Variance]],
     out: Path,
     plots: Collection[str] | None = None,
 ) -> list[Path]:
-    """Write the plots that the groups have numbers for, as `out/<plot>_<group>.png`.
+    """Write the plots (None for all) that the groups have numbers for: `out/<plot>_<group>.png`.
 
-    Args:
-        groups: an arm has the same style in the plots of all groups.
-        tables: the rows of each group; arms are drawn in their order.
-        variances: of the arms of each group.
-        out: created if absent.
-        plots: names of the plots to draw; None for all.
+    Arms are drawn in the order of `tables`, the rows of each group.
     """
     styles = arm_styles(groups)
     found: list[tuple[str, str, Callable[[], Figure]]] = []
-    for group, table, of_arms in zip(groups, tables, variances, strict=True):
-        stem, finished = f"{group.model}_{group.data}", group.finished
+    for group, table in zip(groups, tables, strict=True):
+        stem, finished, of_arms = f"{group.model}_{group.data}", group.finished, group.variances[0]
         ordered = {arm: of_arms[arm] for arm in table.arm if arm in of_arms}
         of_group, of_variance = (group, table, styles), (group.title, ordered, styles)
         curves = any(np.isfinite(curve).any() for curve in finished.curve)
@@ -229,16 +223,10 @@ def _draw_dots(
     values: pd.DataFrame,
     bars: pd.DataFrame,
 ) -> None:
-    """Draw a dot for each seed, and a bar below the dots of an arm.
+    """Draw a dot for each seed of `values` (seeds, arms), and a bar below the dots of an arm.
 
-    Args:
-        axes: with a row for each arm of `table`.
-        group: what is drawn.
-        table: see `summarise`.
-        styles: of the arms.
-        values: a row a seed, a column an arm. Those that are far from all others are written at the
-            end of the axis.
-        bars: the middle and the ends of each arm's bar.
+    `bars` are the middle and the ends of each arm's bar. A value that is far from all others is
+    written at the end of the axis.
     """
     if not values.notna().any(axis=None):
         _say_no_pair(axes, group)
@@ -336,10 +324,9 @@ def _target_variance(arm: str) -> float:
 
 
 def targets_figure(groups: Sequence[Group]) -> Figure:
-    """Draw the test score, and its difference from the reference, over the target variance.
+    """Draw the test score and its difference from the reference over the target variance.
 
-    Args:
-        groups: of one data set and one measure; each has a line.
+    The groups have one data set and one measure; each has a line.
     """
     measure = groups[0].measure
     what = f"test {measure.name} over the target variance: means over seeds, 95% t-intervals"

@@ -45,18 +45,16 @@ HOW_TO_READ = f"""## How to read the tables
 def render(
     groups: Sequence[Group],
     tables: Sequence[pd.DataFrame],
-    notes: Sequence[Sequence[str]],
     unreadable: Mapping[str, str],
     where: str,
 ) -> str:
     """The whole report: a section per group, then unreadable files, then how to read it.
 
-    `tables` have the rows of each group, and `notes` what it lacks besides runs; `where` names the
-    sources of the runs.
+    `tables` have the rows of each group; `where` names the sources of the runs.
     """
     count = sum(len(group.runs) + len(group.left_out) for group in groups) + len(unreadable)
     parts = [f"# Comparison of {_count(count, 'run')} in {where}\n"]
-    parts += [_section(*each) for each in zip(groups, tables, notes, strict=True)]
+    parts += [_section(*each) for each in zip(groups, tables, strict=True)]
     if unreadable:
         lines = [f"{name}: {_one_line(why)}" for name, why in unreadable.items()]
         parts.append(f"## Failed: result.json could not be used\n\n{_bullets(lines)}")
@@ -116,12 +114,12 @@ def _remark(scores: Mapping[float, float], best: float) -> str:
     return "at the end of the range: extend it" if at_end else ""
 
 
-def _section(group: Group, rows: pd.DataFrame, notes: Sequence[str]) -> str:
+def _section(group: Group, rows: pd.DataFrame) -> str:
     measure = group.measure
     parts = [f"## {group.title}\n", *_warnings(group), _outcomes(group, rows)]
     so = ": no differences, no speed ratios" if group.reference is None else ""
     parts.append(f"{group.about_reference}{so}.\n")
-    if left := [*_not_averaged(group), *notes]:
+    if left := [*_not_averaged(group), *group.variances[1]]:
         parts.append(f"Not in these numbers, or not in the plots:\n\n{_bullets(left)}")
     parts.append(
         f"Test {measure.name} is on the test set, after the last epoch; {measure.better} is "

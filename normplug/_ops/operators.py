@@ -10,7 +10,6 @@ registered as a second operator, a composite one, which compilers decompose.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from normplug import native
+from normplug._ops.call import plan_of
 from normplug._ops.spec import Tensors
 
 _library = torch.library.Library("normplug", "FRAGMENT")
@@ -30,7 +29,7 @@ _RUNNING = "Tensor? running_mean, Tensor? running_var, Tensor? tracked"
 _UPDATED = "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? tracked"
 
 
-class NormOperators(ABC):
+class NormOperators:
     """The operators of one norm: NAME_forward, NAME_backward, and NAME, which has gradients.
 
         forward(*Tensors, *numbers) -> (y, [total,] *state)
@@ -43,6 +42,7 @@ class NormOperators(ABC):
         name: in the namespace "normplug".
         numbers: the schema of the spec's fields.
         state: the names of the tensors that the forward computes for the backward.
+        spec: makes the spec from the numbers that an operator takes.
         has_total: whether the forward returns x + residual as well.
         updates_running: whether the forward updates the running statistics.
     """
@@ -52,11 +52,12 @@ class NormOperators(ABC):
         name: str,
         numbers: str,
         state: Sequence[str],
+        spec: Callable[..., Any],
         *,
-        has_total: bool,
-        updates_running: bool,
+        has_total: bool = False,
+        updates_running: bool = False,
     ) -> None:
-        self.has_total = has_total
+        self.spec, self.has_total = spec, has_total
         self.results = 2 if has_total else 1  # y, and the total
         inputs = f"(Tensor x, {_AFFINE}, {_UPDATED if updates_running else _RUNNING}, {numbers})"
         outputs = ", ".join(["Tensor"] * (self.results + len(state)))
@@ -69,11 +70,6 @@ class NormOperators(ABC):
         self._states = len(state)
         self.forward = self._define(f"{name}_forward", forward, self._forward)
         self.backward = self._define(f"{name}_backward", backward, self._backward)
-        # Once loaded, C++ implements these two, and falls back to Python under other names.
-        self._define(f"{name}_forward_python", forward, self._forward)
-        self._define(f"{name}_backward_python", backward, self._backward)
-        native.when_loaded(partial(native.implement, f"{name}_forward", True, len(state)))
-        native.when_loaded(partial(native.implement, f"{name}_backward", False, len(state)))
         torch.library.register_fake(self.forward._name, self._fake_forward, lib=_library)
         torch.library.register_fake(self.backward._name, self._fake_backward, lib=_library)
         apply = partial(_Differentiable.apply, self)
@@ -87,66 +83,38 @@ class NormOperators(ABC):
         _library.impl(name, function, key)
         return getattr(torch.ops.normplug, name).default
 
-    @abstractmethod
-    def kernels(self) -> Any:
-        """The norm's kernel route, imported when it is first needed."""
-
-    @abstractmethod
-    def spec(self, *numbers: Any) -> Any:
-        """Build the spec from the numbers that an operator takes."""
-
-    @abstractmethod
-    def fake(self, t: Tensors, spec: Any) -> tuple[Tensor, ...]:
-        """Fake outputs of the forward; sizes may be symbolic."""
-
-    @abstractmethod
-    def fake_dx(self, x: Tensor, spec: Any) -> Tensor:
-        """A fake gradient of x."""
-
-    def reads_residual(self, spec: Any) -> bool:
-        """Whether the backward reads the residual."""
-        return False
-
-    def passes_dy(self, spec: Any) -> bool:
-        """Whether the residual's gradient is dy itself, which an operator must not return."""
-        return False
-
     def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         t, spec = Tensors(*arguments[:_TENSORS]), self.spec(*arguments[_TENSORS:])
-        plan, t = self._plan_of(t, spec)
-        result, saved = plan.forward(t, True)
+        plan, t = plan_of(t, spec)
+        with torch.cuda.device_of(t.x):
+            result, saved = plan.forward(t, True)
         results, state = result if self.has_total else (result,), saved[_INPUTS:]
         none = t.x.new_empty(0, dtype=torch.uint8)
         return (*results, *(none if each is None else each for each in state))
 
     def _fake_forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        return self.fake(Tensors(*arguments[:_TENSORS]), self.spec(*arguments[_TENSORS:]))
+        return self.spec(*arguments[_TENSORS:]).fake(Tensors(*arguments[:_TENSORS]))
 
     def _backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
         (x, residual, *vectors), state, has_residual, spec, needs = self._parts(arguments)
         # The residual is saved only if the backward reads it; otherwise x is its placeholder.
         is_placeholder = has_residual and residual is None
         t = Tensors(x, x if is_placeholder else residual, *vectors)
-        plan, t = self._plan_of(t, spec)
+        plan, t = plan_of(t, spec)
         found = (None if each.numel() == 0 else each for each in state)
         saved = (t.x, None if is_placeholder else t.residual, *vectors, *found)
-        gradients = plan.backward(saved, dy, dtotal, tuple(needs))
+        with torch.cuda.device_of(t.x):
+            gradients = plan.backward(saved, dy, dtotal, tuple(needs))
         return tuple(x.new_empty(0) if g is None else g for g in gradients)
 
     def _fake_backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> Any:
         (x, _, *vectors), _, has_residual, spec, needs = self._parts(arguments)
-        dx = self.fake_dx(x, spec)
+        dx = spec.fake_dx(x)
         like = (dx, dx if has_residual else None, *vectors)
         return tuple(
             torch.empty_like(t) if need and t is not None else x.new_empty(0)
             for t, need in zip(like, needs, strict=True)
         )
-
-    def _plan_of(self, t: Tensors, spec: Any) -> tuple[Any, Tensors]:
-        plan, ready = self.kernels().plan_of(t, spec)
-        if ready is t:  # no tensor was copied, so C++ can run such calls by the plan
-            native.note(plan)
-        return plan, ready
 
     def _parts(self, arguments: Sequence[Any]) -> tuple[Any, Any, bool, Any, Sequence[bool]]:
         """Inputs, state, has_residual, spec and needs of a backward."""
@@ -165,7 +133,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.spec = operators.spec(*ctx.numbers)
         ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
         ctx.has_residual = residual is not None and not operators.has_total
-        kept = residual if operators.reads_residual(ctx.spec) else None
+        kept = residual if ctx.has_residual and ctx.spec.reads_residual else None
         constant = state = outputs[operators.results :]
         if operators.has_total:
             x = outputs[1]
@@ -180,7 +148,7 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         operators = ctx.operators
         for_x, for_residual, *rest = needs = ctx.needs_input_grad[1 : 1 + _INPUTS]
-        dtotal, alias = None, ctx.has_residual and operators.passes_dy(ctx.spec)
+        dtotal, alias = None, ctx.has_residual and ctx.spec.passes_dy
         if operators.has_total:
             dtotal = others[0]
             asked = [for_x or for_residual, False, *rest]

@@ -1,6 +1,6 @@
 """BatchNorm over the joined batch of a group of processes.
 
-Where they can, the kernels exchange the statistics: see `normplug._ops.batch_norm.peers`. Otherwise
+Where they can, the kernels exchange the statistics: see `normplug._ops.peers`. Otherwise
 the torch operations here send one collective in each direction.
 
 Forward, an all-gather collects n_r, mean_r and var_r of each process r. With w_r = n_r / sum n_r:
@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from normplug import _activations, _checks, functional
+from normplug import _activations, _checks
 from normplug._layouts import dense, is_channels_last, laid_out_like
-from normplug._ops import eligible, statistics
-from normplug._ops.batch_norm import checks, peers, route
-from normplug._ops.spec import BatchNormSpec, Tensors
+from normplug._ops import eligible, peers, running
+from normplug._ops.batch_norm import BatchNormSpec, channel_stats
+from normplug._ops.call import call, plan_of
+from normplug._ops.spec import Tensors
 from normplug._torch import dispatch_modes
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
@@ -73,7 +74,7 @@ def batch_norm(
         TypeError: tensors that are not floating point.
         RuntimeError: a process of the group has stopped.
     """
-    checks.check(_CALLER, t, spec, joined=True)
+    spec.check(_CALLER, t, joined=True)
     asked = eligible.is_asked_for(_checks.backend(_CALLER, backend), t.x)
     if asked and eligible.refusal_now() is None:
         others: peers.Peers | int | None
@@ -93,28 +94,26 @@ def batch_norm(
 def _by_kernels(
     t: Tensors, spec: BatchNormSpec, backend: str, others: Any, measured: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """As `batch_norm`, by kernels that exchange the statistics themselves; None if they cannot.
+    """Y and variance by kernels that exchange the statistics; None if they cannot run.
 
     others: the `Peers`, or for a compiler their number.
     """
     numbers = (spec.training, spec.momentum, spec.eps, spec.target_variance, spec.activation)
     ours = BatchNormSpec(*numbers, spec.pool, spec.keeps_residual, others)
-    if route.kernels(ours).refusal(t, ours) is not None:
+    if ours.refusal(t) is not None:
         if spec.pool is None:
             return None
         found = _by_kernels(t, spec.without_pool(), backend, others, measured)
         return None if found is None else (spec.pool(found[0]), found[1])
     if isinstance(others, int):
-        from normplug._ops.batch_norm.compiled import COMPILED
-
-        y, stats = COMPILED.joined(t, spec, others)
+        y, stats = spec.joined_operator(t, others)
     elif measured:
-        plan, ready = route.kernels(ours).plan_of(t, ours)
+        plan, ready = plan_of(t, ours)
         y, (stats, *_) = plan.run_with_state(ready)
     else:
-        return functional.carry_out(_CALLER, t, ours, backend), None
+        return call(_CALLER, t, ours, backend), None
     channels = t.x.shape[1]
-    return y, statistics.variance_of(stats[channels : 2 * channels], spec.eps)
+    return y, running.variance_of(stats[channels : 2 * channels], spec.eps)
 
 
 def _by_collectives(
@@ -129,7 +128,7 @@ def _by_collectives(
     if t.running_mean is not None and t.running_var is not None:
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
         unbiased = var * (n / (n - 1).clamp(min=1))
-        statistics.update(t, spec.momentum, mean, unbiased, counts=n > 1)
+        running.update(t, spec.momentum, mean, unbiased, counts=n > 1)
     return y, var
 
 
@@ -148,16 +147,9 @@ class _SyncBatchNorm(torch.autograd.Function):
         """y; mean, biased variance and number of values per channel of the joined batch."""
         acc = accumulator_dtype(x.dtype)
         mean, var, n = _joined_statistics(x, group)
-        y = functional.batch_norm(
-            x,
-            mean,
-            var,
-            None if weight is None else weight.to(acc),
-            None if bias is None else bias.to(acc),
-            eps=eps,
-            mode=target_variance,
-            backend=backend,
-        )
+        scale, shift = (None if v is None else v.to(acc) for v in (weight, bias))
+        t = Tensors(x, None, scale, shift, None, mean, var)
+        y = call(_CALLER, t, BatchNormSpec(False, 0.0, eps, target_variance), backend)
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), n)
         ctx.scale, ctx.group = math.sqrt(target_variance), group
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -246,7 +238,7 @@ def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
     else:
         # A count above 2^24 is rounded in float32, a relative error of 1e-7 in a weight.
         count = x.new_full((1,), x.numel() // channels, dtype=acc)
-        own = torch.cat([*functional.channel_stats(x), count])
+        own = torch.cat([*channel_stats(x), count])
     processes = dist.get_world_size(group)
     gathered = own.new_empty(processes * own.shape[0])
     assert _all_gather is not None

@@ -15,22 +15,35 @@ import torch
 from torch import Tensor
 
 from normplug._kernels.batch_norm import launches, pool_launches, schedule, windows
-from normplug._kernels.device import LONGEST_AXIS
 from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
-from normplug._ops import likely
-from normplug._ops.batch_norm import aten
-from normplug._ops.batch_norm.eager import (
-    BatchNormPlan,
+from normplug._ops import eligible, likely, peers
+from normplug._ops.batch_norm import (
+    BatchNormSpec,
     constants_of,
     group_of,
     likely_plans,
     machine_of,
 )
-from normplug._ops.batch_norm.peers import NO_SECOND_DERIVATIVE
-from normplug._ops.plans import KernelRoute, Needs, Plan
+from normplug._ops.plans import Needs, Plan
 from normplug._ops.program import NOTHING, RUNNING, SLOT, Layout, Program, Result, named
-from normplug._ops.spec import BatchNormSpec, Tensors
+from normplug._ops.spec import Pool, Tensors
+
+
+def refusal(t: Tensors, pool: Pool) -> str | None:
+    """Why the kernels cannot pool the result of a norm of x; None if they can."""
+    x = t.x
+    if x.dim() != 4 or x.is_contiguous() or not is_channels_last(x.shape, x.stride()):
+        return "the input is not channels_last"
+    n, c, height, width = x.shape
+    if not pool.is_proper() or math.prod(pool.kernel) > windows.LARGEST_WINDOW:
+        return "max-pool windows must have 1 to 255 elements and valid padding"
+    pooled = pool.size(height, width)
+    if min(pooled) < 1:
+        return "the output is empty"
+    if eligible.is_too_long(n * math.prod(pooled), width * c, pooled[1] * c):
+        return "a row of pixels has nearly 2^31 values or more, or the output as many pixels"
+    return None
 
 
 class PooledPlan(Plan):
@@ -60,31 +73,8 @@ class PooledPlan(Plan):
         self.mark = spec.peers.mark if self._joined else 0
         self._cumulative = spec.training and spec.momentum is None and t.running_mean is not None
 
-    @classmethod
-    def refusal(cls, t: Tensors, spec: BatchNormSpec) -> str | None:
-        """Why the kernels cannot run a call; None if they can."""
-        x, pool = t.x, spec.pool
-        assert pool is not None
-        if x.dim() != 4 or x.is_contiguous() or not is_channels_last(x.shape, x.stride()):
-            return "the input is not channels_last"
-        n, c, height, width = x.shape
-        if not pool.is_proper() or math.prod(pool.kernel) > windows.LARGEST_WINDOW:
-            return "max-pool windows must have 1 to 255 elements and valid padding"
-        pooled = pool.size(height, width)
-        if min(pooled) < 1:
-            return "the output is empty"
-        if max(n * math.prod(pooled), width * c, pooled[1] * c) > LONGEST_AXIS:
-            return "a row of pixels has nearly 2^31 values or more, or the output as many pixels"
-        return BatchNormPlan.refusal(t, spec)
-
-    @classmethod
-    def laid_out(cls, t: Tensors, spec: BatchNormSpec) -> tuple[Tensors, BatchNormSpec]:
-        """The call with x in channels_last."""
-        x = t.x.contiguous(memory_format=torch.channels_last)
-        return (t if x is t.x else t._replace(x=x)), spec
-
     def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        """As `BatchNormPlan.likely_plans`: only one layer of a model usually has a pooling."""
+        """Plans of norms without pooling, since usually only one layer of a model has it."""
         return likely_plans(t, self.spec, call)
 
     def _columns(self, size: tuple[int, int], tensors: int) -> schedule.Geometry:
@@ -207,20 +197,14 @@ class PooledPlan(Plan):
         """The inputs that have gradients, y computed from them by torch operations, and its dy."""
         x, _, weight, bias, _, stats, *_ = saved
         if self._joined:
-            raise NotImplementedError(NO_SECOND_DERIVATIVE)
+            raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
         mean, var = constants_of(stats, self.spec, self._running_dtype)
         t = Tensors(x, None, weight, bias, None, mean, var)
-        return (
-            (x, None, weight, bias, None),
-            aten.batch_norm(t, self.spec._replace(momentum=0.0)),
-            dy,
-        )
+        y = self.spec._replace(momentum=0.0, peers=None).by_torch(t)
+        return (x, None, weight, bias, None), y, dy
 
 
 def _channels_last(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     """The strides of a channels_last tensor."""
     _, c, height, width = shape
     return (height * width * c, 1, width * c, c)
-
-
-KERNELS = KernelRoute(PooledPlan)

@@ -73,6 +73,16 @@ class Peers:
             )
 
 
+def most_channels() -> int:
+    """The most channels of a layer whose statistics the kernels exchange."""
+    from normplug._kernels.batch_norm.exchange import CHANNELS
+
+    return CHANNELS.value
+
+
+# What `torch.compiler.assume_constant_result` does, which would import the whole compiler.
+most_channels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 _numbered: list[Peers | None] = [None]
 
 
@@ -87,7 +97,6 @@ def number_of(group: str, device: torch.device) -> int:
     return 0 if peers is None else peers.number
 
 
-# What `torch.compiler.assume_constant_result` does, which would import the whole compiler.
 number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -106,7 +115,7 @@ def is_known(group: Any) -> bool:
 
 
 def known(group: Any, device: torch.device) -> Peers | None:
-    """As `of`, but None before the first call."""
+    """The peers that the first call of `of` has found; None before it."""
     found = _agreements.get((group, device))
     return None if found is None else found.peers
 
@@ -131,15 +140,15 @@ def _agree(group: Any, device: torch.device) -> _Agreement:
     if dist.get_backend(group) == "gloo":
         return _Agreement(None, "the group's backend is gloo")
     facts = (_host(), str(torch.cuda.get_device_properties(device).uuid))
-    told = _tell(group, (_refusal(group), *facts))
-    why = next((each for each, *_ in told if each), None) or _apart(told, device)
+    facts_of_all = _gather(group, (_refusal(group), *facts))
+    why = next((each for each, *_ in facts_of_all if each), None) or _apart(facts_of_all, device)
     peers = None
-    if not any(_tell(group, why)):
+    if not any(_gather(group, why)):
         try:
-            peers = _meet(group, device)
+            peers = _connect(group, device)
         except Exception as error:  # whatever private code of torch raises
             why = f"symmetric memory failed on rank {group.rank()}: {error}"
-        why = next(filter(None, _tell(group, why)), None)
+        why = next(filter(None, _gather(group, why)), None)
     return _Agreement(None, why or "another rank refused") if why else _Agreement(peers, "")
 
 
@@ -166,9 +175,9 @@ def _host() -> str:
         return platform.node()
 
 
-def _apart(told: list[Any], device: torch.device) -> str | None:
+def _apart(facts: list[Any], device: torch.device) -> str | None:
     """Why the GPUs of the processes cannot share memory; None if they may."""
-    hosts, gpus = ([each[place] for each in told] for place in (1, 2))
+    hosts, gpus = ([each[place] for each in facts] for place in (1, 2))
     if len(set(hosts)) > 1:
         return "the group spans several hosts"
     if len(set(gpus)) < len(gpus):
@@ -180,14 +189,14 @@ def _apart(told: list[Any], device: torch.device) -> str | None:
     return None
 
 
-def _tell(group: Any, own: Any) -> list[Any]:
-    """What each process says."""
-    told = [None] * group.size()
-    dist.all_gather_object(told, own, group=group)
-    return told
+def _gather(group: Any, own: Any) -> list[Any]:
+    """The `own` of each process."""
+    found = [None] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    return found
 
 
-def _meet(group: Any, device: torch.device) -> Peers:
+def _connect(group: Any, device: torch.device) -> Peers:
     from normplug._kernels.batch_norm.exchange import room
 
     memory = symmetric_memory()

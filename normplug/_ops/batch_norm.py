@@ -1,0 +1,559 @@
+"""BatchNorm, with a residual, an activation and max pooling: a spec, its plan, its operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from normplug import _activations, _checks, native
+from normplug._activations import ActivationLike, backward_reads_input
+from normplug._layouts import dense, laid_out_like, lies_like
+from normplug._ops import eligible, likely, peers, running, stock
+from normplug._ops.call import key_of, made_once
+from normplug._ops.operators import NormOperators
+from normplug._ops.plans import BLANKS, BasePlan, Needs, Plan
+from normplug._ops.program import NOTHING, RUNNING, SLOT, Program, Result, named
+from normplug._ops.spec import Pool, Tensors, others
+from normplug._torch import interposed, transforms_active
+from normplug.reference import accumulator_dtype, channel_dims
+
+# Bytes of input from which torch.compile calls a fused norm as an operator. That takes the host
+# some 80 us more, in both directions together, than the code that Inductor generates.
+_OPERATOR_BYTES = 96 << 20
+_LAST = torch.channels_last
+
+
+class BatchNormSpec(NamedTuple):
+    """The non-tensor arguments of a BatchNorm call.
+
+    keeps_residual: save the residual for the backward, so that the result can be recomputed.
+    peers: the `peers.Peers` of the processes over whose joined batch the norm is; None if alone.
+    instance: whether it is an InstanceNorm in evaluation with running statistics.
+    """
+
+    training: bool
+    momentum: float | None
+    eps: float
+    target_variance: float
+    activation: ActivationLike = None
+    pool: Pool | None = None
+    keeps_residual: bool = False
+    peers: Any = None
+    instance: bool = False
+
+    def free_dims(self, t: Tensors) -> tuple[int, ...]:
+        """In evaluation, all dimensions but the channels; with pooling, the samples."""
+        if self.training:
+            return ()
+        return (0,) if self.pool is not None else channel_dims(t.x)
+
+    def without_pool(self) -> BatchNormSpec:
+        """The spec of the norm alone."""
+        # torch.compile of torch 2.6 cannot trace `_replace`.
+        return BatchNormSpec(
+            self.training, self.momentum, self.eps, self.target_variance, self.activation,
+            peers=self.peers,
+        )  # fmt: skip
+
+    def check(self, caller: str, t: Tensors, *, joined: bool = False) -> None:
+        """Refuse an invalid call, by a ValueError or a TypeError.
+
+        joined: whether x is only a process's part of the batch, which may have one value a channel.
+        """
+        _checks.tensors(caller, t.x, **others(t))
+        _checks.flags(caller, training=self.training)
+        _checks.eps(caller, self.eps)
+        _checks.variance(caller, self.target_variance)
+        statistics = {"running_mean": t.running_mean, "running_var": t.running_var}
+        _checks.channels(caller, t.x, **statistics, weight=t.weight, bias=t.bias)
+        _checks.running_pair(caller, t.running_mean, t.running_var, self.training)
+        _checks.scalars(caller, num_batches_tracked=t.tracked)
+        updates = self.training and t.running_mean is not None
+        _checks.momentum(caller, self.momentum, t.tracked, updates)
+        if self.training and not joined and self.peers is None:
+            _checks.more_than_one_value(caller, t.x)
+        _checks.activation(caller, self.activation)
+        _checks.same_shape(caller, t.x, residual=t.residual)
+
+    # PyTorch's kernels.
+
+    def by_torch(self, t: Tensors) -> Tensor:
+        """Run a call by PyTorch's kernels: any device, any dtype, differentiable twice."""
+        like = None if self.instance else t.running_mean
+        x, weight = t.x, stock.scaled_channels(t, self.target_variance, like)
+        if x.numel() == 0:
+            y = stock.empty_norm(x, weight, t.bias)
+        elif self.training and t.running_mean is not None and t.running_var is not None:
+            y = self._by_batch(t, weight)
+        else:
+            y = self._by(t, weight, t.running_mean, t.running_var, 0.0)
+        if t.residual is not None:
+            # In place if possible: nothing else holds y, nor does the backward need it.
+            same = t.residual.shape == y.shape and t.residual.dtype == y.dtype
+            in_place = same and not transforms_active()
+            y = y.add_(t.residual) if in_place else y + t.residual
+        if self.activation is not None:
+            y = _activations.apply(self.activation, y)
+        return y if self.pool is None else self.pool(y)
+
+    def _by_batch(self, t: Tensors, weight: Tensor | None) -> Tensor:
+        """Normalise by the batch's statistics, and update the running ones."""
+        if self.momentum is None:  # before the norm, which saves the last tensors for the backward
+            x = t.x.detach()
+            var, mean = torch.var_mean(x.to(accumulator_dtype(x.dtype)), channel_dims(x))
+            running.update(t, None, mean, var)
+            return self._by(t, weight, None, None, 0.0)
+        if t.tracked is not None:
+            t.tracked.add_(1)
+        return self._by(t, weight, t.running_mean, t.running_var, self.momentum)
+
+    def _by(
+        self,
+        t: Tensors,
+        weight: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+        momentum: float,
+    ) -> Tensor:
+        """ATen's operator; `torch.nn.functional.batch_norm` would refuse an eps of 0."""
+        x, bias, eps, cudnn = t.x, t.bias, self.eps, torch.backends.cudnn.enabled
+        if self.instance:  # it is contiguous, and takes statistics of any dtype
+            y = torch.instance_norm(x, weight, bias, mean, var, False, 0.0, eps, cudnn)
+        else:
+            y = torch.batch_norm(x, weight, bias, mean, var, self.training, momentum, eps, cudnn)
+        return stock.realigned(y)
+
+    # Normplug's kernels.
+
+    def refusal(self, t: Tensors) -> str | None:
+        """Why the kernels cannot run a call; None if they can."""
+        if self.pool is not None:
+            from normplug._ops import batch_norm_pool
+
+            if (why := batch_norm_pool.refusal(t, self.pool)) is not None:
+                return why
+        if t.residual is not None and t.residual.dtype != t.x.dtype:
+            return f"the input is {t.x.dtype} and the residual {t.residual.dtype}"
+        if (
+            t.running_mean is not None
+            and t.running_var is not None
+            and t.running_mean.dtype != t.running_var.dtype
+        ):
+            return "running_mean and running_var differ in dtype"
+        if self.peers is not None and t.x.shape[1] > peers.most_channels():
+            return f"it has more than {peers.most_channels()} channels"
+        if self.peers is not None and t.x.numel() == 0:  # the kernels do not read it
+            t = t._replace(x=t.x.new_empty(1, *t.x.shape[1:2]), residual=None)
+        why = eligible.refusal_of(t)
+        if why is None and t.x.shape[0] * math.prod(t.x.shape[2:]) >= 2**31:
+            why = "a channel has 2^31 values or more"
+        return why
+
+    def apart(self) -> tuple[BatchNormSpec, Pool] | None:
+        """The norm alone, and the pooling after it; None if there is none."""
+        return None if self.pool is None else (self.without_pool(), self.pool)
+
+    def laid_out(self, t: Tensors) -> tuple[Tensors, BatchNormSpec]:
+        """The call with x dense, and the residual in the layout of x."""
+        x, residual = t.x, t.residual
+        if self.pool is not None:
+            x = x.contiguous(memory_format=torch.channels_last)
+            return (t if x is t.x else t._replace(x=x)), self
+        x = dense(x)
+        if residual is not None and residual.stride() != x.stride():
+            residual = laid_out_like(residual, x)
+        if x is t.x and residual is t.residual:
+            return t, self
+        spec = self
+        if residual is not t.residual:  # saving the copy would cost memory: nothing else holds it
+            spec = self._replace(keeps_residual=False)
+        return t._replace(x=x, residual=residual), spec
+
+    def plan(self, t: Tensors) -> Plan:
+        """The plan of a call that is laid out."""
+        if self.pool is None:
+            return BatchNormPlan(t, self)
+        from normplug._ops.batch_norm_pool import PooledPlan
+
+        return PooledPlan(t, self)
+
+    # The operators for compilers. Torch operations outside them update the running statistics: a
+    # compiler fuses these, and the operators have no side effects.
+
+    def operator_pays(self, t: Tensors, isolated: bool) -> bool:
+        """Whether an operator was measured faster than what Inductor makes of the call.
+
+        Inductor fuses a norm with what follows it, and an operator prevents that. So an operator
+        pays only if it fuses more itself, or if there is nothing to fuse the norm with.
+        """
+        fuses = t.residual is not None or self.activation is not None
+        return (fuses or isolated) and eligible.size_of(t.x) >= _OPERATOR_BYTES
+
+    def operator(self, t: Tensors) -> Tensor:
+        """Run a call by the kernels, as an operator."""
+        return self.joined_operator(t, 0)[0]
+
+    def joined_operator(self, t: Tensors, number: int) -> tuple[Tensor, Tensor]:
+        """Y and stats, with the batches of the peers of a number; 0 for none."""
+        pool, mean, var = self.pool, t.running_mean, t.running_var
+        constants = (None, None) if self.training else (mean, var)
+        tensors = (t.x, t.residual, t.weight, t.bias, None, *constants, None)
+        activation = _activations.parts(self.activation)
+        numbers = (self.training, self.eps, self.target_variance, *activation)
+        if pool is None:
+            y, stats, *_ = _plain(*tensors, *numbers, [], number)
+        else:
+            window = [*pool.kernel, *pool.stride, *pool.padding, int(pool.ceil_mode)]
+            y, stats, *_ = _pooled(*tensors, *numbers, window, number)
+        if self.training and mean is not None and var is not None:
+            c = t.x.shape[1]
+            with torch.no_grad():
+                batch_var = running.variance_of(stats[c : 2 * c], self.eps)
+                if number:
+                    counts = stats[-1] > 1
+                    batch_var *= stats[-1] / (stats[-1] - 1).clamp(min=1)
+                else:
+                    counts, n = None, t.x.numel() // c
+                    batch_var *= n / (n - 1)
+                running.update(t, self.momentum, stats[:c], batch_var, counts)
+        return y, stats
+
+    @property
+    def reads_residual(self) -> bool:
+        """Whether the backward reads the residual."""
+        return backward_reads_input(self.activation)
+
+    @property
+    def passes_dy(self) -> bool:
+        """Whether the residual's gradient is dy itself, which an operator must not return."""
+        return self.activation is None
+
+    def fake(self, t: Tensors) -> tuple[Tensor, ...]:
+        """The operator's outputs without values."""
+        n, c, *space = t.x.shape
+        joins = int(self.peers is not None)
+        stats = t.x.new_empty(2 * c + joins, dtype=accumulator_dtype(t.x.dtype))
+        if self.pool is not None:
+            shape = (n, c, *self.pool.size(*space))
+            y, peaks, places = (
+                torch.empty(shape, dtype=dtype, device=t.x.device, memory_format=_LAST)
+                for dtype in (t.x.dtype, t.x.dtype, torch.uint8)
+            )
+            return y, stats, peaks, places
+        from normplug._kernels.batch_norm import schedule
+
+        x, count = dense(t.x), 0
+        if t.residual is not None and self.activation == "relu":
+            channels_last = not x.is_contiguous()
+            count = schedule.mask_bytes(n, c, math.prod(space), channels_last, x.element_size())
+        return torch.empty_like(x), stats, x.new_empty(count, dtype=torch.uint8)
+
+    def fake_dx(self, x: Tensor) -> Tensor:
+        """The gradient of x without values."""
+        if self.pool is not None:
+            return x.contiguous(memory_format=torch.channels_last)
+        return dense(x)
+
+
+def _spec_of(
+    training: bool,
+    eps: float,
+    target_variance: float,
+    activation: str | None,
+    slope: float,
+    pool: list[int],
+    number: int,
+) -> BatchNormSpec:
+    window = None
+    if pool:
+        kh, kw, sh, sw, ph, pw, ceil_mode = pool
+        window = Pool((kh, kw), (sh, sw), (ph, pw), bool(ceil_mode))
+    chosen, group = _activations.joined(activation, slope), peers.by_number(number)
+    return BatchNormSpec(training, 0.0, eps, target_variance, chosen, window, peers=group)
+
+
+_NUMBERS = (
+    "bool training, float eps, float target_variance, str? activation, float slope, int[] pool, "
+    "int peers"
+)
+PLAIN = NormOperators("batch_norm", _NUMBERS, ("stats", "bits"), _spec_of)
+POOLED = NormOperators("batch_norm_max_pool", _NUMBERS, ("stats", "peaks", "places"), _spec_of)
+# For torch.compile, which guards on each attribute that it reads.
+_plain, _pooled = PLAIN.differentiable, POOLED.differentiable
+
+
+class BatchNormPlan(Plan):
+    """The launches of a BatchNorm, with residual and activation: one a direction.
+
+    State: stats, mean and rstd of the channels, (2 * C,); and bits, relu's mask, saved if there is
+    a residual.
+    """
+
+    spec: BatchNormSpec
+    state = ("stats", "bits")
+
+    def __init__(self, t: Tensors, spec: BatchNormSpec) -> None:
+        from normplug._kernels.batch_norm import launches, schedule
+
+        super().__init__(t, spec)
+        x = t.x
+        self._channels = x.shape[1]
+        self._running_dtype = None if t.running_mean is None else t.running_mean.dtype
+        self._shape = shape_of(x)
+        updates = spec.training and t.running_mean is not None
+        self._flags = launches.Flags(
+            training=spec.training,
+            weight=t.weight is not None,
+            bias=t.bias is not None,
+            residual=t.residual is not None,
+            activation=spec.activation,
+            running=t.running_mean is not None,
+            cumulative=updates and spec.momentum is None,
+            tracked=updates and t.tracked is not None and spec.momentum is not None,
+            **group_of(spec),
+        )
+        self.mark = 0 if spec.peers is None else spec.peers.mark
+        self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
+        self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
+        self._keeps_residual = self._reads_residual or spec.keeps_residual
+        self.is_recomputable = self._keeps_residual or not self._flags.residual
+        self.is_recomputable &= x.numel() > 0
+        self._machine = machine_of(x, spec.peers is None)
+
+    def forward_program(self, t: Tensors, keep: bool) -> Program:
+        """The program of y: one launch."""
+        from normplug._kernels.batch_norm import launches, schedule
+
+        x, spec = t.x, self.spec
+        geometry = schedule.geometry(*self._shape, 1, *self._machine)
+        launch = launches.forward_launch(
+            geometry, x.dtype, self._flags, spec.momentum or 0.0, spec.eps, spec.target_variance
+        )
+        empties = {
+            "y": (x.shape, x.stride(), x.dtype),
+            "stats": ((2 * self._channels + (spec.peers is not None),), (1,), self.acc),
+        }
+        if self._mask_bytes:
+            empties["bits"] = ((self._mask_bytes,), (1,), torch.uint8)
+        kept = "residual" if self._keeps_residual else "nothing"
+        return Program(
+            named(t),
+            empties=empties,
+            launches=[(launch, {})],
+            results=[Result(SLOT["y"])],
+            saved=("x", kept, "weight", "bias", "nothing", "stats", "bits"),
+            updates=RUNNING if spec.training else (),
+            counts=self._flags.cumulative,
+            scratch=launches.scratch(geometry),
+        )
+
+    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
+        """Plans for a layer that is called as `call`, each with its tensors, if t came first."""
+        return likely_plans(t, self.spec, call)
+
+    def recompute_program(self, saved: dict[str, Tensor]) -> Program:
+        """The program that recomputes y, normalised by the saved statistics."""
+        from normplug._kernels.batch_norm import launches, schedule
+
+        x, spec = saved["x"], self.spec
+        flags = launches.Flags(
+            training=False,
+            given=True,
+            weight=self._flags.weight,
+            bias=self._flags.bias,
+            residual=self._flags.residual,
+            activation=self._flags.activation,
+        )
+        geometry = schedule.geometry(*self._shape, 1, *self._machine)
+        numbers = (0.0, spec.eps, spec.target_variance)
+        launch = launches.forward_launch(geometry, x.dtype, flags, *numbers)
+        return Program(
+            saved,
+            empties={"y": (x.shape, x.stride(), x.dtype)},
+            launches=[(launch, {})],
+            results=[Result(SLOT["y"])],
+        )
+
+    def backward_program(
+        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
+    ) -> Program:
+        """The program of the gradients: one launch."""
+        from normplug._kernels.batch_norm import launches, schedule
+
+        x, plain = saved["x"], self.spec.activation is None
+        assert dy is not None
+        copies = {} if lies_like(dy, x) else {"dy": x.stride()}
+        # Without an activation, dy is the residual's gradient.
+        through = needs[1] and not plain
+        wanted = (needs[0], needs[2], needs[3], through)
+        empties = {
+            f"d{name}": (saved[name].shape, saved[name].stride(), saved[name].dtype)
+            for name, want in zip(("x", "weight", "bias"), wanted, strict=False)
+            if want and name in saved
+        }
+        if through:
+            empties["dresidual"] = (x.shape, x.stride(), x.dtype)
+        found = [
+            (needs[0], "dx"),
+            (needs[1], "dy" if plain else "dresidual"),
+            (needs[2], "dweight"),
+            (needs[3], "dbias"),
+            (False, "dinput_bias"),
+        ]
+        results = [Result(SLOT[name]) if want else NOTHING for want, name in found]
+        if not any(wanted):
+            return Program(saved, copies=copies, empties={}, launches=[], results=results)
+        geometry = schedule.geometry(*self._shape, 2, *self._machine)
+        launch = launches.backward_launch(
+            geometry, x.dtype, self._flags, wanted, self.spec.target_variance
+        )
+        return Program(
+            {**saved, "dy": dy},
+            copies=copies,
+            empties=empties,
+            launches=[(launch, {})],
+            results=results,
+            scratch=launches.scratch(geometry),
+        )
+
+    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
+        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
+        x, residual, weight, bias, _, stats, bits = saved
+        spec, activation = self.spec, self.spec.activation
+        if spec.peers is not None:
+            raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
+        if bits is not None:
+            # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
+            needs = (False, True, False, False, False)
+            detached = (x.detach(), *saved[1:])
+            _, mask, *_ = self.backward(detached, torch.ones_like(x), None, needs)
+            assert mask is not None
+            dy, activation = dy * mask, None
+        if self._flags.residual and not self._reads_residual:
+            # The gradients do not depend on its values.
+            residual = torch.zeros_like(x).requires_grad_()
+        mean, var = constants_of(stats, spec, self._running_dtype)
+        t = Tensors(x, residual, weight, bias, None, mean, var)
+        plain = BatchNormSpec(spec.training, 0.0, spec.eps, spec.target_variance, activation)
+        return (x, residual, weight, bias, None), plain.by_torch(t), dy
+
+
+def group_of(spec: BatchNormSpec) -> dict[str, Any]:
+    """The flags of a call's launches over several processes."""
+    peers = spec.peers
+    return {} if peers is None else {"world": peers.world, "peers": peers.table}
+
+
+def shape_of(x: Tensor) -> tuple[int, int, int, bool, int]:
+    """A dense x as the schedule sees it: n, c, values per plane, channels_last, bytes per value."""
+    planes = math.prod(x.shape[2:])
+    return x.shape[0], x.shape[1], planes, not x.is_contiguous(), x.element_size()
+
+
+def machine_of(x: Tensor, alone: bool = True) -> tuple[int, bool]:
+    """The number of multiprocessors, and whether cooperative launches may be used.
+
+    alone: whether the call exchanges nothing with other processes. A cooperative launch needs all
+        multiprocessors at once. While it waited for a peer, NCCL's kernels could not start here,
+        and NCCL's kernels there would keep the peer's launch from starting.
+    """
+    from normplug._kernels.device import processors
+    from normplug._kernels.launch import COOPERATIVE
+
+    return processors(x.device), COOPERATIVE and x.is_cuda and alone
+
+
+def constants_of(
+    stats: Tensor, spec: BatchNormSpec, dtype: torch.dtype | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The running statistics that a forward in eval mode used; None in training."""
+    if spec.training:
+        return None, None
+    mean, rstd = stats.chunk(2)
+    var = running.variance_of(rstd, spec.eps)
+    return (mean, var) if dtype is None else (mean.to(dtype), var.to(dtype))
+
+
+def likely_plans(
+    t: Tensors, spec: BatchNormSpec, call: likely.Call
+) -> Iterator[tuple[Plan, Tensors]]:
+    """Plans for a layer that is called as `call`, if t was called with `spec` first."""
+    activation, has_residual, _ = call.operations
+    its = spec._replace(activation=activation, pool=None, keeps_residual=False)
+    for x in likely.images(t.x, *call.shape):
+        residual = torch.empty_like(x, requires_grad=True) if has_residual else None
+        weight, bias, mean, var = (
+            likely.vector(v, call.shape) for v in (t.weight, t.bias, t.running_mean, t.running_var)
+        )
+        other = Tensors(x, residual, weight, bias, None, mean, var, t.tracked)
+        yield BatchNormPlan(other, its), other
+
+
+class StatisticsPlan(BasePlan):
+    """The launch of `channel_stats` for a dense x: mean and biased variance of its channels."""
+
+    state = ()
+
+    def __init__(self, t: Tensors) -> None:
+        from normplug._kernels.batch_norm import launches, schedule
+
+        super().__init__(t, None)
+        x = t.x
+        geometry = schedule.geometry(*shape_of(x), 1, *machine_of(x))
+        flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True)
+        launch = launches.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
+        self._program = Program(
+            {"x": x},
+            empties={"stats": ((2 * x.shape[1],), (1,), accumulator_dtype(x.dtype))},
+            launches=[(launch, {})],
+            results=[Result(SLOT["stats"])],
+            scratch=launches.scratch(geometry),
+        )
+
+    def forward_of(self, t: Sequence[Tensor | None], keep: bool) -> Program:
+        """The program, whatever the arguments. The host path in C++ calls this by name."""
+        return self._program
+
+    def run(self, t: Tensors) -> Tensor:
+        """The channels' means, then their variances."""
+        if (stats := native.run(self, t)) is not None:
+            return stats
+        slots = [*t, *BLANKS]
+        with torch.cuda.device_of(t.x):
+            self._program.run(slots, self.device, self.workspace)
+        return self._program.results_of(slots)[0]
+
+
+def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`functional.channel_stats` of a checked x."""
+    differentiates = x.requires_grad and torch.is_grad_enabled()
+    if x.is_cuda and not (differentiates or torch.compiler.is_compiling()):
+        found = channel_stats_by_kernel(x)
+        if found is not None:
+            return found
+    x = x.to(accumulator_dtype(x.dtype))
+    if x.numel() == 0:
+        nan = x.new_full((x.shape[1],), torch.nan)
+        return nan, nan.clone()
+    var, mean = torch.var_mean(x, dim=channel_dims(x), correction=0)
+    return mean, var
+
+
+def channel_stats_by_kernel(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """`channel_stats` in one read of x, without gradients; None if the kernels cannot run."""
+    t = Tensors(dense(x.detach()))
+    stats = native.call(None, "channel_stats", t)
+    if stats is None:
+        plain = BatchNormSpec(True, 0.0, 0.0, 1.0)
+        if interposed() or eligible.refusal_now() or plain.refusal(t):
+            return None
+        key = key_of(t, None, "channel_stats")
+        run = made_once(key, StatisticsPlan, t).run
+        native.keep(None, "channel_stats", t, run)
+        stats = run(t)
+    mean, var = stats.chunk(2)
+    return mean, var

@@ -1,1 +1,0 @@
-"""The routes of BatchNorm: PyTorch's kernels, normplug's, and normplug's for compilers."""

@@ -1,0 +1,197 @@
+"""The way of every call of a norm: look it up, check it, choose how to run it, run it, store that.
+
+`_stored` is the only cache in Python. Calls with equal keys share their checks, the function that
+runs them, and their plan. The host path in C++ has a cache of its own, which is asked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from normplug import _checks, native
+from normplug._ops import eligible, nested, sharded
+from normplug._ops.spec import Tensors, others
+from normplug._torch import interposed
+
+_MOST = 8192  # entries
+_stored: dict[tuple[Hashable, ...], Any] = {}
+
+
+class Way(NamedTuple):
+    """How a call runs.
+
+    run: the function that runs it. t: its tensors, copied where `run` cannot read them. spec: by
+    its `laid_out`, if they were copied.
+    why: why PyTorch's kernels run it, or None. plan: the plan of normplug's kernels, or None.
+    """
+
+    run: Callable[[Tensors], Any]
+    t: Tensors
+    spec: Any
+    why: str | None = None
+    plan: Any = None
+
+
+class Explained(NamedTuple):
+    """A backend by which `call` returns a sentence on how the call would run, and runs nothing."""
+
+    backend: Any
+
+
+def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = False) -> Any:
+    """Run a call. One with the key of an earlier call skips the checks.
+
+    Args:
+        caller: the function's name, for errors.
+        t: the call's tensors.
+        spec: the call's other arguments, and the norm: see `spec.Spec`.
+        backend: "auto", "triton" or "torch", or `Explained`.
+        isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
+
+    Returns:
+        y, or (y, total) for a norm of rows with a residual.
+    """
+    key: tuple[Any, ...] = ()
+    if not torch.compiler.is_compiling():
+        if native._extension is not None:
+            found = native.call(spec, backend, t)
+            if found is not None:
+                return found
+        if not interposed():
+            key = key_of(t, spec, backend)
+            try:
+                run = _stored.get(key)
+            except TypeError:  # an unhashable setting, which the checks will refuse
+                run = None
+            if run is not None:
+                if native._extension is not None:
+                    native.keep(spec, backend, t, run)
+                return run(t)
+    return _new_call(caller, t, spec, backend, isolated, key)
+
+
+def _new_call(
+    caller: str, t: Tensors, spec: Any, backend: Any, isolated: bool, key: tuple[Any, ...]
+) -> Any:
+    """Check a call, choose how to run it, run it, and store that: see `call` and `choose`."""
+    spec.check(caller, t)
+    if isinstance(backend, Explained):
+        return _explanation(caller, t, spec, backend.backend)
+
+    def again(t: Tensors) -> Any:
+        return call(caller, t, spec, backend, isolated=isolated)
+
+    if type(t.x) is not Tensor and sharded.is_sharded(t.x):
+        return sharded.run(caller, t, spec.free_dims(t), again)
+    if t.x.is_nested and nested.is_strided(t.x):
+        return nested.run(t, spec.normalized_shape, again)
+    way = choose(caller, t, spec, backend, isolated, key)
+    _checks.devices(caller, t.x, **others(t))
+    result = way.run(way.t)
+    if key:
+        run, laid_out = way.run, way.spec.laid_out  # not `way`, which has tensors
+        _store(key, run if way.t is t else lambda t: run(laid_out(t)[0]))
+    return result
+
+
+def choose(
+    caller: str,
+    t: Tensors,
+    spec: Any,
+    backend: Any,
+    isolated: bool = False,
+    key: tuple[Any, ...] = (),
+) -> Way:
+    """Choose how a checked call runs. The arguments are explained in `call`.
+
+    key: the key of the call, if it is known.
+
+    Raises:
+        NotImplementedError: backend "triton" where the kernels cannot run.
+    """
+    backend = _checks.backend(caller, backend)
+    if backend == "torch":
+        return Way(spec.by_torch, t, spec, "backend is 'torch'")
+    if not eligible.is_asked_for(backend, t.x):
+        return Way(spec.by_torch, t, spec, f"the input is on {t.x.device}")
+    why = eligible.refusal_now() or spec.refusal(t)
+    if why is not None and (parts := spec.apart()) is not None:
+        norm, rest = parts  # there may be kernels for the norm alone
+        way = choose(caller, t, norm, backend, isolated)
+        run = way.run
+        return way._replace(run=lambda t: rest(run(t)))
+    if why is not None:
+        if backend == "triton":
+            raise _checks.no_kernel(caller, why)
+        return Way(spec.by_torch, t, spec, why)
+    if eligible.is_compiling():
+        if backend == "triton" or spec.operator_pays(t, isolated):
+            return Way(spec.operator, t, spec)
+        return Way(spec.by_torch, t, spec, "a compiler fuses PyTorch's operations")
+    plan, ready = plan_of(t, spec, key)
+    return Way(plan.bound(ready), ready, spec, None, plan)
+
+
+def plan_of(t: Tensors, spec: Any, key: tuple[Any, ...] = ()) -> tuple[Any, Tensors]:
+    """The plan of a call, and its tensors in the layouts that the plan reads.
+
+    key: the key of the call, if it is known.
+    """
+    native.start()
+    ready, spec = spec.laid_out(t)
+    key = key if key and ready is t else key_of(ready, spec, None)
+    return made_once(key[1:], spec.plan, ready), ready  # all backends share the plan
+
+
+def key_of(t: Tensors, spec: Hashable, backend: Hashable) -> tuple[Any, ...]:
+    """The key of a call: all that decides whether it is valid, and how it runs.
+
+    () if an argument has no shape: a nested tensor, or not a tensor, which the checks refuse.
+    """
+    key = [backend, spec]
+    try:
+        for a in t:
+            if a is None:
+                key.append(None)
+            else:
+                key.append((a.shape, a.stride(), a.dtype, a.device, type(a), a.is_neg()))
+    except (AttributeError, RuntimeError):
+        return ()
+    return tuple(key)
+
+
+def made_once(key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -> Any:
+    """The value of this key, made by `make(*arguments)` when the key is first seen."""
+    value = _stored.get(key)
+    if value is None:
+        value = make(*arguments)
+        _store(key, value)
+    return value
+
+
+def _store(key: tuple[Any, ...], value: Any) -> None:
+    if len(_stored) >= _MOST:
+        _stored.clear()
+        native.forget()
+    _stored[key] = value
+
+
+def _explanation(caller: str, t: Tensors, spec: Any, backend: str) -> str:
+    """A sentence on how a checked call would run."""
+    name = caller.removeprefix("functional.")
+    if sharded.is_sharded(t.x):
+        return f"{name}: on each process's own shard; explain a call with x.to_local()"
+    if nested.is_strided(t.x):
+        return f"{name}: on the rows of all components; explain a call with torch.cat(x.unbind())"
+    way = choose(caller, t, spec, backend)
+    if way.plan is None:
+        return f"{name}: PyTorch's kernels, as {way.why}"
+    kernels = ", ".join(way.plan.kernels(way.t))
+    copied = "" if way.t is t else "copies to a layout that the kernels read, "
+    status = native.status()
+    host = "C++" if status.way == "C++" else f"Python, as {status.why}"
+    return f"{name}: {type(way.plan).__name__}, {copied}{kernels}, launched by {host}"

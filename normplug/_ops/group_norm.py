@@ -1,0 +1,318 @@
+"""GroupNorm, and InstanceNorm, which is GroupNorm with one group per channel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normplug import _activations, _checks
+from normplug._activations import ActivationLike
+from normplug._layouts import dense, lies_like
+from normplug._ops import eligible, likely, running, stock
+from normplug._ops.operators import NormOperators
+from normplug._ops.plans import Needs, Plan
+from normplug._ops.program import NOTHING, SLOT, Program, Result, named
+from normplug._ops.spec import Tensors, autocast_result, others
+from normplug.reference import accumulator_dtype
+
+
+class GroupNormSpec(NamedTuple):
+    """The non-tensor arguments of a GroupNorm call, or an InstanceNorm's: a group per channel.
+
+    autocast, autocast_output: see `LayerNormSpec`.
+    momentum: of the running statistics, if the call updates any. No kernel depends on it.
+    instance: whether it is an InstanceNorm, whose running statistics have a value per channel.
+    """
+
+    groups: int
+    eps: float
+    target_variance: float
+    activation: ActivationLike = None
+    autocast: torch.dtype | None = None
+    autocast_output: str = "float32"
+    momentum: float | None = 0.1
+    instance: bool = False
+
+    def free_dims(self, t: Tensors) -> tuple[int, ...]:
+        """The samples, unless statistics are updated that evaluation uses."""
+        return () if self.instance and t.running_mean is not None else (0,)
+
+    def output_dtype(self, x: torch.dtype) -> torch.dtype:
+        """The dtype of the result, where `x` is the dtype of the input."""
+        return autocast_result(x, self.autocast, self.autocast_output) or x
+
+    def check(self, caller: str, t: Tensors) -> None:
+        """Refuse an invalid call, by a ValueError or a TypeError."""
+        _checks.tensors(caller, t.x, **others(t))
+        _checks.eps(caller, self.eps)
+        _checks.variance(caller, self.target_variance)
+        _checks.channels(caller, t.x, weight=t.weight, bias=t.bias)
+        statistics = {"running_mean": t.running_mean, "running_var": t.running_var}
+        if self.instance:
+            _checks.channels(caller, t.x, **statistics)
+            _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
+            if t.running_mean is not None:
+                _checks.number(caller, "momentum", self.momentum)
+            _checks.momentum(caller, self.momentum, None, updates=False)
+            _checks.more_than_one_position(caller, t.x)
+        else:
+            _checks.scalars(caller, **statistics, num_batches_tracked=t.tracked)
+            _checks.groups(caller, t.x, self.groups)
+        _checks.activation(caller, self.activation)
+        _checks.autocast_output(caller, self.autocast_output)
+
+    # PyTorch's kernels.
+
+    def by_torch(self, t: Tensors) -> Tensor:
+        """Run a call by PyTorch's kernels: any device, differentiable twice."""
+        y = self._instance_norm(t) if self.instance else self._group_norm(t)
+        return y if self.activation is None else _activations.apply(self.activation, y)
+
+    def _instance_norm(self, t: Tensors) -> Tensor:
+        x, weight = t.x, stock.scaled_channels(t, self.target_variance, None)
+        if x.numel() == 0:
+            return stock.empty_norm(x, weight, t.bias)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        y = torch.instance_norm(
+            x, weight, t.bias, t.running_mean, t.running_var, True, momentum, self.eps,
+            torch.backends.cudnn.enabled,
+        )  # fmt: skip
+        return stock.realigned(y)
+
+    def _group_norm(self, t: Tensors) -> Tensor:
+        x, weight, bias = t.x, t.weight, t.bias
+        autocast = None if x.dtype == torch.float64 else self.autocast
+        if autocast is None:
+            x, weight, bias = stock.promoted(x, weight, bias)
+        if self.target_variance != 1.0:
+            dtype = x.dtype if bias is None else bias.dtype
+            weight = stock.scaled(weight, self.target_variance, (x.shape[1],), dtype, x.device)
+        y = torch.group_norm(x, self.groups, weight, bias, self.eps, torch.backends.cudnn.enabled)
+        if t.running_mean is not None and x.numel() > 0:
+            self._watch(t)
+        if autocast is None:
+            return y if y.dtype == t.x.dtype else y.to(t.x.dtype)
+        return y.to(autocast) if self.autocast_output == "low" else y
+
+    def _watch(self, t: Tensors) -> None:
+        x = t.x.detach()
+        groups = x.to(accumulator_dtype(x.dtype)).reshape(x.shape[0], self.groups, -1)
+        var, mean = torch.var_mean(groups, dim=-1, correction=0)
+        self._update(t, mean, var)
+
+    # Normplug's kernels.
+
+    def refusal(self, t: Tensors) -> str | None:
+        """Why the kernels cannot run a call; None if they can."""
+        why = eligible.refusal_of(t)
+        if why is not None:
+            return why
+        n, c = t.x.shape[:2]
+        channels = c // self.groups
+        if eligible.is_too_long(channels * math.prod(t.x.shape[2:]), n * self.groups):
+            return "a group has nearly 2^31 values or more, or there are as many groups"
+        return None
+
+    def apart(self) -> None:
+        """No operations but the norm's and its activation."""
+        return
+
+    def laid_out(self, t: Tensors) -> tuple[Tensors, GroupNormSpec]:
+        """The call with x dense."""
+        x = dense(t.x)
+        return (t if x is t.x else t._replace(x=x)), self
+
+    def plan(self, t: Tensors) -> GroupNormPlan:
+        """The plan of a call that is laid out."""
+        return GroupNormPlan(t, self)
+
+    # The operator for compilers. Torch operations outside it update the running statistics.
+
+    def operator_pays(self, t: Tensors, isolated: bool) -> bool:
+        """Never: Inductor fuses a norm with its neighbours, and an operator prevents that."""
+        return False
+
+    def operator(self, t: Tensors) -> Tensor:
+        """Run a call by the kernels, as an operator."""
+        y, stats = OPERATORS.differentiable(
+            t.x, None, t.weight, t.bias, None, None, None, None,
+            self.groups, self.eps, self.target_variance, *_activations.parts(self.activation),
+            self.autocast, self.autocast_output,
+        )  # fmt: skip
+        if t.running_mean is not None:
+            self.update_by(t, stats)
+        return y
+
+    def fake(self, t: Tensors) -> tuple[Tensor, ...]:
+        """The operator's outputs without values."""
+        present = (each.dtype for each in (t.x, t.weight, t.bias) if each is not None)
+        stats = t.x.new_empty(2 * t.x.shape[0] * self.groups, dtype=accumulator_dtype(*present))
+        return torch.empty_like(dense(t.x), dtype=self.output_dtype(t.x.dtype)), stats
+
+    def fake_dx(self, x: Tensor) -> Tensor:
+        """The gradient of x without values."""
+        return dense(x)
+
+    # The running statistics.
+
+    def update_by(self, t: Tensors, stats: Tensor) -> None:
+        """Update a call's running statistics by the kernels' stats: mean and rstd of the groups."""
+        mean, rstd = stats.detach().view(2, t.x.shape[0], self.groups)
+        self._update(t, mean, running.variance_of(rstd, self.eps))
+
+    def _update(self, t: Tensors, mean: Tensor, var: Tensor) -> None:
+        """Update a call's running statistics by mean and biased var of its groups, (N, groups).
+
+        An InstanceNorm takes each channel's mean and *unbiased* variance, averaged over the
+        samples, as torch does. A GroupNorm's statistics are scalars that are only watched: they
+        take the mean and biased variance, averaged over all groups.
+        """
+        if self.instance:
+            values = t.x.numel() // mean.numel()
+            mean, var = mean.mean(0), var.mean(0) * (values / (values - 1))
+        else:
+            mean, var = mean.mean(), var.mean()
+        running.update(t, self.momentum, mean, var)
+
+
+def _spec_of(
+    groups: int, eps: float, target_variance: float, name: str | None, slope: float, *autocast: Any
+) -> GroupNormSpec:
+    activation = _activations.joined(name, slope)
+    return GroupNormSpec(groups, eps, target_variance, activation, *autocast)
+
+
+OPERATORS = NormOperators(
+    "group_norm",
+    "int groups, float eps, float target_variance, str? activation, float slope, "
+    "ScalarType? autocast, str autocast_output",
+    ("stats",),
+    _spec_of,
+)
+
+
+class GroupNormPlan(Plan):
+    """The launches of a GroupNorm, with an activation: one forward and one backward.
+
+    State: stats, mean and rstd of the groups of all samples, (2 * N * groups,).
+    """
+
+    spec: GroupNormSpec
+    state = ("stats",)
+
+    def __init__(self, t: Tensors, spec: GroupNormSpec) -> None:
+        from normplug._kernels.device import processors
+        from normplug._kernels.group_norm.launches import Flags
+
+        super().__init__(t, spec)
+        x, weight, bias = t.x, t.weight, t.bias
+        dtypes = (each.dtype for each in (x, weight, bias) if each is not None)
+        self.acc = accumulator_dtype(*dtypes)
+        self._output_dtype = spec.output_dtype(x.dtype)
+        self._flags = Flags(
+            weight=weight is not None, bias=bias is not None, activation=spec.activation
+        )
+        self._groups = x.shape[0] * spec.groups
+        widest = max(x.dtype.itemsize, self._output_dtype.itemsize)
+        self._shape = (
+            x.shape[0],
+            spec.groups,
+            x.shape[1] // spec.groups,
+            math.prod(x.shape[2:]),
+            not x.is_contiguous(),
+            8 if self.acc.itemsize == 8 else widest,
+        )
+        self._machine = processors(x.device)
+
+    def bound(self, t: Tensors) -> Any:
+        """`run`; if there are running statistics, torch operations update them after it."""
+        return self.run if t.running_mean is None else partial(self._run_and_update)
+
+    def _run_and_update(self, t: Tensors) -> Tensor:
+        y, (stats,) = self.run_with_state(t)
+        self.spec.update_by(t, stats)
+        return y
+
+    def forward_program(self, t: Tensors, keep: bool) -> Program:
+        """The program of y: one launch."""
+        from normplug._kernels.group_norm import launches, schedule
+
+        x, spec = t.x, self.spec
+        geometry = schedule.group_norm_forward(*self._shape, self._machine)
+        launch = launches.forward_launch(
+            geometry, self.acc, self._flags, spec.eps, spec.target_variance
+        )
+        return Program(
+            named(t),
+            empties={
+                "y": (x.shape, x.stride(), self._output_dtype),
+                "stats": ((2 * self._groups,), (1,), self.acc),
+            },
+            launches=[(launch, {})],
+            results=[Result(SLOT["y"])],
+            saved=("x", "nothing", "weight", "bias", "nothing", "stats"),
+            scratch=launches.forward_scratch(geometry),
+        )
+
+    def backward_program(
+        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
+    ) -> Program:
+        """The program of the gradients: one launch."""
+        from normplug._kernels.group_norm import launches, schedule
+
+        assert dy is not None
+        x = saved["x"]
+        wanted = (needs[0], needs[2], needs[3])
+        names = ("x", "weight", "bias")
+        found = [(n, want) for n, want in zip(names, wanted, strict=True) if n in saved]
+        dx, dweight, dbias = (
+            Result(SLOT[f"d{name}"]) if want else NOTHING
+            for name, want in zip(names, wanted, strict=True)
+        )
+        results = [dx, NOTHING, dweight, dbias, NOTHING]
+        if not any(wanted):
+            return Program(saved, empties={}, launches=[], results=results)
+        geometry = schedule.group_norm_backward(*self._shape, self._machine)
+        launch = launches.backward_launch(
+            geometry, self.acc, self._flags, wanted, self.spec.target_variance
+        )
+        return Program(
+            {**saved, "dy": dy},
+            copies={} if lies_like(dy, x) else {"dy": x.stride()},
+            empties={
+                f"d{n}": (saved[n].shape, saved[n].stride(), saved[n].dtype)
+                for n, want in found
+                if want
+            },
+            launches=[(launch, {})],
+            results=results,
+            scratch=launches.backward_scratch(geometry, wanted),
+        )
+
+    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
+        """Plans for a layer that is called as `call`, each with its tensors, if t came first."""
+        spec = self.spec._replace(activation=call.operations.activation, **dict(call.fields))
+        for x in likely.images(t.x, *call.shape):
+            weight, bias = (likely.vector(v, call.shape) for v in (t.weight, t.bias))
+            other = Tensors(x, None, weight, bias)
+            yield GroupNormPlan(other, spec), other
+
+    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
+        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
+        x, _, weight, bias, _, _ = saved
+        acc, spec = self.acc, self.spec
+        vector = (1, -1, *[1] * (x.dim() - 2))
+        y = F.group_norm(x.to(acc), spec.groups, None, None, spec.eps)
+        y = y * math.sqrt(spec.target_variance)
+        if weight is not None:
+            y = y * weight.to(acc).reshape(vector)
+        if bias is not None:
+            y = y + bias.to(acc).reshape(vector)
+        y = _activations.apply(spec.activation, y)
+        return (x, None, weight, bias, None), y, dy.to(acc)

@@ -1,1 +1,0 @@
-"""The routes of LayerNorm: PyTorch's kernels, normplug's, and normplug's for compilers."""

@@ -1,0 +1,645 @@
+"""The norms of rows, LayerNorm and RMSNorm: a spec, its plan, and its operators."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normplug import _checks
+from normplug._ops import eligible, likely, nested, running, stock
+from normplug._ops.operators import NormOperators
+from normplug._ops.plans import Gradients, Needs, Plan
+from normplug._ops.program import (
+    NOTHING,
+    RUNNING,
+    SLOT,
+    Layout,
+    Program,
+    Result,
+    contiguous,
+    named,
+)
+from normplug._ops.spec import Tensors, autocast_result, others
+from normplug.reference import accumulator_dtype, rms_eps
+
+if TYPE_CHECKING:
+    from normplug._kernels.launch import Launch
+    from normplug._kernels.layer_norm import launches, schedule
+    from normplug._kernels.layer_norm.launches import Spacing
+
+# Bytes of input from which torch.compile calls the operator, without and with a residual.
+_OPERATOR_BYTES = 16 << 20
+_ADD_OPERATOR_BYTES = 32 << 20
+
+
+class LayerNormSpec(NamedTuple):
+    """The non-tensor arguments of a norm of rows: of a LayerNorm or an RMSNorm call.
+
+    eps: None only for an RMSNorm: see `reference.rms_eps`.
+    autocast: the dtype that autocast has set on the device, or None where it is off or ignored.
+    autocast_output: "float32", or "low" to return that dtype.
+    centred: whether the rows' mean is subtracted: True for LayerNorm, False for RMSNorm.
+    weight_offset: added to the weight, in the accumulator dtype. Without a weight it has no effect.
+    rounding: where an RMSNorm rounds. None: where `torch.rms_norm` does. "output": once, at the
+        end, to the dtype of the input; in torch 2.6 `torch.rms_norm` also rounds half-precision
+        intermediates. "input" and "weight": first x / rms * sqrt(tv), to the dtype of the input,
+        or to the weight's dtype if it is half; then the product with the weight, to the dtype
+        that the two promote to.
+    """
+
+    normalized_shape: tuple[int, ...]
+    momentum: float | None
+    eps: float | None
+    target_variance: float
+    autocast: torch.dtype | None
+    autocast_output: str
+    centred: bool = True
+    weight_offset: float = 0.0
+    rounding: str | None = None
+
+    def free_dims(self, t: Tensors) -> tuple[int, ...]:
+        """The dimensions of the rows. Watched statistics then describe a part."""
+        return tuple(range(t.x.dim() - len(self.normalized_shape)))
+
+    def eps_of(self, total: torch.dtype) -> float:
+        """The eps, where `total` is the dtype of the tensor that is normalised."""
+        return rms_eps(total, self.eps)
+
+    def rounds_to(self, total: torch.dtype, weight: torch.dtype | None) -> torch.dtype | None:
+        """The dtype to round to before the product with the weight; None not to round.
+
+        weight: the dtype of the weight, if there is one.
+        """
+        if self.rounding == "input":
+            return total
+        is_half = weight in (torch.float16, torch.bfloat16)
+        return weight if self.rounding == "weight" and is_half else None
+
+    def output_dtype(self, total: torch.dtype, weight: torch.dtype | None = None) -> torch.dtype:
+        """The dtype of the result; arguments: see `rounds_to`."""
+        under_autocast = autocast_result(total, self.autocast, self.autocast_output)
+        if under_autocast is not None:
+            return under_autocast
+        if self.rounding in (None, "output") or weight is None:
+            return total
+        return torch.promote_types(self.rounds_to(total, weight) or total, weight)
+
+    def check(self, caller: str, t: Tensors) -> None:
+        """Refuse an invalid call, by a ValueError or a TypeError."""
+        _checks.tensors(caller, t.x, **others(t))
+        _checks.shape(caller, self.normalized_shape)
+        _checks.eps(caller, self.eps, none=not self.centred)
+        _checks.variance(caller, self.target_variance)
+        if self.centred:
+            _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
+        else:
+            _checks.number(caller, "weight_offset", self.weight_offset)
+        statistics = {"running_mean": t.running_mean, "running_var": t.running_var}
+        _checks.scalars(caller, **statistics, num_batches_tracked=t.tracked)
+        _checks.momentum(caller, self.momentum, t.tracked, t.running_var is not None)
+        _checks.autocast_output(caller, self.autocast_output)
+        _checks.same_shape(caller, t.x, residual=t.residual)
+        vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
+        parts = nested.components(caller, t.x) if nested.is_strided(t.x) else (t.x,)
+        for part in parts:
+            _checks.trailing(caller, part, self.normalized_shape, **vectors)
+
+    # PyTorch's kernels.
+
+    def by_torch(self, t: Tensors) -> Any:
+        """Run a call by PyTorch's kernels: any device, differentiable twice."""
+        total = t.x if t.residual is None else t.x + t.residual
+        y = self._layer_norm(total, t) if self.centred else self._rms_norm(total, t)
+        return y if t.residual is None else (y, total)
+
+    def _layer_norm(self, total: Tensor, t: Tensors) -> Tensor:
+        h = total if t.input_bias is None else total + t.input_bias
+        weight, bias, shape = t.weight, t.bias, self.normalized_shape
+        autocast = None if total.dtype == torch.float64 else self.autocast
+        if autocast is None:
+            h, weight, bias = stock.promoted(h, weight, bias)
+        if self.target_variance != 1.0:
+            dtype = h.dtype if bias is None else bias.dtype
+            weight = stock.scaled(weight, self.target_variance, shape, dtype, h.device)
+        assert self.eps is not None
+        y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, self.eps)
+        if t.running_mean is not None and t.running_var is not None and total.numel() > 0:
+            # Detached, not under no_grad: torch.export would make that a subgraph without outputs,
+            # and an ExportedProgram with one cannot be saved.
+            statistics = h.detach(), len(shape), mean.detach(), rstd.detach(), self.eps
+            running.update(t, self.momentum, *_row_statistics(*statistics))
+        return self._cast(y, total.dtype, autocast)
+
+    def _rms_norm(self, total: Tensor, t: Tensors) -> Tensor:
+        h, weight, shape = total, t.weight, self.normalized_shape
+        if t.running_var is not None and total.numel() > 0:
+            rows = nested.rows(h.detach(), shape)
+            moment = rows.to(accumulator_dtype(h.dtype)).square().mean()
+            running.update(t, self.momentum, None, moment)
+        if self.weight_offset or self.rounding is not None:
+            return composed_rms_norm(h, weight, self)
+        autocast, eps = None if total.dtype == torch.float64 else self.autocast, self.eps
+        if autocast is None or self.autocast_output == "low":
+            h, weight, _ = stock.promoted(h, weight, None)
+            if h.dtype != total.dtype:
+                eps = self.eps_of(total.dtype)
+        if self.target_variance != 1.0:
+            weight = stock.scaled(weight, self.target_variance, shape, h.dtype, h.device)
+        return self._cast(torch.rms_norm(h, shape, weight, eps), total.dtype, autocast)
+
+    def _cast(self, y: Tensor, total: torch.dtype, autocast: torch.dtype | None) -> Tensor:
+        if autocast is None:
+            return y if y.dtype == total else y.to(total)
+        return y.to(autocast) if self.autocast_output == "low" else y
+
+    # Normplug's kernels.
+
+    def refusal(self, t: Tensors) -> str | None:
+        """Why the kernels cannot run a call; None if they can."""
+        if t.x.is_nested:
+            return "the input is a nested tensor"
+        why = eligible.refusal_of(t)
+        if why is None:
+            width = math.prod(self.normalized_shape)
+            if eligible.is_too_long(width, t.x.numel() // width):
+                why = "a row has nearly 2^31 values or more, or there are as many rows"
+        return why
+
+    def apart(self) -> None:
+        """No operations but the norm's and an addition before it."""
+        return
+
+    def laid_out(self, t: Tensors) -> tuple[Tensors, LayerNormSpec]:
+        """The call with dense rows, where one launch can read the rows of x and of the residual."""
+        from normplug._ops.spacing import spacing_after
+
+        row_dims, width = len(self.normalized_shape), math.prod(self.normalized_shape)
+        x, residual = t.x, t.residual
+        spacing = spacing_after(x, row_dims, width)
+        if spacing is None:
+            x, spacing = x.contiguous(), width
+        if residual is not None and spacing_after(residual, row_dims, width, spacing) is None:
+            residual = residual.contiguous()
+        same = x is t.x and residual is t.residual
+        return (t if same else t._replace(x=x, residual=residual)), self
+
+    def plan(self, t: Tensors) -> LayerNormPlan:
+        """The plan of a call that is laid out."""
+        return LayerNormPlan(t, self)
+
+    # The operators for compilers. They update the running statistics. Outside them, a compiler
+    # would need further kernels to average the rows' statistics.
+
+    def operator_pays(self, t: Tensors, isolated: bool) -> bool:
+        """Whether an operator was measured faster than what Inductor makes of a LayerNorm."""
+        if not self.centred:
+            return False
+        size = eligible.size_of(t.x)
+        if t.residual is not None:  # Inductor fuses this too, forward as fast, backward slower
+            return size >= _ADD_OPERATOR_BYTES
+        # Inductor fuses a LayerNorm with the residual add before it. Over the channels of
+        # channels_last images it is still slower than the kernels (docs/speed.md).
+        slow = isolated and t.x.is_contiguous()
+        return (t.input_bias is not None or slow) and size >= _OPERATOR_BYTES
+
+    def operator(self, t: Tensors) -> Any:
+        """Run a call by the kernels, as an operator."""
+        x, residual, *rest = t
+        shape, row_dims = x.shape, len(self.normalized_shape)
+        if _is_grid_of_rows(x, row_dims) and (
+            residual is None or _is_grid_of_rows(residual, row_dims)
+        ):
+            x = x.flatten(0, -1 - row_dims)
+            residual = None if residual is None else residual.flatten(0, -1 - row_dims)
+        numbers: tuple[Any, ...] = (
+            self.normalized_shape,
+            self.momentum,
+            self.eps,
+            self.target_variance,
+            self.autocast,
+            self.autocast_output,
+        )
+        plain, add = _plain, _add
+        if not self.centred:
+            plain, add, numbers = _rms, _add_rms, (*numbers, self.weight_offset, self.rounding)
+        if residual is None:
+            y, _ = plain(x, None, *rest, *numbers)
+            return y.view(shape)
+        y, total, _ = add(x, residual, *rest, *numbers)
+        return y.view(shape), total.view(shape)
+
+    def fake(self, t: Tensors) -> tuple[Tensor, ...]:
+        """The operator's outputs without values."""
+        x, residual, weight, bias, input_bias, *_ = t
+        present = (each for each in (x, residual, weight, bias, input_bias) if each is not None)
+        acc = accumulator_dtype(*(each.dtype for each in present))
+        dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        rows = math.prod(x.shape[: x.dim() - len(self.normalized_shape)])
+        stats = x.new_empty(2 * rows if self.centred else rows, dtype=acc)
+        output = self.output_dtype(dtype, None if weight is None else weight.dtype)
+        y = x.new_empty(x.shape, dtype=output)
+        return (y, stats) if residual is None else (y, x.new_empty(x.shape, dtype=dtype), stats)
+
+    def fake_dx(self, x: Tensor) -> Tensor:
+        """The gradient of x without values."""
+        from normplug._ops.spacing import lies_dense, row_spacing
+
+        row_dims = len(self.normalized_shape)
+        rows = math.prod(x.shape[: x.dim() - row_dims])
+        spacing = row_spacing(x.shape, x.stride(), row_dims)
+        is_dense = lies_dense(spacing, rows, math.prod(self.normalized_shape))
+        return x if is_dense else x.new_empty(x.shape)
+
+
+def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> Tensor:
+    """An RMSNorm that torch has no operator for, with its library's order of operations."""
+    dtype = None if weight is None else weight.dtype
+    acc, dims = accumulator_dtype(h.dtype, dtype), tuple(range(-len(spec.normalized_shape), 0))
+    rounded, output = spec.rounds_to(h.dtype, dtype), spec.output_dtype(h.dtype, dtype)
+    eps, root = spec.eps_of(h.dtype), math.sqrt(spec.target_variance)
+    h = h.to(acc)
+    y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
+    if weight is not None:
+        weight = weight.to(acc)
+        weight = weight + spec.weight_offset if spec.weight_offset else weight
+    if root != 1.0:
+        # With no rounding in between, the bits equal a stock layer's with this weight.
+        if weight is None or rounded not in (None, acc):
+            y = y * root
+        else:
+            weight = weight * root
+    if rounded is not None:
+        y = y.to(rounded).to(acc)
+    if weight is not None:
+        y = y * weight
+    return y.to(output)
+
+
+def _row_statistics(
+    h: Tensor, row_dims: int, mean: Tensor, rstd: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The mean and the biased variance of a row, averaged over all rows.
+
+    The variance is computed from rstd, which reads the rows' statistics but not `h`. For
+    half-precision input the CPU kernel returns rstd in half precision, too coarse for that, so both
+    are computed from `h`. So they are for a nested tensor, which may have rows that belong to no
+    component.
+    """
+    if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
+        return mean.mean(), running.variance_of(rstd, eps).mean()
+    h = nested.rows(h, h.shape[-row_dims:])
+    dims = tuple(range(-row_dims, 0))
+    var, mean = torch.var_mean(h.to(accumulator_dtype(h.dtype)), dim=dims, correction=0)
+    return mean.mean(), var.mean()
+
+
+def _is_grid_of_rows(t: Tensor, row_dims: int) -> bool:
+    """Whether t is contiguous, with rows in a grid of three or more dimensions: (N, H, W, C).
+
+    Such a tensor is passed to the operator as a matrix. Inductor would take a 4-dimensional one for
+    images with channels at dimension 1, save it for the backward in that layout, and copy it.
+    """
+    return t.dim() > row_dims + 2 and t.is_contiguous()
+
+
+def _layer_norm_of(normalized_shape: list[int], *numbers: Any) -> LayerNormSpec:
+    return LayerNormSpec(tuple(normalized_shape), *numbers)
+
+
+def _rms_norm_of(normalized_shape: list[int], *numbers: Any) -> LayerNormSpec:
+    *shared, offset, rounding = numbers
+    return LayerNormSpec(tuple(normalized_shape), *shared, False, offset, rounding)  # type: ignore[call-arg]
+
+
+_AUTOCAST = "float target_variance, ScalarType? autocast, str autocast_output"
+_NUMBERS = f"int[] normalized_shape, float? momentum, float eps, {_AUTOCAST}"
+_RMS_NUMBERS = (
+    f"int[] normalized_shape, float? momentum, float? eps, {_AUTOCAST}, float weight_offset, "
+    "str? rounding"
+)
+PLAIN, ADD, RMS, ADD_RMS = (
+    NormOperators(name, numbers, ("stats",), make, has_total=has_total, updates_running=True)
+    for name, numbers, make, has_total in (
+        ("layer_norm", _NUMBERS, _layer_norm_of, False),
+        ("add_layer_norm", _NUMBERS, _layer_norm_of, True),
+        ("rms_norm", _RMS_NUMBERS, _rms_norm_of, False),
+        ("add_rms_norm", _RMS_NUMBERS, _rms_norm_of, True),
+    )
+)
+# For torch.compile, which guards on each attribute that it reads.
+_plain, _add = PLAIN.differentiable, ADD.differentiable
+_rms, _add_rms = RMS.differentiable, ADD_RMS.differentiable
+
+
+class LayerNormPlan(Plan):
+    """The launches of a LayerNorm or RMSNorm, with a residual or an input bias: one a direction.
+
+    State: stats, mean and rstd of the rows, (2 * rows,), or for RMSNorm rstd alone, (rows,). The
+    total, x + residual, is what is normalised; without a residual it is x.
+    """
+
+    spec: LayerNormSpec
+    state = ("stats",)
+
+    def __init__(self, t: Tensors, spec: LayerNormSpec) -> None:
+        from normplug._kernels.device import processors, shared_memory
+        from normplug._kernels.launch import COOPERATIVE
+        from normplug._kernels.layer_norm.launches import Flags
+        from normplug._ops.spacing import spacing_of
+
+        super().__init__(t, spec)
+        x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
+        self._dtype = x.dtype
+        self._residual_dtype = None if residual is None else residual.dtype
+        self._total_dtype = (
+            x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        )
+        self._weight_dtype = None if weight is None else weight.dtype
+        self._output_dtype = spec.output_dtype(self._total_dtype, self._weight_dtype)
+        vectors = (t if t is None else t.dtype for t in (weight, bias, input_bias))
+        self.acc = accumulator_dtype(self._total_dtype, *vectors)
+        self._shape, self._row = x.shape, spec.normalized_shape
+        self._row_dims = row_dims = len(self._row)
+        self._width = math.prod(self._row)
+        self._rows = x.numel() // self._width
+        self.has_total = self.is_recomputable = residual is not None
+        self._flags = partial(
+            Flags,
+            centred=spec.centred,
+            offset=float(spec.weight_offset),
+            rounded=spec.rounds_to(self._total_dtype, self._weight_dtype),
+            weight=weight is not None,
+        )
+        self._has_bias, self._has_input_bias = bias is not None, input_bias is not None
+        self._numbers = (spec.eps_of(self._total_dtype), spec.target_variance)
+        self._stats_size = 2 * self._rows if spec.centred else self._rows
+        self._running = running_var is not None and (running_mean is not None or not spec.centred)
+        self._tracked = self._running and tracked is not None
+        self._bias_dtype = None if bias is None else bias.dtype
+        # The widest value that a thread holds decides how a row is tiled.
+        widest = max(self._total_dtype.itemsize, self._output_dtype.itemsize)
+        self._itemsize = 8 if self.acc == torch.float64 else widest
+        cooperative = COOPERATIVE and x.is_cuda
+        self._machine = (processors(x.device), shared_memory(x.device), cooperative)
+        self._x_spacing = spacing_of(x, row_dims)
+        self._residual_spacing = None if residual is None else spacing_of(residual, row_dims)
+        # Of the total, which is allocated contiguous.
+        self._normalised = self._x_spacing if residual is None else self._width
+
+    def forward_program(self, t: Tensors, keep: bool) -> Program:
+        """The program of y, and of the total if there is a residual: one launch."""
+        from normplug._kernels.layer_norm import launches
+
+        spec = self.spec
+        flags = self._flags(
+            bias=self._has_bias,
+            input_bias=self._has_input_bias,
+            residual=self.has_total,
+            stats=keep,
+            running=self._running,
+            tracked=self._tracked,
+            cumulative=self._running and spec.momentum is None,
+        )
+        strides = launches.Strides(self._x_spacing, residual=self._residual_spacing)
+        shape = self._forward_shape(strides, self._running)
+        numbers = (spec.momentum or 0.0, *self._numbers)
+        launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
+        dense = (self._shape, contiguous(self._shape))
+        empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
+        if keep:
+            empties["stats"] = ((self._stats_size,), (1,), self.acc)
+        saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
+        results = [Result(SLOT["y"])]
+        if self.has_total:
+            empties["total"] = (*dense, self._total_dtype)
+            # The bias is saved so that y can be recomputed from the total.
+            saved = ("total", "nothing", "weight", "bias", "nothing", "stats")
+            results.append(Result(SLOT["total"]))
+        return Program(
+            named(t),
+            empties=empties,
+            launches=[(launch, {})],
+            results=results,
+            saved=saved,
+            updates=RUNNING,
+            scratch=launches.forward_scratch(shape, flags),
+        )
+
+    def recompute_program(self, saved: dict[str, Tensor]) -> Program:
+        """The program that recomputes y from the total and the rows' statistics."""
+        from normplug._kernels.layer_norm import launches
+
+        flags = self._flags(bias=self._has_bias, given=True, stats=False)
+        strides = launches.Strides(self._width)  # of the total
+        shape = self._forward_shape(strides, False)
+        launch = launches.forward_launch(shape, self.acc, flags, strides, 0.0, *self._numbers)
+        return Program(
+            saved,
+            empties={"y": (self._shape, contiguous(self._shape), self._output_dtype)},
+            launches=[(launch, {})],
+            results=[Result(SLOT["y"])],
+        )
+
+    def backward_program(
+        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
+    ) -> Program:
+        """The program of the gradients: one launch."""
+        from normplug._ops.spacing import lies_dense, spacing_after
+
+        given = {"dy": dy, "dtotal": dtotal}
+        if dy is None:  # y was not used
+            results = self._results("dtotal", needs)
+            return Program(saved, empties={}, launches=[], results=results)
+        x = saved["x"]
+        before: list[Spacing] = [self._normalised]
+        copies = {}
+        for name, t in given.items():
+            if t is not None:
+                spacing = spacing_after(t, self._row_dims, self._width, *before)
+                if spacing is None:
+                    copies[name], spacing = contiguous(self._shape), self._width
+                before.append(spacing)
+        wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
+        results = self._results("dx", needs)
+        if not any(wanted):
+            return Program(saved, empties={}, launches=[], results=results)
+        _, dy_spacing, *others = before
+        launch, scratch = self._backward_launch(wanted, dy_spacing, *others)
+        # If the rows of x are dense, in any order, dx has the strides of x.
+        is_dense = lies_dense(self._normalised, self._rows, self._width)
+        rows = {
+            "dx": (x.shape, x.stride() if is_dense else contiguous(x.shape), x.dtype),
+            "dweight": self._vector("weight", saved),
+            "dbias": (self._row, contiguous(self._row), self._bias_dtype),
+            "dinput_bias": self._vector("input_bias", saved),
+        }
+        pairs = zip(rows.items(), wanted, strict=True)
+        return Program(
+            {**saved, "dy": dy, **({} if dtotal is None else {"dtotal": dtotal})},
+            empties={name: layout for (name, layout), want in pairs if want},
+            launches=[(launch, {})],
+            results=results,
+            copies=copies,
+            scratch=scratch,
+        )
+
+    def usual_gradients(
+        self, t: Tensors, dy: Tensor, dtotal: Tensor | None
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """The gradients that a backward usually gets, the likeliest first.
+
+        If nothing else reads the total, it has no gradient. If the rows of x or of the residual lie
+        in another order, as after an attention, so may the rows of dy.
+        """
+        from normplug._kernels.layer_norm.launches import Levels
+        from normplug._ops.spacing import spacing_of
+
+        usual = [dy]
+        for each in [t.x] if t.residual is None else [t.x, t.residual]:
+            spacing = spacing_of(each, self._row_dims)
+            if isinstance(spacing, Levels) and spacing.dense(self._rows, self._width):
+                usual.append(dy.new_empty_strided(dy.shape, each.stride()))
+        totals = [dtotal] if dtotal is None else [dtotal, None]
+        return [(each, total) for each in usual for total in totals]
+
+    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
+        """Plans for a layer that is called as `call`, each with its tensors, if t came first.
+
+        Under autocast the branches of a model have its dtype. The stream that they are added to has
+        the dtype of x, or from the first norm on the branches' dtype. The latter holds for all
+        sums if the first norm follows a sum.
+        """
+        from normplug._kernels.layer_norm.launches import Levels
+
+        row, operations = call.shape, call.operations
+        spec = self.spec._replace(normalized_shape=row, **dict(call.fields))
+        weight, bias = (likely.vector(v, row) for v in (t.weight, t.bias))
+        input_bias = likely.vector(t.weight, row) if operations.input_bias else None
+        branch = self.spec.autocast or t.x.dtype
+        only_branch = operations.input_bias or t.residual is not None
+        dtypes = [branch] if only_branch else list(dict.fromkeys((t.x.dtype, branch)))
+        pairs: list[tuple[Any, Any]] = [(dtype, None) for dtype in dtypes]
+        if operations.residual:
+            pairs = [(a, b) for a in dtypes for b in dtypes if branch in (a, b)]
+        layouts: list[tuple[Any, Any]] = [(None, None)]
+        if any(isinstance(s, Levels) for s in (self._x_spacing, self._residual_spacing)):
+            layouts.append((t.x, t.residual))
+        for shape in likely.row_shapes(t.x, self._row_dims, row):
+            for (x_dtype, dtype), (like_x, like_residual) in itertools.product(pairs, layouts):
+                x = likely.rows(shape, x_dtype, like_x)
+                residual = None if dtype is None else likely.rows(shape, dtype, like_residual)
+                other = Tensors(x, residual, weight, bias, input_bias, *t[5:])
+                yield LayerNormPlan(other, spec), other
+
+    def _vector(self, name: str, saved: dict[str, Tensor]) -> Any:
+        return (self._row, contiguous(self._row), saved[name].dtype) if name in saved else None
+
+    def _results(self, through: str, needs: Needs) -> list[Result]:
+        """The gradients; x and the residual share the slot `through`."""
+        slot = SLOT[through]
+        dtypes = (self._dtype, self._residual_dtype)
+        both = [
+            Result(slot, None if dtype == self._total_dtype else dtype) if need else NOTHING
+            for need, dtype in zip(needs, dtypes, strict=False)
+        ]
+        names = ("dweight", "dbias", "dinput_bias")
+        used = through == "dx"
+        rest = [
+            Result(SLOT[n]) if need and used else NOTHING
+            for n, need in zip(names, needs[2:], strict=True)
+        ]
+        return [*both, *rest]
+
+    def composed_backward(
+        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
+    ) -> Gradients:
+        """The gradients by torch operations, which autograd can differentiate again."""
+        if not self.has_total:
+            return super().composed_backward(saved, dy, None, needs)
+        if dy is None:
+            return self._of_total(dtotal, needs, None, None)
+        both = (needs[0] or needs[1], False, *needs[2:])
+        through, _, dweight, dbias, _ = super().composed_backward(saved, dy, None, both)
+        if through is not None and dtotal is not None:
+            through = through + dtotal
+        return self._of_total(through, needs, dweight, dbias)
+
+    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
+        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
+        x, _, weight, _, input_bias, _ = saved
+        acc, root = self.acc, math.sqrt(self.spec.target_variance)
+        bias = None
+        if self._bias_dtype is not None:
+            # The gradients do not depend on its values.
+            bias = x.new_zeros(self._row, dtype=self._bias_dtype).requires_grad_()
+        h = x.to(acc)
+        if input_bias is not None:
+            h = h + input_bias.to(acc)
+        eps, _ = self._numbers
+        if self.spec.centred:
+            y = F.layer_norm(h, self._row, None, None, eps) * root
+        else:
+            dims = tuple(range(-self._row_dims, 0))
+            y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps) * root
+        if weight is not None:
+            y = y * (weight.to(acc) + self.spec.weight_offset)
+        if bias is not None:
+            y = y + bias.to(acc)
+        return (x, None, weight, bias, input_bias), y, dy.to(acc)
+
+    def _of_total(
+        self,
+        through: Tensor | None,
+        needs: Sequence[bool],
+        dweight: Tensor | None,
+        dbias: Tensor | None,
+    ) -> Gradients:
+        """The gradients. x and the residual have the same one, `through`."""
+        if through is None:
+            return None, None, dweight, dbias, None
+        dx = dresidual = through
+        if through.dtype != self._dtype:
+            dx = through.to(self._dtype)
+        if through.dtype != self._residual_dtype:
+            dresidual = through.to(self._residual_dtype)
+        return dx if needs[0] else None, dresidual if needs[1] else None, dweight, dbias, None
+
+    def _forward_shape(
+        self, strides: launches.Strides, running: bool
+    ) -> schedule.Rows | schedule.WideForward:
+        from normplug._kernels.layer_norm import schedule
+
+        unit = strides.unit(self._width)
+        return schedule.layer_norm_forward(
+            self._rows, self._width, unit, self._itemsize, running, self._machine[0]
+        )
+
+    def _backward_launch(
+        self,
+        wanted: tuple[bool, bool, bool, bool],
+        dy: Spacing,
+        dtotal: Spacing | None = None,
+    ) -> tuple[Launch, tuple[int, int]]:
+        """The backward's launch, and the scratch memory that it needs."""
+        from normplug._kernels.layer_norm import launches, schedule
+
+        flags = self._flags(input_bias=self._has_input_bias)
+        strides = launches.Strides(self._normalised, dy=dy, dtotal=dtotal)
+        shape = schedule.layer_norm_backward(
+            self._rows,
+            self._width,
+            strides.unit(self._width),
+            self._itemsize,
+            flags.input_bias,
+            *self._machine,
+        )
+        tv = self.spec.target_variance
+        launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
+        return launch, launches.backward_scratch(shape, wanted)

@@ -1,0 +1,94 @@
+"""What the norms share where PyTorch's own kernels run: any device, differentiable twice.
+
+weight * sqrt(tv) * xhat + bias is the stock norm with weight * sqrt(tv) in place of weight, so that
+the target variance costs no pass over the data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normplug._ops.spec import Tensors
+from normplug._torch import interposed
+from normplug.reference import accumulator_dtype
+
+
+def scaled(
+    weight: Tensor | None,
+    target_variance: float,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor | None:
+    """The weight times sqrt(target_variance). If it is None, `shape` to `device` describe ones."""
+    if target_variance == 1.0:
+        return weight
+    root = math.sqrt(target_variance)
+    return torch.full(shape, root, dtype=dtype, device=device) if weight is None else weight * root
+
+
+def scaled_channels(t: Tensors, target_variance: float, like: Tensor | None) -> Tensor | None:
+    """The weight of each channel times sqrt(target_variance).
+
+    like: where there is neither weight nor bias, it gives the dtype, if it is not None.
+    """
+    if target_variance == 1.0:
+        return t.weight
+    like = like if t.bias is None else t.bias
+    dtype = accumulator_dtype(t.x.dtype) if like is None else like.dtype
+    return scaled(t.weight, target_variance, (t.x.shape[1],), dtype, t.x.device)
+
+
+def promoted(
+    h: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Cast all three to their common dtype, since not every device's kernel mixes dtypes."""
+    dtype = h.dtype
+    # Only if they differ: torch.export of torch 2.6 cannot save a graph with `promote_types`.
+    others = [v.dtype for v in (weight, bias) if v is not None and v.dtype != dtype]
+    if not others:
+        return h, weight, bias
+    for other in others:
+        dtype = torch.promote_types(dtype, other)
+    return (
+        h.to(dtype),
+        None if weight is None else weight.to(dtype),
+        None if bias is None else bias.to(dtype),
+    )
+
+
+def realigned(y: Tensor) -> Tensor:
+    """Return y, which takes its gradient in its own strides if it is on the CPU.
+
+    Where a dimension has size 1, PyTorch's CPU kernels (2.6 to 2.15) mistake the strides of one
+    memory format for another's, and return wrong gradients.
+    """
+    if torch.compiler.is_compiling() or interposed():  # before its sizes are read
+        return y
+    if 1 in y.shape and y.device.type == "cpu" and y.grad_fn is not None:
+        y.grad_fn.register_prehook(partial(_in_strides, y.stride()))
+    return y
+
+
+def _in_strides(strides: tuple[int, ...], gradients: Any) -> Any:
+    dy, *rest = gradients
+    if dy is None or dy.stride() == strides:
+        return None
+    return (dy.new_empty_strided(dy.shape, strides).copy_(dy), *rest)
+
+
+def empty_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The norm over channels of an input without values.
+
+    All inputs stay in the graph, so that each gets a gradient (of zeros). The running statistics
+    are not updated; ATen's kernels would fill them with nan.
+    """
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    y = x.clone() if weight is None else x * weight.reshape(shape)
+    return (y if bias is None else y + bias.reshape(shape)).to(x.dtype)

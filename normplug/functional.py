@@ -1,0 +1,636 @@
+"""Norms as functions. Each makes the tensors and the spec of a call, and `_ops.call` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normplug import _checks
+from normplug._ops.batch_norm import BatchNormSpec
+from normplug._ops.batch_norm import channel_stats as _channel_stats
+from normplug._ops.call import Explained, call
+from normplug._ops.group_norm import GroupNormSpec
+from normplug._ops.row_norms import LayerNormSpec
+from normplug._ops.spec import Tensors
+from normplug._torch import RMS_NORM_AUTOCASTS
+from normplug.modes import ModeLike, target_variance
+
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "batch_norm",
+    "channel_stats",
+    "explain",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "rms_norm",
+]
+
+# Computed at import: torch.compile of torch 2.6 cannot trace `is_autocast_available`.
+_AUTOCAST_DEVICES = frozenset(
+    device
+    for device in ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
+    if torch.amp.is_autocast_available(device)
+)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    *,
+    mode: ModeLike = "standard",
+    residual: Tensor | None = None,
+    activation: str | tuple[str, float] | None = None,
+    num_batches_tracked: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Normalise each channel over batch and space to the target variance of `mode`.
+
+        y = activation(weight * sqrt(tv) * (input - mean) / sqrt(var + eps) + bias + residual)
+
+    In training, mean and biased var are the batch's. The running statistics are updated with the
+    mean and the *unbiased* variance of the batch, as in `torch.nn.functional.batch_norm`. In
+    evaluation, mean and var are the running statistics. An empty batch leaves the running
+    statistics unchanged.
+
+    Args:
+        input: (N, C) or (N, C, *space); float16, bfloat16, float32 or float64. The kernels read
+            contiguous and channels_last tensors (of any number of dimensions) without a copy, and
+            copy tensors with other strides once. They also copy dy and `residual` once if their
+            layout differs from `input`'s.
+        running_mean: (C,), updated in place in training, or None.
+        running_var: (C,), updated in place in training, or None.
+        weight: (C,), or None for ones. May be float32 if `input` is half precision.
+        bias: (C,), or None for zeros, in the dtype of `weight`.
+        training: use the batch's statistics instead of the running ones.
+        momentum: weight of the new batch in the running statistics; None averages over all
+            batches equally, as counted by `num_batches_tracked`.
+        eps: added to the variance before the root.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        residual: added before the activation; shaped like `input`, or None.
+        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu". A
+            pair such as ("leaky_relu", 0.2) sets the slope below 0; the default is 0.01.
+        num_batches_tracked: integer scalar, incremented when the running statistics are updated, or
+            None.
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes
+            whichever was measured to be faster, if it can run; the environment variable
+            `NORMPLUG_BACKEND` overrides "auto".
+
+    Returns:
+        Shaped like `input`, in its dtype (promoted with the dtype of `residual`).
+
+    Raises:
+        ValueError: mismatched shapes or devices, one value per channel in training, evaluation
+            without running statistics, an unknown mode, activation or
+            backend.
+        TypeError: an argument of another type, or tensors that are not floating point.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
+
+    Precision: sums are float32 (float64 for float64 input). With tv other than 1, the torch backend
+    rounds weight * sqrt(tv) to the dtype of `weight`; the kernels do not.
+    Twice differentiable in `input`, `weight`, `bias` and `residual`. The kernels are bitwise
+    deterministic. For the backward they save `input` and two numbers per channel; with `residual`
+    and relu also one bit per element, and with `residual` and another activation also `residual`.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> batch_norm(x, None, None, training=True, eps=1e-12, mode=0.25).flatten()
+        tensor([-0.5000,  0.5000])
+    """
+    t = Tensors(input, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
+    spec = BatchNormSpec(training, momentum, eps, target_variance(mode), activation)
+    return call("functional.batch_norm", t, spec, backend)
+
+
+def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel over batch and space.
+
+        mean = mean(x)        var = mean((x - mean)^2)
+
+    A diagnostic: call it in a forward hook to see the statistics of a layer's output. On CUDA, one
+    kernel reads `x` once if no gradient is needed: pass `output.detach()`.
+
+    Args:
+        x: (N, C) or (N, C, *space), floating point. If the features come last, as in a
+            transformer, pass `x.flatten(0, -2)`.
+
+    Returns:
+        (mean, var), each (C,), float32 (float64 for float64 input); nan for an empty batch.
+
+    Raises:
+        ValueError: `x` has no channel dimension.
+        TypeError: `x` is not a tensor, or not floating point.
+
+    Examples:
+        >>> import torch
+        >>> channel_stats(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
+        (tensor([2., 5.]), tensor([1., 0.]))
+    """
+    caller = "functional.channel_stats"
+    _checks.floating(caller, x)
+    _checks.channels(caller, x)
+    return _channel_stats(x)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    mode: ModeLike = "standard",
+    input_bias: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float | None = 0.1,
+    autocast_output: str = "float32",
+    backend: str = "auto",
+) -> Tensor:
+    """Normalise each row over its trailing `normalized_shape` to the target variance of `mode`.
+
+        y = weight * sqrt(tv) * (h - mean) / sqrt(var + eps) + bias        h = input + input_bias
+
+    mean and biased var belong to the row. The running statistics, if given, are for monitoring
+    only: they are updated with the averages over rows of mean and var, and no result depends on
+    them. An empty batch leaves them unchanged.
+
+    Args:
+        input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64. The kernels read
+            rows of contiguous values without a copy if the rows have one stride, or two (as after
+            a transpose of batch and sequence); they copy other tensors once. The same holds for dy.
+            A nested tensor whose components have such shapes works too; its running statistics
+            average over the rows of all components.
+        normalized_shape: the trailing dimensions that form a row.
+        weight: `normalized_shape`, or None for ones. May be float32 if `input` is half precision.
+        bias: `normalized_shape`, or None for zeros.
+        eps: added to the variance before the root.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        input_bias: `normalized_shape`, added to the input before it is normalised, or None.
+        running_mean: scalar tensor, updated in place, or None.
+        running_var: scalar tensor, updated in place, or None.
+        num_batches_tracked: integer scalar tensor, incremented when they are updated, or None.
+        momentum: weight of the new batch in the running statistics; None averages over all
+            batches equally.
+        autocast_output: the dtype of the result under autocast. "float32" follows
+            `torch.nn.functional.layer_norm` (float32 on CUDA); "low" is the autocast dtype, which
+            the next linear layer would cast to anyway. Sums are float32 in both.
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes
+            whichever was measured to be faster, if it can run; the environment variable
+            `NORMPLUG_BACKEND` overrides "auto".
+
+    Returns:
+        Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
+        it is contiguous, and the gradient of a dense `input` has the layout of `input`. A nested
+        tensor gives a nested tensor of the same layout.
+
+    Raises:
+        ValueError: mismatched shapes or devices, one running statistic without the other, a
+            momentum of None without a counter, an unknown mode, autocast_output or
+            backend.
+        TypeError: an argument of another type, or tensors that are not floating point.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
+
+    Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
+    and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv) and
+    input + input_bias. The kernels do neither.
+    Twice differentiable in `input`, `weight`, `bias` and `input_bias`. The kernels are bitwise
+    deterministic. For the backward they save `input` and two numbers per row.
+
+    Examples:
+        >>> import torch
+        >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), mode="standard").round()
+        tensor([[-1.,  1.]])
+    """
+    caller = "functional.layer_norm"
+    t = Tensors(
+        input, None, weight, bias, input_bias, running_mean, running_var, num_batches_tracked
+    )
+    tv, shape = target_variance(mode), normalized_shape
+    if type(shape) is not tuple:
+        shape = _row_shape(caller, shape)
+    spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(input), autocast_output)
+    return call(caller, t, spec, backend)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    mode: ModeLike = "standard",
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float | None = 0.1,
+    autocast_output: str = "float32",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Add, then normalise: the step between two blocks of a pre-norm transformer.
+
+        total = x + residual        y = layer_norm(total)
+
+    Args:
+        x: (*rows, *normalized_shape), a block's output.
+        residual: shaped like `x`: the stream that `x` is added to. If the rows of both have two
+            strides, the kernels copy `residual` unless it is laid out as `x`.
+        normalized_shape: as in `layer_norm`.
+        weight: as in `layer_norm`.
+        bias: as in `layer_norm`.
+        eps: as in `layer_norm`.
+        mode: as in `layer_norm`.
+        running_mean: as in `layer_norm`, of total.
+        running_var: as in `layer_norm`, of total.
+        num_batches_tracked: as in `layer_norm`.
+        momentum: as in `layer_norm`.
+        autocast_output: as in `layer_norm`.
+        backend: as in `layer_norm`.
+
+    Returns:
+        (y, total), both shaped like `x`, in the promoted dtype of `x` and `residual` (y under
+        autocast: see `autocast_output`). y is the norm of the rounded total.
+
+    Raises:
+        ValueError: as in `layer_norm`, and if `residual` is not shaped like `x`.
+        TypeError: as in `layer_norm`.
+        NotImplementedError: as in `layer_norm`.
+
+    Twice differentiable in `x`, `residual`, `weight` and `bias`. The kernels do both steps in one
+    launch, and save `total` for the backward.
+
+    Examples:
+        >>> import torch
+        >>> y, total = add_layer_norm(torch.ones(1, 2), torch.tensor([[0.0, 2.0]]), (2,))
+        >>> total
+        tensor([[1., 3.]])
+    """
+    caller = "functional.add_layer_norm"
+    t = Tensors(x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
+    tv, shape = target_variance(mode), normalized_shape
+    if type(shape) is not tuple:
+        shape = _row_shape(caller, shape)
+    spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(x), autocast_output)
+    return call(caller, t, spec, backend)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    mode: ModeLike = "standard",
+    weight_offset: float = 0.0,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float | None = 0.1,
+    autocast_output: str = "float32",
+    backend: str = "auto",
+) -> Tensor:
+    """Divide each row over its trailing `normalized_shape` by its root mean square.
+
+        y = (weight + weight_offset) * sqrt(tv) * input / sqrt(mean(input^2) + eps)
+
+    The rows are not centred, so the target variance tv of `mode` is a target *second moment*: the
+    mean of y^2 over a row if weight + weight_offset is 1. For rows of mean 0 it is their variance.
+
+    Args:
+        input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64, laid out as in
+            `layer_norm`, or nested.
+        normalized_shape: the trailing dimensions that form a row.
+        weight: `normalized_shape`, or None for a factor of one. May be float32 if `input` is half
+            precision.
+        eps: added to the second moment before the root; None for the machine epsilon
+            of float32 (of float64 for float64 `input`), as in torch since 2.7.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        weight_offset: added to `weight` in the dtype of the sums; 1 for Gemma, whose weights start
+            at 0.
+        running_var: scalar tensor, updated in place, or None. It is updated with the mean of
+            input^2 over all rows: the *second moment*. No result depends on it, and an empty batch
+            leaves it unchanged.
+        num_batches_tracked: integer scalar tensor, incremented when `running_var` is updated, or
+            None.
+        momentum: weight of the new batch in `running_var`; None averages over all batches equally.
+        autocast_output: the dtype of the result under autocast. "float32" follows
+            `torch.nn.functional.rms_norm` (on CUDA: float32 in torch 2.15, the dtype of `input` in
+            2.11); "low" is the autocast dtype, which the next linear layer would cast to anyway.
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes the
+            kernels if they can run; the environment variable `NORMPLUG_BACKEND` overrides "auto".
+
+    Returns:
+        Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
+        it is contiguous.
+
+    Raises:
+        ValueError: mismatched shapes or devices, a momentum of None without a counter, an unknown
+            mode, backend or autocast_output.
+        TypeError: an argument of another type, or tensors that are not floating point.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
+
+    Precision: sums are float32 (float64 for float64 input), and the result is rounded once. With tv
+    other than 1, the torch backend rounds weight * sqrt(tv) to the dtype of `weight`; the kernels
+    do not. The kernels are bitwise deterministic. The bits of a row of y do not depend on the other
+    rows, nor, for the same layout, on their number.
+    Twice differentiable in `input` and `weight`. For the backward the kernels save `input` and one
+    number per row.
+
+    Examples:
+        >>> import torch
+        >>> rms_norm(torch.tensor([[3.0, 4.0]]), (2,), mode="standard")
+        tensor([[0.8485, 1.1314]])
+    """
+    caller = "functional.rms_norm"
+    t = Tensors(input, None, weight, None, None, None, running_var, num_batches_tracked)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output, weight_offset)
+    return call(caller, t, _spec(caller, input, *numbers), backend)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    mode: ModeLike = "standard",
+    weight_offset: float = 0.0,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float | None = 0.1,
+    autocast_output: str = "float32",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Add, then normalise: the step between two blocks of a pre-norm transformer.
+
+        total = x + residual        y = rms_norm(total)
+
+    Args:
+        x: (*rows, *normalized_shape), a block's output.
+        residual: shaped like `x`: the stream that `x` is added to; strides as in `add_layer_norm`.
+        normalized_shape: as in `rms_norm`.
+        weight: as in `rms_norm`.
+        eps: as in `rms_norm`.
+        mode: as in `rms_norm`.
+        weight_offset: as in `rms_norm`.
+        running_var: as in `rms_norm`, of total.
+        num_batches_tracked: as in `rms_norm`.
+        momentum: as in `rms_norm`.
+        autocast_output: as in `rms_norm`.
+        backend: as in `rms_norm`.
+
+    Returns:
+        (y, total), both shaped like `x`, in the promoted dtype of `x` and `residual` (y under
+        autocast: see `autocast_output`). y is the norm of the rounded total.
+
+    Raises:
+        ValueError: as in `rms_norm`, and if `residual` is not shaped like `x`.
+        TypeError: as in `rms_norm`.
+        NotImplementedError: as in `rms_norm`.
+
+    Twice differentiable in `x`, `residual` and `weight`. The kernels do both steps in one launch,
+    and save `total` for the backward.
+
+    Examples:
+        >>> import torch
+        >>> y, total = add_rms_norm(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]), (2,))
+        >>> total
+        tensor([[3., 4.]])
+    """
+    caller = "functional.add_rms_norm"
+    t = Tensors(x, residual, weight, None, None, None, running_var, num_batches_tracked)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output, weight_offset)
+    return call(caller, t, _spec(caller, x, *numbers), backend)
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    mode: ModeLike = "standard",
+    activation: str | tuple[str, float] | None = None,
+    autocast_output: str = "float32",
+    backend: str = "auto",
+) -> Tensor:
+    """Normalise each group of channels of each sample to the target variance of `mode`.
+
+        y = activation(weight * sqrt(tv) * (input - mean) / sqrt(var + eps) + bias)
+
+    The C channels form `num_groups` groups of adjacent channels. mean and biased var belong to
+    a group of one sample, over its channels and space, both in training and in evaluation.
+
+    Args:
+        input: (N, C) or (N, C, *space); float16, bfloat16, float32 or float64. The kernels read
+            contiguous and channels_last tensors without a copy, and copy tensors with other strides
+            once; the same holds for dy.
+        num_groups: a divisor of C.
+        weight: (C,), or None for ones. May be float32 if `input` is half precision.
+        bias: (C,), or None for zeros.
+        eps: added to the variance before the root.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu". A
+            pair such as ("leaky_relu", 0.2) sets the slope below 0; the default is 0.01.
+        autocast_output: the dtype of the result under autocast. "float32" follows
+            `torch.nn.functional.group_norm` (float32 on CUDA); "low" is the autocast dtype. Sums
+            are float32 in both.
+        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes
+            whichever was measured to be faster, if it can run; the environment variable
+            `NORMPLUG_BACKEND` overrides "auto".
+
+    Returns:
+        Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
+        it has the layout of `input` if that is contiguous or channels_last.
+
+    Raises:
+        ValueError: mismatched shapes or devices, a `num_groups` that does not divide C, a single
+            sample with one value per group, an unknown mode, activation,
+            autocast_output or backend.
+        TypeError: an argument of another type, or tensors that are not floating point.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
+
+    Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
+    and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv). The
+    kernels do neither.
+    Twice differentiable in `input`, `weight` and `bias`. The kernels are bitwise deterministic. For
+    the backward they save `input` and two numbers per group of each sample.
+
+    Examples:
+        >>> import torch
+        >>> group_norm(torch.tensor([[1.0, 3.0, 5.0, 5.1]]), 2, mode="standard").round()
+        tensor([[-1.,  1., -1.,  1.]])
+    """
+    t = Tensors(input, None, weight, bias)
+    tv, autocast = target_variance(mode), autocast_dtype(input)
+    spec = GroupNormSpec(num_groups, eps, tv, activation, autocast, autocast_output)
+    return call("functional.group_norm", t, spec, backend)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    mode: ModeLike = "standard",
+    activation: str | tuple[str, float] | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Normalise each channel of each sample over space to the target variance of `mode`.
+
+        y = activation(weight * sqrt(tv) * (input - mean) / sqrt(var + eps) + bias)
+
+    With `use_input_stats`, mean and biased var belong to a channel of one sample. The running
+    statistics, if given, are updated with the averages over samples of mean and *unbiased*
+    variance, as in `torch.nn.functional.instance_norm`. Otherwise mean and var are the running
+    statistics, as in `batch_norm` in evaluation. An empty batch leaves the running statistics
+    unchanged.
+
+    Args:
+        input: (N, C, *space); dtypes and layouts as in `group_norm`.
+        running_mean: (C,), updated in place with `use_input_stats`, or None.
+        running_var: (C,), updated in place with `use_input_stats`, or None.
+        weight: (C,), or None for ones. May be float32 if `input` is half precision.
+        bias: (C,), or None for zeros, in the dtype of `weight`.
+        use_input_stats: use the input's statistics instead of the running ones.
+        momentum: weight of the new batch in the running statistics; unlike in `batch_norm`, it must
+            be a number.
+        eps: added to the variance before the root.
+        mode: as in `group_norm`.
+        activation: as in `group_norm`.
+        backend: as in `group_norm`.
+
+    Returns:
+        Shaped like `input`, in its dtype, under autocast too. From the kernels it has the layout of
+        `input` if that is contiguous or channels_last; from PyTorch it is contiguous.
+
+    Raises:
+        ValueError: as in `group_norm`; a single spatial position, whose variance is always 0; no
+            running statistics without `use_input_stats`.
+        TypeError: as in `group_norm`.
+        NotImplementedError: as in `group_norm`.
+
+    Precision and gradients: see `group_norm`, with one group per channel. But the torch backend
+    does not promote, since PyTorch accepts float32 parameters with a half `input`.
+
+    Examples:
+        >>> import torch
+        >>> instance_norm(torch.tensor([[[1.0, 3.0], [5.0, 5.1]]]), mode="standard").round()
+        tensor([[[-1.,  1.],
+                 [-1.,  1.]]])
+    """
+    caller = "functional.instance_norm"
+    _checks.flags(caller, use_input_stats=use_input_stats)
+    t = Tensors(input, None, weight, bias, None, running_mean, running_var)
+    tv = target_variance(mode)
+    if not use_input_stats:
+        constant = BatchNormSpec(False, momentum, eps, tv, activation, instance=True)
+        return call(caller, t, constant, backend)
+    spec = GroupNormSpec(_channels(input), eps, tv, activation, momentum=momentum, instance=True)
+    return call(caller, t, spec, backend)
+
+
+def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
+    """Say in one line how a call of a norm would run: by which kernels, and why by these.
+
+    The arguments are checked as in the call. Nothing is computed, and no statistic is updated.
+
+    Args:
+        function: a function of this module, such as `normplug.functional.layer_norm`.
+        *args: its arguments.
+        **kwargs: its named arguments.
+
+    Returns:
+        The function's name, and then the reason why PyTorch's kernels would run; or normplug's
+        plan, its kernels with the number of warps of each, and whether C++ or Python launches them.
+
+    Raises:
+        ValueError: the function cannot be explained, or as in the call.
+        TypeError: as in the call.
+        NotImplementedError: as in the call.
+
+    Examples:
+        >>> import torch
+        >>> explain(layer_norm, torch.ones(2, 8), (8,))
+        "layer_norm: PyTorch's kernels, as the input is on cpu"
+    """
+    functions = (
+        add_layer_norm, add_rms_norm, batch_norm, group_norm, instance_norm, layer_norm, rms_norm
+    )  # fmt: skip
+    if function not in functions:
+        raise _checks.not_explained(function, [each.__name__ for each in functions])
+    backend = Explained(kwargs.pop("backend", "auto"))
+    return function(*args, backend=backend, **kwargs)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast has set for the device of x; None where autocast is off."""
+    try:
+        device = "cuda" if x.is_cuda else x.device.type
+    except AttributeError:  # not a tensor: the checks reject it later
+        return None
+    if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def autocast_of_rms_norm(
+    x: Tensor, autocast_output: str, is_cast: bool = RMS_NORM_AUTOCASTS
+) -> torch.dtype | None:
+    """The dtype of autocast on the device of x; None if autocast is off or does not apply.
+
+    is_cast: whether autocast has the stock norm compute and return float32.
+    """
+    return autocast_dtype(x) if is_cast or autocast_output == "low" else None
+
+
+def _row_shape(caller: str, normalized_shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(normalized_shape)
+    except TypeError:
+        raise _checks.no_shape(caller, normalized_shape) from None
+
+
+def _spec(
+    caller: str,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    momentum: float | None,
+    eps: float | None,
+    mode: ModeLike,
+    autocast_output: str,
+    weight_offset: float,
+) -> LayerNormSpec:
+    tv, shape = target_variance(mode), normalized_shape
+    if type(shape) is not tuple:
+        shape = _row_shape(caller, shape)
+    _checks.autocast_output(caller, autocast_output)  # before the next line reads it
+    autocast = autocast_of_rms_norm(x, autocast_output)
+    return LayerNormSpec(shape, momentum, eps, tv, autocast, autocast_output, False, weight_offset)
+
+
+def _channels(x: Tensor) -> int:
+    try:
+        return x.shape[1]
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # invalid: rejected later
+        return 1

@@ -1,0 +1,97 @@
+"""The way of a call: how long it is, what it asks once, and what `explain` says of it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import normplug
+from normplug import functional
+from normplug._ops import call as calls
+
+ROOT = str(Path(normplug.__file__).parent)
+X = torch.linspace(-1, 2, 24).view(4, 6)
+
+
+def walked(function, *args, **kwargs):
+    """The functions of normplug that a call enters, in order: (file, name)."""
+    found = []
+
+    def note(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOT):
+            found.append((code.co_filename.removeprefix(ROOT), code.co_name))
+
+    sys.setprofile(note)
+    try:
+        function(*args, **kwargs)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.fixture
+def nothing_stored(monkeypatch):
+    monkeypatch.setattr(calls, "_stored", {})
+
+
+def test_the_first_call_passes_few_files_and_makes_its_key_once(nothing_stored):
+    running = torch.zeros(6), torch.ones(6)
+    first = walked(functional.batch_norm, X, *running, training=True, mode="golden")
+    assert len({file for file, _ in first}) <= 12
+    assert [name for _, name in first].count("key_of") == 1
+    again = walked(functional.batch_norm, X, *running, training=True, mode="golden")
+    assert len(again) <= 12
+    assert "check" not in [name for _, name in again]
+
+
+def test_a_stored_call_is_checked_again_if_anything_differs(nothing_stored):
+    weight = torch.ones(6)
+    for _ in range(2):
+        functional.layer_norm(X, (6,), weight)
+    with pytest.raises(ValueError, match="weight must be of shape"):
+        functional.layer_norm(X, (6,), torch.ones(5))
+    with pytest.raises(TypeError, match="momentum must be a number"):
+        functional.layer_norm(X, (6,), weight, momentum=[])
+    with pytest.raises(ValueError, match="weight must be on the input's device"):
+        functional.layer_norm(X, (6,), weight.to("meta"))
+
+
+def test_a_stored_call_runs_in_transforms_and_modes_as_a_new_one(nothing_stored):
+    expected = functional.layer_norm(X, (6,), mode=0.5)
+    found = torch.func.vmap(lambda x: functional.layer_norm(x, (6,), mode=0.5))(X[:, None])
+    torch.testing.assert_close(found[:, 0], expected, rtol=0, atol=0)
+
+
+def test_explain_says_why_torch_runs_a_call():
+    explain, reason = functional.explain, "PyTorch's kernels, as "
+    assert explain(functional.layer_norm, X, (6,)) == f"layer_norm: {reason}the input is on cpu"
+    said = explain(functional.group_norm, X, 2, activation="silu", backend="torch")
+    assert said == f"group_norm: {reason}backend is 'torch'"
+
+
+def test_explain_computes_nothing():
+    mean, var, count = torch.zeros(6), torch.ones(6), torch.tensor(0)
+    functional.explain(
+        functional.batch_norm, X, mean, var, training=True, num_batches_tracked=count
+    )
+    assert not mean.any()
+    assert torch.equal(var, torch.ones(6))
+    assert count == 0
+
+
+def test_explain_refuses_what_the_call_refuses():
+    explain = functional.explain
+    with pytest.raises(ValueError, match=r"functional\.layer_norm: input must be"):
+        explain(functional.layer_norm, X, (5,))
+    with pytest.raises(ValueError, match="backend must be one of"):
+        explain(functional.rms_norm, X, (6,), backend="cuda")
+    with pytest.raises(ValueError, match=r"functional\.explain: function must be .*batch_norm"):
+        explain(torch.nn.functional.layer_norm, X, (6,))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_explain_says_what_a_call_of_many_tensors_is_made_of():
+    x = torch.nested.nested_tensor([X, X])
+    assert "rows of all components" in functional.explain(functional.layer_norm, x, (6,))
