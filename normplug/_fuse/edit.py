@@ -10,11 +10,10 @@ value. An edited forward is the original forward except for the statements of th
     y = self.act(self.norm(x))        x = self.norm(x)
                                       x = self.act(x)
 
-Both statements must be in the same block. An activation after an `if` with a norm is moved to the
-end of each branch first. Nothing with a side effect may run between the two, and nothing but the
-activation may read the norm's result. So an edited forward takes any arguments, and depends on
-nothing but the function that it was made from. Each call decides at run time whether the two run as
-one.
+Both statements must be in the same block. If an `if` separates them, each of its branches gets a
+copy first. Nothing with a side effect may run between the two, and nothing but the activation may
+read the norm's result. So an edited forward takes any arguments, and depends on nothing but the
+function that it was made from. Each call decides at run time whether the two run as one.
 """
 
 from __future__ import annotations
@@ -111,7 +110,8 @@ class Edited:
     def operations(self, norm: str, module: nn.Module) -> Operations | None:
         """The operations that run in one call with a norm, given by name; None if none do."""
         for place in self.found.get(norm, ()):
-            if not all(_may_be(*each, self.me, vars(module)) for each in place.branch):
+            state = {**module._modules, **vars(module)}
+            if not all(_may_be(*each, self.me, state) for each in place.branch):
                 continue
             if not place.child and place.function is None:
                 return Operations(residual=True)
@@ -204,27 +204,58 @@ class _Editor:
 
     def edit(self, body: list[ast.stmt], branch: Branch = ()) -> None:
         """Edit the norms in statements; branch: the branches that contain the statements."""
-        for i, statement in enumerate(body):
+        for i, _ in enumerate(body):
+            if not self._has_try:
+                self._into_branches(body, i)
+            statement = body[i]
             for node in _expressions(statement):
                 self._nested(statement, node, branch)
             if not self._has_try:
-                self._push(body, i)
                 self._pair(body, i, branch)
-            for block in _blocks(statement):
+            for block in _blocks(body[i]):
                 test = statement.test if isinstance(statement, ast.If) else ast.Constant(None)
                 self.edit(block, (*branch, (test, block is getattr(statement, "body", None))))
 
-    def _push(self, body: list[ast.stmt], i: int) -> None:
-        """Move an activation that comes after an `if` with a norm to the end of both branches."""
-        choice, following = body[i], body[i + 1 : i + 2]
-        if not isinstance(choice, ast.If) or not following:
+    def _into_branches(self, body: list[ast.stmt], i: int) -> None:
+        """Copy a sum or a norm before an `if` into its branches, and what reads one after it."""
+        if len(body) > i + 1 and self._begins(body[i]) and self._is_plain(body[i], body[i + 1]):
+            first, choice = body[i], body[i + 1]
+            for block in (choice.body, choice.orelse):  # type: ignore[attr-defined]
+                block.insert(0, copy.deepcopy(first))
+            del body[i]
+        choice = body[i]
+        if not isinstance(choice, ast.If) or not any(map(self._begins, ast.walk(choice))):
             return
-        first = self._first_effect(getattr(following[0], "value", None))
-        inside = (self._child(node, self.parts.activated) for node in ast.walk(choice))
-        if self._is_activation(first) and any(inside):
-            for block in (choice.body, choice.orelse):
-                block.append(copy.deepcopy(following[0]))
-            del body[i + 1]
+        for end, statement in enumerate(body[i + 1 :], i + 2):
+            if self._ends(statement):
+                for block in (choice.body, choice.orelse):
+                    block += copy.deepcopy(body[i + 1 : end])
+                del body[i + 1 : end]
+                return
+            target, value = _assigned(statement)
+            if target is None or self._first_effect(value) is not None:
+                return
+
+    def _begins(self, node: ast.AST) -> bool:
+        """Whether a statement computes a sum or a norm, and no more."""
+        _, value = _assigned(node)
+        return _is_sum(value) or bool(self._child(value, self.parts.activated))
+
+    def _ends(self, statement: ast.stmt) -> bool:
+        """Whether a statement, or the first one in an `if`, begins with a norm or an activation."""
+        inner = statement.body[0] if isinstance(statement, ast.If) else statement
+        first = self._first_effect(getattr(inner, "value", None))
+        return self._is_activation(first) or bool(self._child(first, self.parts.summed))
+
+    def _is_plain(self, before: ast.stmt, choice: ast.stmt) -> bool:
+        """Whether an `if` may run its test before another statement: it compares with None."""
+        test = getattr(choice, "test", None)
+        if not isinstance(choice, ast.If) or not isinstance(test, ast.Compare):
+            return False
+        none = isinstance(test.ops[0], (ast.Is, ast.IsNot)) and len(test.ops) == 1
+        known = isinstance(test.left, ast.Name) and test.left.id != _assigned(before)[0]
+        constant = isinstance(test.comparators[0], ast.Constant)
+        return none and constant and (known or self._is_stored(test.left))
 
     def _nested(self, statement: ast.stmt, node: Any, branch: Branch) -> None:
         """Edit a norm of a sum, or an activation of a norm."""
@@ -245,7 +276,7 @@ class _Editor:
         """Edit a statement that computes a sum or a norm, and the norm or activation after it."""
         statement: Any = body[i]
         target, value = _assigned(statement)
-        if target is None or isinstance(statement, ast.AugAssign):
+        if target is None:
             return
         if _is_sum(value):
             norm, reader = self._reader(body[i + 1 :], target, self._norms_sum)
@@ -292,7 +323,7 @@ class _Editor:
             if call is not None:
                 return (call, statement) if reads(statement, call, held) else (None, None)
             target, value = _assigned(statement)
-            if target is None or isinstance(statement, ast.AugAssign):
+            if target is None:
                 break
             if reads == self._activates and any(is_name(part, held) for part in ast.walk(value)):
                 break
@@ -404,25 +435,20 @@ class _Editor:
         return isinstance(node, ast.Call) and self._is_own(node.func)
 
 
-def _may_be(test: Any, result: bool, me: str, state: dict[str, Any]) -> bool:
-    """Whether a test may have a result, given the module's `__dict__`."""
+def _may_be(test: ast.expr, result: bool, me: str, state: dict[str, Any]) -> bool:
+    """Whether a test may have a result, given the module's attributes and children."""
     if isinstance(test, ast.BoolOp):
         parts = [_may_be(part, result, me, state) for part in test.values]
         return all(parts) if isinstance(test.op, ast.And) == result else any(parts)
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _may_be(test.operand, not result, me, state)
-    equal, value = True, None
-    if isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Eq, ast.NotEq)):
-        equal, value = isinstance(test.ops[0], ast.Eq), test.comparators[0]
-        test = test.left if len(test.ops) == 1 else None
-    if not isinstance(test, ast.Attribute) or not is_name(test.value, {me}):
+    nodes = list(ast.walk(test))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if names != {me} or any(isinstance(node, ast.Call) for node in nodes):
         return True
-    now = state.get(test.attr, state)  # a child may be anything
-    if not isinstance(now, (bool, int, str, type(None))):
+    try:
+        code = compile(ast.Expression(test), "<test>", "eval")
+        return bool(eval(code, {me: types.SimpleNamespace(**state)})) == result
+    except Exception:  # an attribute that only the forward can read
         return True
-    if value is None:
-        return bool(now) == result
-    return not isinstance(value, ast.Constant) or (now == value.value) == (equal == result)
 
 
 def _let_recompute(reader: ast.Call, y: str) -> None:
@@ -454,12 +480,13 @@ def _expressions(statement: ast.stmt) -> Iterator[Any]:
         yield from parts
 
 
-def _assigned(statement: ast.stmt) -> tuple[Any, Any]:
-    """The variable that a statement assigns to, None if not exactly one; and the value."""
-    targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
-    value = getattr(statement, "value", None)
-    single = len(targets) == 1 and isinstance(targets[0], ast.Name) and value is not None
-    return (targets[0].id, value) if single else (None, value)
+def _assigned(node: ast.AST) -> tuple[Any, Any]:
+    """The variable to which a statement assigns a value, and the value; None if not exactly one."""
+    if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+        return None, None
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    single = len(targets) == 1 and isinstance(targets[0], ast.Name)
+    return (targets[0].id, node.value) if single else (None, None)  # type: ignore[attr-defined]
 
 
 def _reads(statement: ast.AST, name: str) -> list[ast.AST]:

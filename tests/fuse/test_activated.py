@@ -62,6 +62,12 @@ class Statements(Parts):
             y = self.act(y)
         return y * 2
 
+    def optional_activation(self, x, **options):
+        x = self.norm(x)
+        if self.second is not None:
+            x = self.act(x)
+        return x
+
     def for_loop(self, x, **options):
         for i in range(3):
             if i != 1:
@@ -132,6 +138,7 @@ EDITED = {
     "functions": 2,
     "inside_expressions": 1,
     "chained": 2,
+    "optional_activation": 1,
     "for_loop": 2,
     "new_name": 1,
 }

@@ -104,7 +104,7 @@ class Statements(Parts):
             y = self.second(x + self.line(x))
         return x * y
 
-    def end_of_a_branch(self, x, other=None, **options):
+    def end_of_a_branch(self, x, other=1, **options):
         if other is not None:
             total = x
             x = self.line(x) + total
@@ -116,6 +116,12 @@ class Statements(Parts):
         x = self.line(x) + x
         if other is not None:
             x = x * other
+        return self.norm(x)
+
+    def property_in_a_condition(self, x, **options):
+        x = x + self.line(x)
+        if self.scale is None:
+            x = x * 2
         return self.norm(x)
 
     def try_clause(self, x, **options):
@@ -171,7 +177,7 @@ class Statements(Parts):
         return module.norm(x + self(x))
 
 
-EDITED = ("nested", "annotated", "chained", "branches")
+EDITED = ("nested", "annotated", "chained", "branches", "end_of_a_branch", "if_between")
 LEFT = [
     name
     for name, f in vars(Statements).items()
@@ -189,6 +195,8 @@ def test_a_statement_is_edited_if_the_order_of_evaluation_does_not_matter(name, 
     model, plain = twins(statements(name))
     assert_same_step(model, plain, ROWS)
     assert calls == ["add before"]
+    for other in (None, 2.0):
+        assert torch.equal(model(ROWS, other=other), plain(ROWS, other=other))
 
 
 def test_a_branch_that_attributes_exclude_is_not_reported():
@@ -432,7 +440,7 @@ def test_a_fused_transformer_layer_computes_nested_tensors_unfused(calls):
 
 
 # How many norms are fused, and of how many, in models of two layers.
-TRANSFORMERS = {"bert": (5, 5), "vit": (2, 5), "distilbert": (5, 5)}
+TRANSFORMERS = {"bert": (5, 5), "gpt2": (2, 5), "vit": (2, 5), "whisper": (6, 12)}
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
