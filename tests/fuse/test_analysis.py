@@ -137,7 +137,7 @@ class SumByName(Around):
 
 
 @pytest.mark.parametrize(("around", "call"), [(Around, "silu"), (Sum, "add"), (SumByName, "add")])
-def test_a_norm_is_fused_with_what_its_class_declares(around, call):
+def test_a_norm_is_fused_with_what_its_class_declares(around, call, calls):
     model = around(Declared()).double()
     plain = copy.deepcopy(model)
     fuse(model)

@@ -296,7 +296,7 @@ def test_a_norm_that_another_module_calls_in_between_keeps_its_order():
     assert_same_step(model, plain, X)
 
 
-def test_a_norm_that_only_a_fused_addition_reads_is_called_as_isolated(monkeypatch):
+def test_a_norm_that_only_a_fused_addition_reads_is_called_as_isolated(monkeypatch, calls):
     isolated = []
     fused = normplug.BatchNorm2d._fused
 
