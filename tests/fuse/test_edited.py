@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import normplug
 from fuse_cases import ROWS, Parts, Resnet, X, assert_same_step, outcome, swapped, twins
-from normplug import fuse, fusions, swap, unfuse
+from normplug import fuse, fusions, swap
 from normplug._fuse.edit import REASON
-from normplug._fuse.fuse import fused_modules
 from normplug.modules.probe import Probe
 from zoo.check import observe
 
@@ -524,49 +522,6 @@ def test_a_changed_block_computes_what_it_would_unfused(case, calls):
     assert_same_step(model, plain, x)
     assert len(calls) == fused
     assert sum(row.label is not None for row in fusions(model)) >= fused
-
-
-BLOCKS = {
-    "addition": (Caller(PreNorm()), ROWS, ["add before"], "blocks.0"),
-    "activation": (nn.Sequential(Resnet()), X, ["silu"] * 2, "0"),
-}
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_copies_are_edited_like_the_model(name, calls):
-    block, x, made, path = BLOCKS[name]
-    model = fuse(swapped(copy.deepcopy(block)))
-    copied = copy.deepcopy(model)
-    assert_same_step(copied, unfuse(copy.deepcopy(model)), x)
-    assert calls == made
-    assert str(fusions(copied)) == str(fusions(model))
-    assert list(copied.state_dict()) == list(model.state_dict())
-    assert type(model.get_submodule(path)).__qualname__ in ("PreNorm", "Resnet")
-    assert not fused_modules(unfuse(copied))
-    assert list(fused_modules(model)) == [path]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_recomputes_an_edited_block(reentrant, calls):
-    class Checkpointed(Caller):
-        def forward(self, x):
-            return checkpoint(self.blocks[0], x, use_reentrant=reentrant)[0]
-
-    model, plain = twins(Checkpointed(PreNorm()))
-    assert_same_step(model, plain, ROWS)
-    assert calls == ["add before"] * 2
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_an_edited_block_compiles_and_exports_to_one_graph(name, calls):
-    block, x, made, _ = BLOCKS[name]
-    model, plain = twins(copy.deepcopy(block))
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_same_step(compiled, plain, x)
-    assert calls == made
-    exported = torch.export.export(model.eval(), (x,)).module()
-    torch.testing.assert_close(exported(x), plain.eval()(x))
-    torch.compiler.reset()
 
 
 class Pair(Parts):

@@ -236,10 +236,15 @@ def convnext():
     return models.ConvNeXt(blocks, num_classes=3)
 
 
+def timm_model(name):
+    return pytest.importorskip("timm").create_model(name, num_classes=3)
+
+
 ZOO = {  # name -> (how to build the model, how many of its norms are fused)
     "resnet18": (partial(torchvision_model, "resnet18"), 17),
     "resnext50": (partial(torchvision_model, "resnext50_32x4d"), 49),
     "regnet": (partial(torchvision_model, "regnet_y_400mf"), 49),
+    "resnet26t of timm": (partial(timm_model, "resnet26t"), 27),
     "mobilenet_v2": (partial(torchvision_model, "mobilenet_v2"), 45),
     "mobilenet_v3": (partial(torchvision_model, "mobilenet_v3_small"), 29),
     "densenet121": (partial(torchvision_model, "densenet121"), 121),
