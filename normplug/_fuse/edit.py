@@ -25,6 +25,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -76,13 +77,12 @@ class Place(NamedTuple):
 
     Attributes:
         branch: the branches that contain it.
-        child: the name of the activation if it is a child of the module; else "".
-        function: the name of the activation if it is a function; None with an addition, too.
+        activation: given the module, the activation after the norm, or None if it has no kernels;
+            None if an addition comes before the norm.
     """
 
     branch: Branch
-    child: str = ""
-    function: str | None = None
+    activation: Callable[[nn.Module], ActivationLike] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,17 +109,13 @@ class Edited:
 
     def operations(self, norm: str, module: nn.Module) -> Operations | None:
         """The operations that run in one call with a norm, given by name; None if none do."""
-        for place in self.found.get(norm, ()):
-            state = {**module._modules, **vars(module)}
-            if not all(_may_be(*each, self.me, state) for each in place.branch):
+        state = {**module._modules, **vars(module)}
+        for branch, activation in self.found.get(norm, ()):
+            if not all(_may_be(*each, self.me, state) for each in branch):
                 continue
-            if not place.child and place.function is None:
+            if activation is None:
                 return Operations(residual=True)
-            child = module._modules.get(place.child)
-            name: ActivationLike = place.function
-            if child is not None:
-                name = _activations.of_module(child)
-            if name is not None:
+            if (name := activation(module)) is not None:
                 return Operations(name)
         return None
 
@@ -143,14 +139,14 @@ def edit(cls: type[nn.Module], parts: Parts, recompute: bool) -> Edited:
     Raises:
         Untraceable: the source of the forward is not certain.
     """
-    if cls.__getattribute__ is not nn.Module.__getattribute__:
-        raise Untraceable("its class defines __getattribute__")
     known: Any = cls  # to mypy, a class of modules has no hash
     return _edit(known, inspect.getattr_static(cls, "forward"), parts, recompute)
 
 
 @functools.cache
 def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> Edited:
+    if cls.__getattribute__ is not nn.Module.__getattribute__:
+        raise Untraceable("its class defines __getattribute__")
     chain = [forward]
     while hasattr(chain[-1], "__wrapped__"):
         chain.append(chain[-1].__wrapped__)
@@ -166,10 +162,6 @@ def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> 
     for outer, inner in zip(chain[-2::-1], chain[:0:-1], strict=True):
         edited = _rewrapped(outer, inner, edited)
     return Edited(cls, forward, edited, editor.me, editor.found)
-
-
-# (statement, call, variables) -> whether the call reads one of the variables.
-_Reads = Callable[[ast.stmt, Any, set[str]], bool]
 
 
 @dataclass
@@ -279,7 +271,7 @@ class _Editor:
         if target is None:
             return
         if _is_sum(value):
-            norm, reader = self._reader(body[i + 1 :], target, self._norms_sum)
+            norm, reader = self._reader(body[i + 1 :], target, False)
             if norm is None:
                 return
             self._found(norm.func.attr, branch)
@@ -290,7 +282,7 @@ class _Editor:
                 unset = _assignment([_RESULT], ast.Constant(None), reader)
                 body.insert(body.index(reader) + 1, unset)
         elif name := self._child(value, self.parts.activated):
-            activation, reader = self._reader(body[i + 1 :], target, self._activates)
+            activation, reader = self._reader(body[i + 1 :], target, True)
             if activation is None:
                 return
             self._found(name, branch, activation.func)
@@ -302,30 +294,31 @@ class _Editor:
         self._results.append(result)
         _replace(reader, norm if _is_sum(value) else activation, result)
 
-    def _found(self, norm: str, branch: Branch, activation: Any = None) -> None:
-        """Note an edited call of a norm; activation: the function that is called after it."""
-        if activation is None:
-            place = Place(branch)
-        elif self._is_own(activation):
-            place = Place(branch, activation.attr)
-        else:
-            place = Place(branch, function=self._named(activation))
-        self.found.setdefault(norm, []).append(place)
+    def _found(self, norm: str, branch: Branch, function: Any = None) -> None:
+        """Record an edited call of a norm; function: the activation that is called after it."""
+        activation = None
+        if function is not None:
+            child = function.attr if self._is_own(function) else ""
+            activation = partial(_activation, child, self._named(function))
+        self.found.setdefault(norm, []).append(Place(branch, activation))
 
-    def _reader(self, following: list[ast.stmt], name: str, reads: _Reads) -> tuple[Any, Any]:
+    def _reader(self, following: list[ast.stmt], name: str, activates: bool) -> tuple[Any, Any]:
         """The next call with a side effect, and its statement, if it reads a variable; else None.
 
-        name: the variable, which may be assigned to others before.
+        name: the variable, which may be assigned to others before. activates: whether the call must
+            be an activation and the only reader, and not a norm.
         """
         held = {name}
         for statement in following:
             call = self._first_effect(getattr(statement, "value", None))
             if call is not None:
-                return (call, statement) if reads(statement, call, held) else (None, None)
+                plain = bool(self._child(call, self.parts.summed)) and is_name(call.args[0], held)
+                reads = self._activates(statement, call, held) if activates else plain
+                return (call, statement) if reads else (None, None)
             target, value = _assigned(statement)
             if target is None:
                 break
-            if reads == self._activates and any(is_name(part, held) for part in ast.walk(value)):
+            if activates and any(is_name(part, held) for part in ast.walk(value)):
                 break
             held = held | {target} if is_name(value, held) else held - {target}
         return None, None
@@ -362,9 +355,6 @@ class _Editor:
         """The child in `names` that a node calls with one argument; "" if it calls none."""
         plain = _has_one_argument(node) and self._is_own(node.func)
         return node.func.attr if plain and node.func.attr in names else ""
-
-    def _norms_sum(self, statement: ast.stmt, node: Any, held: set[str]) -> bool:
-        return bool(self._child(node, self.parts.summed)) and is_name(node.args[0], held)
 
     def _is_activation(self, node: Any) -> bool:
         if not _has_one_argument(node):
@@ -433,6 +423,12 @@ class _Editor:
 
     def _is_reader(self, node: Any) -> bool:
         return isinstance(node, ast.Call) and self._is_own(node.func)
+
+
+def _activation(child: str, name: ActivationLike, module: nn.Module) -> ActivationLike:
+    """The activation that a child of a module computes; `name` if it has no such child."""
+    found = module._modules.get(child)
+    return name if found is None else _activations.of_module(found)
 
 
 def _may_be(test: ast.expr, result: bool, me: str, state: dict[str, Any]) -> bool:
