@@ -266,7 +266,7 @@ def _made(cls: type[nn.Module]) -> type[nn.Module]:
 # `choose` gets the inputs that have no default, and whether the call gives no others.
 _FORWARD = """
 def around(_normplug_choose, {defaults}):
-    def forward({parameters}):
+    def forward{parameters}:
         return _normplug_choose({me}, ({required}), {alone})({arguments})
     return forward
 """
@@ -277,29 +277,27 @@ def _with_parameters_of(like: Any, choose: Callable[..., Any]) -> types.Function
 
     Tools find the inputs of a model by the names of its parameters, also in `__code__`.
     """
-    code: types.CodeType = like.__code__
-    names = iter(code.co_varnames)
-    positional = [next(names) for _ in range(code.co_argcount)]
-    named = [next(names) for _ in range(code.co_kwonlyargcount)]
-    rest = [next(names)] if code.co_flags & inspect.CO_VARARGS else []
-    others = [next(names)] if code.co_flags & inspect.CO_VARKEYWORDS else []
-    values = like.__defaults__ or ()
-    defaults = dict(zip(positional[len(positional) - len(values) :], values, strict=True))
-    defaults |= like.__kwdefaults__ or {}
-    star, stars = [f"*{name}" for name in rest], [f"**{name}" for name in others]
-    parameters = [*positional, *(star or ["*"] * bool(named)), *named, *stars]
-    if code.co_posonlyargcount:
-        parameters.insert(code.co_posonlyargcount, "/")
+    # Without what a decorator says about the parameters.
+    bare = types.FunctionType(like.__code__, {}, None, like.__defaults__, like.__closure__)
+    bare.__kwdefaults__ = like.__kwdefaults__
+    given = list(inspect.signature(bare).parameters.values())
+    forms: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*{0}",
+        inspect.Parameter.KEYWORD_ONLY: "{0}={0}",
+        inspect.Parameter.VAR_KEYWORD: "**{0}",
+    }
+    positional = [p.name for p in given if p.kind not in forms]
+    defaults = {p.name: p.default for p in given if p.default is not p.empty}
     alone = [f"{name} is _normplug_{name}" for name in defaults]
-    alone += [f"not {name}" for name in (*rest, *others)]
-    alone += ["False"] * any(name not in defaults for name in named)
+    alone += [f"not {p.name}" for p in given if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    alone += ["False" for p in given if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     source = _FORWARD.format(
         defaults=", ".join(f"_normplug_{name}" for name in defaults),
-        parameters=", ".join(parameters),
-        me=positional[0] if positional else f"{rest[0]}[0]",
+        parameters=inspect.Signature([inspect.Parameter(p.name, p.kind) for p in given]),
+        me=positional[0] if positional else f"{given[0].name}[0]",
         required="".join(f"{name}, " for name in positional[1:] if name not in defaults),
         alone=" and ".join(alone) or True,
-        arguments=", ".join([*positional, *star, *(f"{name}={name}" for name in named), *stars]),
+        arguments=", ".join(forms.get(p.kind, "{0}").format(p.name) for p in given),
     )
     namespace: dict[str, Any] = {}
     exec(compile(source, f"<normplug.fuse of {like.__qualname__}>", "exec"), namespace)
