@@ -141,7 +141,9 @@ def convolution_norm(
     if (
         _is_plain(norm, x)
         and eligible.has_kernels("fuse", norm.backend, x)
-        and _is_plain_convolution(convolution)
+        and type(convolution) in CONVOLUTIONS
+        and convolution.bias is not None
+        and not has_hooks(convolution)
         and norm.normalized_shape == convolution.bias.shape
         and (permute is None or (tuple(permute.dims) == dims and not has_hooks(permute)))
     ):
@@ -174,11 +176,6 @@ def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:
     stride = stride or kernel
     pairs = all(len(v) == 2 for v in (kernel, stride, padding, dilation))
     return Pool(kernel, stride, padding, ceil_mode) if pairs and dilation == (1, 1) else None
-
-
-def _is_plain_convolution(module: Any) -> bool:
-    """Whether a call of a convolution does no more than convolve and add a bias."""
-    return type(module) in CONVOLUTIONS and module.bias is not None and not has_hooks(module)
 
 
 def _are_plain(norm: Any, x: Any, activation: Any, between: tuple[nn.Module, ...]) -> bool:
