@@ -77,19 +77,14 @@ def operators_for_a_compiler(model, x):
 
 
 @pytest.mark.gpu
-def test_a_compiler_gets_an_operator_for_a_norm_that_only_a_fused_call_reads(monkeypatch):
+def test_a_compiler_gets_an_operator_for_isolated_norms_and_for_added_biases(monkeypatch):
+    biased = fuse(swapped(nn.Sequential(Depthwise())).float().cuda())
+    assert operators_for_a_compiler(biased, torch.randn(2, 8, 64, 64, device="cuda")) == 0  # small
     routes.use_operators_for_small_inputs(monkeypatch)
+    assert operators_for_a_compiler(biased, torch.randn(2, 8, 32, 32, device="cuda")) == 1
     model = fuse(swapped(ZOO["resnet18"][0]()).float().cuda())
     found = operators_for_a_compiler(model, torch.randn(2, 3, 64, 64).cuda())
     assert found == len([m for m in model.modules() if isinstance(m, nn.BatchNorm2d)])
-
-
-@pytest.mark.gpu
-def test_a_compiler_gets_an_operator_for_a_norm_that_adds_a_bias(monkeypatch):
-    model = fuse(swapped(nn.Sequential(Depthwise())).float().cuda())
-    assert operators_for_a_compiler(model, torch.randn(2, 8, 64, 64, device="cuda")) == 0  # small
-    routes.use_operators_for_small_inputs(monkeypatch)
-    assert operators_for_a_compiler(model, torch.randn(2, 8, 32, 32, device="cuda")) == 1
 
 
 @pytest.mark.gpu

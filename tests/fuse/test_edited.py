@@ -466,10 +466,13 @@ def test_a_call_that_the_trace_does_not_cover_runs_the_edited_forward(calls, tra
     model, plain = twins(Masked(norm=nn.LayerNorm(8), line=nn.Linear(8, 8)))
     assert traces() == 1
     mask = torch.ones(3, 1, dtype=torch.double)
-    for arguments, named in (((ROWS,), {}), ((ROWS, mask), {}), ((), {"x": ROWS, "mask": mask})):
+    by_name = [{"x": ROWS, "mask": given} for given in (mask, None)]
+    for arguments, named in (((ROWS,), {}), ((ROWS, mask), {}), *(((), each) for each in by_name)):
         calls.clear()
         assert torch.equal(model(*arguments, **named), plain(*arguments, **named))
         assert calls == ["add before"]
+    with pytest.raises(TypeError):
+        model()
     for each in (model, plain):
         each.line = nn.Tanh()
     assert torch.equal(model(ROWS), plain(ROWS))
