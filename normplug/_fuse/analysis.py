@@ -10,14 +10,20 @@ import torch
 from torch import fx, nn
 
 from normplug import _activations, _convert
-from normplug._fuse import source, trace
-from normplug._fuse.definitions import Untraceable
+from normplug._fuse import source
 from normplug._fuse.edit import REASON, Edited, Parts, edit
-from normplug._fuse.fusion import FusedModule, Fusion, Traced, has_fused_class, plain_class
-from normplug._fuse.guard import Guard
+from normplug._fuse.fusion import (
+    FusedForwards,
+    FusedModule,
+    Guard,
+    Traced,
+    has_fused_class,
+    plain_class,
+)
 from normplug._fuse.rewrite import compiled, recompute_results, rewrite
 from normplug._fuse.sites import Site, find, refusal
-from normplug._fuse.source import Reads
+from normplug._fuse.source import Reads, Untraceable
+from normplug._fuse.trace import Trace
 from normplug._ops.likely import Operations
 from normplug._torch import has_hooks, is_patched
 from normplug.modules import TargetVarianceNorm
@@ -27,7 +33,7 @@ from normplug.modules import TargetVarianceNorm
 class _Found:
     """A module's forward as a graph, with the sites in it."""
 
-    trace: trace.Trace
+    trace: Trace
     sites: list[Site]
     reasons: dict[nn.Module, str]
 
@@ -73,7 +79,7 @@ class Analysis:
         for module, norms in callers.items():
             self._look(module, norms)
         self.fusions = {
-            module: Fusion(self._traces.get(module), self._edits.get(module))
+            module: FusedForwards(self._traces.get(module), self._edits.get(module))
             for module in callers
             if module in self._traces or module in self._edits
         }
@@ -87,8 +93,10 @@ class Analysis:
             self.reasons |= dict.fromkeys(norms, f"{name}: {why}")
             return
         try:
+            self._reads[module] = source.read(module, plain_class(module))
             self._trace(module)
         except Untraceable as why:
+            self._reads.pop(module, None)
             untraced = f"{name}: {why}"
             self.reasons |= {norm: refusal(norm) or untraced for norm in norms}
         self._edit(module, untraced)
@@ -117,14 +125,6 @@ class Analysis:
 
     def _trace(self, module: nn.Module) -> None:
         """Trace a module's forward, and fuse the sites that are its own."""
-        self._reads[module] = source.read(module, plain_class(module))
-        try:
-            self._find(module)
-        except Untraceable:
-            del self._reads[module]
-            raise
-
-    def _find(self, module: nn.Module) -> None:
         traceable = {
             m
             for m in module.modules()
@@ -157,7 +157,7 @@ class Analysis:
         """Trace a module for each training flag; one trace serves both if no forward reads it."""
         traced: dict[bool, _Found] = {}
         for training in (False, True):
-            made = trace.trace(module, self._reads, inner, training)
+            made = Trace(module, self._reads, inner, training)
             traced[training] = _Found(made, *find(made.graph, module))
             if not any(self._reads[m].training for m in (module, *made.followed)):
                 return dict.fromkeys((False, True), traced[training])

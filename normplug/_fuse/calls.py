@@ -1,7 +1,8 @@
 """The functions that a fused forward calls, each in place of several calls.
 
-Each function decides at run time. It calls the modules one by one, as written, if one of them has
-hooks, if a layer is being measured, or if a residual does not match the tensor it is added to.
+Each function decides at run time. It calls the modules one by one, as written, if no kernel can run
+the norm, if a module has hooks, if a layer is being measured, or if a residual does not match the
+tensor it is added to.
 """
 
 from __future__ import annotations
@@ -80,29 +81,17 @@ def norm_add_activation(
     return _activations.apply(activation, y)
 
 
-def norm_then(norm: Any, x: Any, activation: Any) -> tuple[Any, bool]:
-    """Apply a norm, and an activation if one call can do both; also return whether it did.
-
-    Args:
-        norm: the module that is called as a norm.
-        x: its input.
-        activation: the module or the function that comes next, or None.
-    """
+def activated_norm(activation: Any, norm: Any, x: Any) -> Any:
+    """`activation(norm(x))`; norm: the module that is called as a norm."""
     name = _name(activation)
     if name is not None and _takes(norm, "activation") and _are_plain(norm, x, activation, ()):
-        return norm._fused(x, activation=name), True
-    return norm(x), False
-
-
-def activated_norm(activation: Any, norm: Any, x: Any) -> Any:
-    """`activation(norm(x))`, with the arguments of `norm_then`."""
-    y, done = norm_then(norm, x, activation)
-    return y if done else activation(y)
+        return norm._fused(x, activation=name)
+    return activation(norm(x))
 
 
 def isolated_norm(norm: Any, x: Tensor) -> Tensor:
     """Apply a norm whose result only a fused call reads: compilers can fuse it with nothing."""
-    if _is_plain(norm) and isinstance(x, Tensor):
+    if _is_plain(norm, x):
         return norm._fused(x, isolated=True)
     return norm(x)
 
@@ -129,8 +118,7 @@ def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The norm of a + b, and a + b."""
     if (
         _takes(norm, "addition", before=True)
-        and _is_plain(norm)
-        and isinstance(a, Tensor)
+        and _is_plain(norm, a)
         and isinstance(b, Tensor)
         and not (a.is_nested or b.is_nested)
         and a.shape == b.shape
@@ -142,11 +130,6 @@ def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return norm(total), total
 
 
-def sum_norm(a: Any, b: Any, norm: Any) -> tuple[Any, Any]:
-    """The norm of a + b, or None if there is no norm; and a + b."""
-    return (None, a + b) if norm is None else add_norm(norm, a, b)
-
-
 def convolution_norm(
     norm: Any, convolution: Any, permute: Any, dims: tuple[int, ...], x: Tensor
 ) -> Tensor:
@@ -156,10 +139,11 @@ def convolution_norm(
     """
     # Without the kernels PyTorch's norm runs, and the convolution adds its bias at no cost.
     if (
-        isinstance(x, Tensor)
+        _is_plain(norm, x)
         and eligible.has_kernels("fuse", norm.backend, x)
-        and _is_plain(norm)
-        and _is_plain_convolution(convolution)
+        and type(convolution) in CONVOLUTIONS
+        and convolution.bias is not None
+        and not has_hooks(convolution)
         and norm.normalized_shape == convolution.bias.shape
         and (permute is None or (tuple(permute.dims) == dims and not has_hooks(permute)))
     ):
@@ -194,31 +178,25 @@ def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:
     return Pool(kernel, stride, padding, ceil_mode) if pairs and dilation == (1, 1) else None
 
 
-def _is_plain_convolution(module: Any) -> bool:
-    """Whether a call of a convolution does no more than convolve and add a bias."""
-    return type(module) in CONVOLUTIONS and module.bias is not None and not has_hooks(module)
-
-
-def _are_plain(
-    norm: Any,
-    x: Tensor,
-    activation: Any,
-    between: tuple[nn.Module, ...],
-) -> bool:
-    """Whether calls of these modules do no more than the norm's `fused`."""
+def _are_plain(norm: Any, x: Any, activation: Any, between: tuple[nn.Module, ...]) -> bool:
+    """`_is_plain`, and whether calls of the other modules do no more than their class's forward."""
     return (
-        _is_plain(norm)
+        _is_plain(norm, x)
         and not (isinstance(activation, nn.Module) and has_hooks(activation))
         and (not between or all(type(m) is nn.Identity and not has_hooks(m) for m in between))
-        and isinstance(x, Tensor)
     )
 
 
-def _is_plain(norm: Any) -> bool:
-    """Whether a call of a norm does no more than its fused methods."""
+def _is_plain(norm: Any, x: Any) -> bool:
+    """Whether kernels may run a norm, and a call of it does no more than its fused methods."""
     sites: FusionSites | None = getattr(type(norm), "_fusion_sites", None)
     return (
-        sites is not None and sites.apply_to(type(norm)) and not has_hooks(norm) and norm.may_fuse()
+        sites is not None
+        and sites.apply_to(type(norm))
+        and isinstance(x, Tensor)
+        and (x.is_cuda or eligible.has_kernels("fuse", norm.backend, x))
+        and not has_hooks(norm)
+        and norm.may_fuse()
     )
 
 

@@ -10,10 +10,10 @@ value. An edited forward is the original forward except for the statements of th
     y = self.act(self.norm(x))        x = self.norm(x)
                                       x = self.act(x)
 
-Nothing with a side effect may run between the two, and nothing but the activation may read the
-norm's result. The second statement may be inside or after an `if` whose test has no side effect:
-the first one then evaluates the test, too. So an edited forward takes any arguments, and depends on
-nothing but the function that it was made from. Each call decides at run time whether it does both.
+Both statements must be in the same block. If an `if` separates them, each of its branches gets a
+copy first. Nothing with a side effect may run between the two, and nothing but the activation may
+read the norm's result. So an edited forward takes any arguments, and depends on nothing but the
+function that it was made from. Each call decides at run time whether the two run as one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -32,7 +33,7 @@ from torch import nn
 from normplug import _activations
 from normplug._activations import ActivationLike
 from normplug._fuse import calls
-from normplug._fuse.definitions import SCOPES, Untraceable, compiled, definition, is_name
+from normplug._fuse.source import SCOPES, Untraceable, compiled, definition, is_name
 from normplug._ops import recompute as _recompute
 from normplug._ops.likely import Operations
 
@@ -41,17 +42,12 @@ REASON = "no plain addition or activation is next to it"
 # The functions that edited statements call, under the names in the edited source.
 _CALLED = {
     "_normplug_add_norm": calls.add_norm,
-    "_normplug_sum_norm": calls.sum_norm,
     "_normplug_activated_norm": calls.activated_norm,
-    "_normplug_norm_then": calls.norm_then,
     "_normplug_recompute": _recompute.call,
 }
-_ADD_NORM, _SUM_NORM, _ACTIVATED_NORM, _NORM_THEN, _RECOMPUTE = _CALLED
-# The variables that hold, from the first statement to the second, the norm's result, and whether
-# the activation has been applied.
-_RESULT, _DONE = "_normplug_result", "_normplug_done"
-# How many tests may lie between a value and its reader.
-_MAX_TESTS = 4
+_ADD_NORM, _ACTIVATED_NORM, _RECOMPUTE = _CALLED
+# The variable that holds a norm's result from the addition to the statement that reads it.
+_RESULT = "_normplug_result"
 # `except*` came with Python 3.11.
 _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 # Python's functions, and C++'s.
@@ -81,13 +77,12 @@ class Place(NamedTuple):
 
     Attributes:
         branch: the branches that contain it.
-        child: the name of the activation if it is a child of the module; else "".
-        function: the name of the activation if it is a function; None with an addition, too.
+        activation: given the module, the activation after the norm, or None if it has no kernels;
+            None if an addition comes before the norm.
     """
 
     branch: Branch
-    child: str = ""
-    function: str | None = None
+    activation: Callable[[nn.Module], ActivationLike] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,16 +109,13 @@ class Edited:
 
     def operations(self, norm: str, module: nn.Module) -> Operations | None:
         """The operations that run in one call with a norm, given by name; None if none do."""
-        for place in self.found.get(norm, ()):
-            if not all(_may_be(*each, self.me, vars(module)) for each in place.branch):
+        state = {**module._modules, **vars(module)}
+        for branch, activation in self.found.get(norm, ()):
+            if not all(_may_be(*each, self.me, state) for each in branch):
                 continue
-            if not place.child and place.function is None:
+            if activation is None:
                 return Operations(residual=True)
-            child = module._modules.get(place.child)
-            name: ActivationLike = place.function
-            if child is not None:
-                name = _activations.of_module(child)
-            if name is not None:
+            if (name := activation(module)) is not None:
                 return Operations(name)
         return None
 
@@ -147,14 +139,14 @@ def edit(cls: type[nn.Module], parts: Parts, recompute: bool) -> Edited:
     Raises:
         Untraceable: the source of the forward is not certain.
     """
-    if cls.__getattribute__ is not nn.Module.__getattribute__:
-        raise Untraceable("its class defines __getattribute__")
     known: Any = cls  # to mypy, a class of modules has no hash
     return _edit(known, inspect.getattr_static(cls, "forward"), parts, recompute)
 
 
 @functools.cache
 def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> Edited:
+    if cls.__getattribute__ is not nn.Module.__getattribute__:
+        raise Untraceable("its class defines __getattribute__")
     chain = [forward]
     while hasattr(chain[-1], "__wrapped__"):
         chain.append(chain[-1].__wrapped__)
@@ -162,7 +154,7 @@ def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> 
         raise Untraceable("its forward is not a plain function")
     written = chain[-1]
     editor = _Editor(cls, parts, written, definition(written))
-    editor.edit()
+    editor.edit(editor.definition.body)
     if recompute:
         editor.recompute(editor.definition.body)
     code = compiled(written, editor.definition, _CALLED)
@@ -170,47 +162,6 @@ def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> 
     for outer, inner in zip(chain[-2::-1], chain[:0:-1], strict=True):
         edited = _rewrapped(outer, inner, edited)
     return Edited(cls, forward, edited, editor.me, editor.found)
-
-
-class _Next(NamedTuple):
-    """The calls of which one reads a value next, depending on tests in between.
-
-    Attributes:
-        chosen: an expression for the function that is called next; it is `None` if none is.
-        readers: each call, its statement, and the branches that contain it.
-    """
-
-    chosen: ast.expr
-    readers: tuple[tuple[Any, ast.stmt, Branch], ...] = ()
-
-
-class _Rest(NamedTuple):
-    """The statements that run after one that computes a value.
-
-    Attributes:
-        following: the statements.
-        branch: the branches that contain the first of them.
-        held: the variables that have the value.
-        stale: the variables assigned since, which no test may read.
-        tests: how many tests may come before a reader.
-    """
-
-    following: tuple[ast.stmt, ...]
-    branch: Branch
-    held: frozenset[str]
-    stale: frozenset[str]
-    tests: int = _MAX_TESTS
-
-
-# (statement, call, variables) -> whether the call reads one of the variables.
-_Reads = Callable[[ast.stmt, Any, frozenset[str]], bool]
-
-
-class _Pair(NamedTuple):
-    """A statement that computes a value, and what reads it next."""
-
-    statement: Any
-    next: _Next
 
 
 @dataclass
@@ -231,9 +182,6 @@ class _Editor:
     definition: ast.FunctionDef
     found: dict[str, list[Place]] = field(default_factory=dict)
     _results: list[ast.expr] = field(default_factory=list)  # of edited calls
-    _sums: list[_Pair] = field(default_factory=list)
-    _norms: list[_Pair] = field(default_factory=list)
-    _bodies: dict[ast.stmt, list[ast.stmt]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         arguments = [*self.definition.args.posonlyargs, *self.definition.args.args]
@@ -246,43 +194,60 @@ class _Editor:
             if is_name(node, {self.me}) and not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
                 raise Untraceable(f"its forward assigns to {self.me}")
 
-    def edit(self) -> None:
-        """Edit the body of the forward."""
-        self._look(self.definition.body, [], ())
-        if self._norms:
-            self._merge(self._norms, _DONE, ast.Constant(False))
-        for statement, found in self._norms:
-            norm, x = statement.value.func, statement.value.args[0]
-            done = ast.Name(_DONE, ast.Store())
-            statement.targets = [ast.Tuple([statement.targets[0], done], ast.Store())]
-            statement.value = _call(_NORM_THEN, norm, x, found.chosen)
-            _located(statement, statement)
-        if self._sums:
-            self._merge(self._sums, _RESULT, ast.Constant(None))
-        for statement, found in self._sums:
-            target, total = _assigned(statement)
-            both = _call(_SUM_NORM, total.left, total.right, found.chosen)
-            body = self._bodies[statement]
-            body[body.index(statement)] = _assignment([_RESULT, target], both, statement)
-
-    def _look(self, body: list[ast.stmt], after: list[ast.stmt], branch: Branch) -> None:
-        """Edit the norms inside statements, and note the values that a later statement reads.
-
-        after: the statements that run after the body; branch: the branches that contain it.
-        """
-        for i, statement in enumerate(body):
-            self._bodies[statement] = body
-            following = [*body[i + 1 :], *after]
+    def edit(self, body: list[ast.stmt], branch: Branch = ()) -> None:
+        """Edit the norms in statements; branch: the branches that contain the statements."""
+        for i, _ in enumerate(body):
+            if not self._has_try:
+                self._into_branches(body, i)
+            statement = body[i]
             for node in _expressions(statement):
                 self._nested(statement, node, branch)
             if not self._has_try:
-                self._pair(statement, following, branch)
-            for block in _blocks(statement):
-                if isinstance(statement, ast.If):
-                    inside = (*branch, (statement.test, block is statement.body))
-                    self._look(block, following, inside)
-                else:
-                    self._look(block, [], branch)
+                self._pair(body, i, branch)
+            for block in _blocks(body[i]):
+                test = statement.test if isinstance(statement, ast.If) else ast.Constant(None)
+                self.edit(block, (*branch, (test, block is getattr(statement, "body", None))))
+
+    def _into_branches(self, body: list[ast.stmt], i: int) -> None:
+        """Copy a sum or a norm before an `if` into its branches, and what reads one after it."""
+        if len(body) > i + 1 and self._begins(body[i]) and self._is_plain(body[i], body[i + 1]):
+            first, choice = body[i], body[i + 1]
+            for block in (choice.body, choice.orelse):  # type: ignore[attr-defined]
+                block.insert(0, copy.deepcopy(first))
+            del body[i]
+        choice = body[i]
+        if not isinstance(choice, ast.If) or not any(map(self._begins, ast.walk(choice))):
+            return
+        for end, statement in enumerate(body[i + 1 :], i + 2):
+            if self._ends(statement):
+                for block in (choice.body, choice.orelse):
+                    block += copy.deepcopy(body[i + 1 : end])
+                del body[i + 1 : end]
+                return
+            target, value = _assigned(statement)
+            if target is None or self._first_effect(value) is not None:
+                return
+
+    def _begins(self, node: ast.AST) -> bool:
+        """Whether a statement computes a sum or a norm, and no more."""
+        _, value = _assigned(node)
+        return _is_sum(value) or bool(self._child(value, self.parts.activated))
+
+    def _ends(self, statement: ast.stmt) -> bool:
+        """Whether a statement, or the first one in an `if`, begins with a norm or an activation."""
+        inner = statement.body[0] if isinstance(statement, ast.If) else statement
+        first = self._first_effect(getattr(inner, "value", None))
+        return self._is_activation(first) or bool(self._child(first, self.parts.summed))
+
+    def _is_plain(self, before: ast.stmt, choice: ast.stmt) -> bool:
+        """Whether an `if` may run its test before another statement: it compares with None."""
+        test = getattr(choice, "test", None)
+        if not isinstance(choice, ast.If) or not isinstance(test, ast.Compare):
+            return False
+        none = isinstance(test.ops[0], (ast.Is, ast.IsNot)) and len(test.ops) == 1
+        known = isinstance(test.left, ast.Name) and test.left.id != _assigned(before)[0]
+        constant = isinstance(test.comparators[0], ast.Constant)
+        return none and constant and (known or self._is_stored(test.left))
 
     def _nested(self, statement: ast.stmt, node: Any, branch: Branch) -> None:
         """Edit a norm of a sum, or an activation of a norm."""
@@ -290,127 +255,73 @@ class _Editor:
         if (name := self._child(node, self.parts.summed)) and _is_sum(inner):
             both = _call(_ADD_NORM, node.func, inner.left, inner.right)
             made: Any = ast.Subscript(both, ast.Constant(0), ast.Load())
-            self._found(name, Place(branch))
+            self._found(name, branch)
         elif (name := self._child(inner, self.parts.activated)) and self._is_activation(node):
             made = _call(_ACTIVATED_NORM, node.func, inner.func, inner.args[0])
-            self._found(name, self._place(node, branch))
+            self._found(name, branch, node.func)
         else:
             return
         self._results.append(made)
         _replace(statement, node, made)
 
-    def _pair(self, statement: ast.stmt, following: list[ast.stmt], branch: Branch) -> None:
-        """Note a statement that computes a sum or a norm, if a norm or an activation comes next."""
+    def _pair(self, body: list[ast.stmt], i: int, branch: Branch) -> None:
+        """Edit a statement that computes a sum or a norm, and the norm or activation after it."""
+        statement: Any = body[i]
         target, value = _assigned(statement)
-        if target is None or isinstance(statement, ast.AugAssign):
+        if target is None:
             return
-        rest = _Rest(tuple(following), branch, frozenset((target,)), frozenset((target,)))
         if _is_sum(value):
-            found = self._next(rest, self._norms_sum)
-            if found.readers:
-                self._sums.append(_Pair(statement, found))
-            for call, _, where in found.readers:
-                self._found(call.func.attr, Place(where))
-        elif isinstance(statement, ast.Assign) and self._child(value, self.parts.activated):
-            found = self._next(rest, self._activates)
-            if found.readers:
-                self._norms.append(_Pair(statement, found))
-            for call, _, where in found.readers:
-                self._found(value.func.attr, self._place(call, where))
-
-    def _found(self, name: str, place: Place) -> None:
-        self.found.setdefault(name, []).append(place)
-
-    def _place(self, activation: ast.Call, branch: Branch) -> Place:
-        function: Any = activation.func
-        if self._is_own(function):
-            return Place(branch, function.attr)
-        return Place(branch, function=self._named(function))
-
-    def _merge(self, pairs: list[_Pair], name: str, unset: ast.Constant) -> None:
-        """Replace the calls that read the values by a variable, where it is set."""
-        computing = [pair.statement for pair in pairs]
-        readers = {call: reader for pair in pairs for call, reader, _ in pair.next.readers}
-        for call, reader in readers.items():
-            if name == _DONE:
-                value = ast.IfExp(_load(_DONE), call.args[0], call)
-            else:
-                missing = ast.Compare(_load(_RESULT), [ast.Is()], [ast.Constant(None)])
-                value = ast.IfExp(missing, copy.copy(call), _load(_RESULT))
-            self._results.append(value)
-            _replace(reader, call, value)
-            if reader not in computing:  # else it sets the variable again
-                body = self._bodies[reader]
-                body.insert(body.index(reader) + 1, _assignment([name], unset, reader))
-        first = self.definition.body[0]
-        self.definition.body.insert(0, _assignment([name], unset, first))
-
-    def _next(self, rest: _Rest, reads: _Reads) -> _Next:
-        """The calls of which one reads a value next, if nothing before it has a side effect."""
-        following, branch, held, stale, tests = rest
-        for i, statement in enumerate(following):
-            first = self._first_effect(getattr(statement, "value", None))
-            if first is not None:
-                if not reads(statement, first, held):
-                    break
-                return _Next(copy.deepcopy(first.func), ((first, statement, branch),))
-            if isinstance(statement, ast.If) and tests and self._is_plain(statement.test, stale):
-                inside = rest._replace(held=held, stale=stale, tests=tests - 1)
-                return self._choice(statement, following[i + 1 :], inside, reads)
-            name, value = _assigned(statement)
-            if name is None or isinstance(statement, ast.AugAssign):
-                break
-            if reads == self._activates and any(is_name(part, held) for part in ast.walk(value)):
-                break
-            held = held | {name} if is_name(value, held) else held - {name}
-            stale = stale | {name}
-        return _Next(ast.Constant(None))
-
-    def _choice(
-        self, statement: ast.If, after: tuple[ast.stmt, ...], rest: _Rest, reads: _Reads
-    ) -> _Next:
-        """`_next` from an `if` on; after: the statements after it."""
-        blocks = {True: statement.body, False: statement.orelse}
-        true, false = (
-            self._next(
-                rest._replace(
-                    following=(*block, *after), branch=(*rest.branch, (statement.test, result))
-                ),
-                reads,
-            )
-            for result, block in blocks.items()
-        )
-        readers = true.readers + false.readers
-        if not readers:
-            return _Next(ast.Constant(None))
-        test = copy.deepcopy(statement.test)
-        return _Next(ast.IfExp(test, true.chosen, false.chosen), readers)
-
-    def _is_plain(self, test: ast.expr, stale: frozenset[str]) -> bool:
-        """Whether a test may also be evaluated earlier, with the same result.
-
-        It may read variables that are not in `stale`, attributes and constants, and compare with
-        None or a string.
-        """
-        parts: list[ast.expr] = []
-        if isinstance(test, ast.BoolOp):
-            parts = test.values
-        elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            parts = [test.operand]
-        elif isinstance(test, ast.Compare) and len(test.ops) == 1:
-            value = getattr(test.comparators[0], "value", 0)
-            same = isinstance(test.ops[0], (ast.Is, ast.IsNot))
-            equal = isinstance(test.ops[0], (ast.Eq, ast.NotEq)) and isinstance(value, str)
-            parts = [test.left, test.comparators[0]] if same or equal else []
-        elif isinstance(test, ast.Name):
-            return test.id not in stale
-        elif isinstance(test, ast.Attribute):
-            # A class's own `__getattr__` may have effects, such as a warning about an old name.
-            looks: Any = self.cls.__getattr__
-            return self._is_stored(test) and looks is nn.Module.__getattr__
+            norm, reader = self._reader(body[i + 1 :], target, False)
+            if norm is None:
+                return
+            self._found(norm.func.attr, branch)
+            both = _call(_ADD_NORM, norm.func, value.left, value.right)
+            body[i] = _assignment([_RESULT, target], both, statement)
+            result: ast.expr = _load(_RESULT)
+            if not (isinstance(reader, ast.Return) or _is_sum(reader.value)):
+                unset = _assignment([_RESULT], ast.Constant(None), reader)
+                body.insert(body.index(reader) + 1, unset)
+        elif name := self._child(value, self.parts.activated):
+            activation, reader = self._reader(body[i + 1 :], target, True)
+            if activation is None:
+                return
+            self._found(name, branch, activation.func)
+            made = _call(_ACTIVATED_NORM, copy.deepcopy(activation.func), value.func, value.args[0])
+            statement.value = _located(made, statement)
+            result = activation.args[0]
         else:
-            return isinstance(test, ast.Constant)
-        return bool(parts) and all(self._is_plain(part, stale) for part in parts)
+            return
+        self._results.append(result)
+        _replace(reader, norm if _is_sum(value) else activation, result)
+
+    def _found(self, norm: str, branch: Branch, function: Any = None) -> None:
+        """Record an edited call of a norm; function: the activation that is called after it."""
+        activation = None
+        if function is not None:
+            child = function.attr if self._is_own(function) else ""
+            activation = partial(_activation, child, self._named(function))
+        self.found.setdefault(norm, []).append(Place(branch, activation))
+
+    def _reader(self, following: list[ast.stmt], name: str, activates: bool) -> tuple[Any, Any]:
+        """The next call with a side effect, and its statement, if it reads a variable; else None.
+
+        name: the variable, which may be assigned to others before. activates: whether the call must
+            be an activation and the only reader, and not a norm.
+        """
+        held = {name}
+        for statement in following:
+            call = self._first_effect(getattr(statement, "value", None))
+            if call is not None:
+                plain = bool(self._child(call, self.parts.summed)) and is_name(call.args[0], held)
+                reads = self._activates(statement, call, held) if activates else plain
+                return (call, statement) if reads else (None, None)
+            target, value = _assigned(statement)
+            if target is None:
+                break
+            if activates and any(is_name(part, held) for part in ast.walk(value)):
+                break
+            held = held | {target} if is_name(value, held) else held - {target}
+        return None, None
 
     def _first_effect(self, node: Any) -> Any:
         """The first part of an expression that may have a side effect; None if it has none."""
@@ -445,15 +356,12 @@ class _Editor:
         plain = _has_one_argument(node) and self._is_own(node.func)
         return node.func.attr if plain and node.func.attr in names else ""
 
-    def _norms_sum(self, statement: ast.stmt, node: Any, held: frozenset[str]) -> bool:
-        return bool(self._child(node, self.parts.summed)) and is_name(node.args[0], held)
-
     def _is_activation(self, node: Any) -> bool:
         if not _has_one_argument(node):
             return False
         return bool(self._child(node, self.parts.activations)) or self._named(node.func) is not None
 
-    def _activates(self, statement: ast.stmt, node: Any, held: frozenset[str]) -> bool:
+    def _activates(self, statement: ast.stmt, node: Any, held: set[str]) -> bool:
         """Whether a node activates a norm's result, in the variable that only this node reads."""
         if not self._is_activation(node) or not is_name(node.args[0], held):
             return False
@@ -489,10 +397,8 @@ class _Editor:
             for node in _expressions(statement):
                 if self._is_reader(node):
                     for y in _arguments(node):
-                        if y in self._results:
-                            stored = y.orelse if isinstance(y, ast.IfExp) else y
-                            if isinstance(stored, ast.Name):
-                                _let_recompute(node, stored.id)
+                        if y in self._results and isinstance(y, ast.Name):
+                            _let_recompute(node, y.id)
             name, value = _assigned(statement)
             if name is not None and value in self._results:
                 reader = self._only_reader(body[i + 1 :], name)
@@ -519,25 +425,26 @@ class _Editor:
         return isinstance(node, ast.Call) and self._is_own(node.func)
 
 
-def _may_be(test: Any, result: bool, me: str, state: dict[str, Any]) -> bool:
-    """Whether a test may have a result, given the module's `__dict__`."""
+def _activation(child: str, name: ActivationLike, module: nn.Module) -> ActivationLike:
+    """The activation that a child of a module computes; `name` if it has no such child."""
+    found = module._modules.get(child)
+    return name if found is None else _activations.of_module(found)
+
+
+def _may_be(test: ast.expr, result: bool, me: str, state: dict[str, Any]) -> bool:
+    """Whether a test may have a result, given the module's attributes and children."""
     if isinstance(test, ast.BoolOp):
         parts = [_may_be(part, result, me, state) for part in test.values]
         return all(parts) if isinstance(test.op, ast.And) == result else any(parts)
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _may_be(test.operand, not result, me, state)
-    equal, value = True, None
-    if isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Eq, ast.NotEq)):
-        equal, value = isinstance(test.ops[0], ast.Eq), test.comparators[0]
-        test = test.left if len(test.ops) == 1 else None
-    if not isinstance(test, ast.Attribute) or not is_name(test.value, {me}):
+    nodes = list(ast.walk(test))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if names != {me} or any(isinstance(node, ast.Call) for node in nodes):
         return True
-    now = state.get(test.attr, state)  # a child may be anything
-    if not isinstance(now, (bool, int, str, type(None))):
+    try:
+        code = compile(ast.Expression(test), "<test>", "eval")
+        return bool(eval(code, {me: types.SimpleNamespace(**state)})) == result
+    except Exception:  # an attribute that only the forward can read
         return True
-    if value is None:
-        return bool(now) == result
-    return not isinstance(value, ast.Constant) or (now == value.value) == (equal == result)
 
 
 def _let_recompute(reader: ast.Call, y: str) -> None:
@@ -569,12 +476,13 @@ def _expressions(statement: ast.stmt) -> Iterator[Any]:
         yield from parts
 
 
-def _assigned(statement: ast.stmt) -> tuple[Any, Any]:
-    """The variable that a statement assigns to, None if not exactly one; and the value."""
-    targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
-    value = getattr(statement, "value", None)
-    single = len(targets) == 1 and isinstance(targets[0], ast.Name) and value is not None
-    return (targets[0].id, value) if single else (None, value)
+def _assigned(node: ast.AST) -> tuple[Any, Any]:
+    """The variable to which a statement assigns a value, and the value; None if not exactly one."""
+    if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+        return None, None
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    single = len(targets) == 1 and isinstance(targets[0], ast.Name)
+    return (targets[0].id, node.value) if single else (None, None)  # type: ignore[attr-defined]
 
 
 def _reads(statement: ast.AST, name: str) -> list[ast.AST]:

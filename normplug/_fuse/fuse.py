@@ -9,7 +9,7 @@ from torch import nn
 
 from normplug import _checks, _convert
 from normplug._fuse.analysis import Analysis
-from normplug._fuse.fusion import FUSION, fused_class, has_fused_class, plain_class
+from normplug._fuse.fusion import FORWARDS, fused_class, has_fused_class, plain_class
 from normplug._fuse.report import Report, report
 from normplug._ops import recompute as _recompute
 
@@ -87,7 +87,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
     release(m for m in fused_modules(model).values() if m not in classes)  # of an earlier call
     for module, fusion in analysis.fusions.items():
-        vars(module)[FUSION] = fusion
+        vars(module)[FORWARDS] = fusion
         _convert.assign_class(module, classes[module])
     for norm, operations in analysis.operations.items():
         norm.note_call(operations)
@@ -131,14 +131,16 @@ def fusions(model: nn.Module) -> Report:
     _checks.module("fusions", model)
     analysis = Analysis(model)
     fused = {
-        m: vars(m)[FUSION] for m in model.modules() if FUSION in vars(m) and has_fused_class(m)
+        m: vars(m)[FORWARDS] for m in model.modules() if FORWARDS in vars(m) and has_fused_class(m)
     }
     return report(model, fused or analysis.fusions, analysis)
 
 
 def fused_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose forward has been fused, by path."""
-    return {path: m for path, m in model.named_modules() if FUSION in vars(m) or has_fused_class(m)}
+    return {
+        path: m for path, m in model.named_modules() if FORWARDS in vars(m) or has_fused_class(m)
+    }
 
 
 def release(fused: Iterable[nn.Module]) -> None:
@@ -148,6 +150,6 @@ def release(fused: Iterable[nn.Module]) -> None:
     A wrapper around the forward on the instance stays, too.
     """
     for module in fused:
-        vars(module).pop(FUSION, None)
+        vars(module).pop(FORWARDS, None)
         if has_fused_class(module):
             _convert.assign_class(module, plain_class(module))

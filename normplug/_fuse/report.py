@@ -11,7 +11,7 @@ from torch import nn
 
 from normplug import _convert
 from normplug._fuse.analysis import Analysis
-from normplug._fuse.fusion import Fusion
+from normplug._fuse.fusion import FusedForwards
 from normplug._table import counts, shown, table
 from normplug.modules import TargetVarianceNorm
 
@@ -63,7 +63,7 @@ class Report:
         return "; ".join(parts)
 
 
-def report(model: nn.Module, fusions: dict[nn.Module, Fusion], analysis: Analysis) -> Report:
+def report(model: nn.Module, fusions: dict[nn.Module, FusedForwards], analysis: Analysis) -> Report:
     """List the norms of a model.
 
     Args:
@@ -89,7 +89,7 @@ def report(model: nn.Module, fusions: dict[nn.Module, Fusion], analysis: Analysi
 
 
 def _labels(
-    fusions: dict[nn.Module, Fusion], paths: dict[nn.Module, str]
+    fusions: dict[nn.Module, FusedForwards], paths: dict[nn.Module, str]
 ) -> dict[nn.Module, tuple[str, str]]:
     """What each norm is fused with, and in which module. The outermost module is the one to run."""
     found: dict[nn.Module, tuple[str, str]] = {}

@@ -3,44 +3,32 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
 
 from normplug import _activations
-from normplug._fuse import calls, forward
-from normplug._fuse.sites import AddBefore, After, BiasBefore, Single, Site
+from normplug._fuse import calls
+from normplug._fuse.sites import Site
 from normplug._ops import recompute
 
 
 def rewrite(graph: fx.Graph, sites: list[Site]) -> None:
     """Replace each site by one call."""
+    attribute = partial(_attribute, graph)
     for site in sites:
-        late = isinstance(site, After) and site.add
-        with graph.inserting_before(late or site.nodes[0]):
-            norm = _attribute(graph, site.norm)
-            if isinstance(site, AddBefore):
-                _rewrite_sum(graph, site, norm)
+        with graph.inserting_before(site.add or site.nodes[0]):
+            norm, arguments = attribute(site.norm), site.arguments(attribute)
+            call = graph.call_function(site.function, (norm, *arguments))
+            if site.function is not calls.add_norm:
+                single = site.function is calls.isolated_norm
+                _replace(graph, call, *([site.norm] if single else site.nodes))
                 continue
-            if isinstance(site, After):
-                function = calls.norm_add_activation if site.pool is None else calls.norm_max_pool
-                call = graph.call_function(function, (norm, *_arguments_after(graph, site)))
-            elif isinstance(site, BiasBefore):
-                arguments = _arguments_bias(graph, site, norm)
-                call = graph.call_function(calls.convolution_norm, arguments)
-            else:
-                call = graph.call_function(calls.isolated_norm, (norm, site.norm.args[0]))
-        _replace(graph, call, *([site.norm] if isinstance(site, Single) else site.nodes))
-
-
-def _rewrite_sum(graph: fx.Graph, site: AddBefore, norm: fx.Node) -> None:
-    add = site.nodes[0]
-    both = graph.call_function(calls.add_norm, (norm, *add.args))
-    y = graph.call_function(operator.getitem, (both, 0))
-    total = graph.call_function(operator.getitem, (both, 1))
-    _replace(graph, y, site.norm)
-    _replace(graph, total, add)
+            y, total = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
+        _replace(graph, y, site.norm)
+        _replace(graph, total, site.nodes[0])
 
 
 def _attribute(graph: fx.Graph, call: fx.Node) -> fx.Node:
@@ -53,36 +41,6 @@ def _replace(graph: fx.Graph, call: fx.Node, *nodes: fx.Node) -> None:
     nodes[-1].replace_all_uses_with(call)
     for node in reversed(nodes):
         graph.erase_node(node)
-
-
-def _arguments_after(graph: fx.Graph, site: After) -> Iterator[Any]:
-    """The arguments of `norm_add_activation` or `norm_max_pool` after the norm."""
-    yield site.norm.args[0]
-    if site.activation is None:
-        yield None
-    elif site.activation.op == "call_module":
-        yield _attribute(graph, site.activation)
-    else:
-        yield site.name
-    yield tuple(_attribute(graph, n) for n in site.between)
-    if site.pool is not None:
-        if site.pool.op == "call_module":
-            yield _attribute(graph, site.pool)
-        else:
-            yield forward.pool_settings(site.pool)
-    elif site.add is not None:
-        of_norm = (site.norm, *site.between)[-1]
-        flipped = site.add.args[1] is of_norm
-        yield site.add.args[0 if flipped else 1]
-        yield forward.addition(site.add) is calls.add_in_place
-        yield flipped
-
-
-def _arguments_bias(graph: fx.Graph, site: BiasBefore, norm: fx.Node) -> tuple[Any, ...]:
-    """The arguments of `convolution_norm`."""
-    convolution, permute, _ = site.nodes
-    module = _attribute(graph, permute) if permute.op == "call_module" else None
-    return norm, _attribute(graph, convolution), module, site.dims, convolution.args[0]
 
 
 def recompute_results(graph: fx.Graph, root: nn.Module) -> None:

@@ -15,8 +15,16 @@ from torch import fx, nn
 from normplug import _activations
 from normplug._activations import ActivationLike
 from normplug._fuse import forward
-from normplug._fuse.calls import CONVOLUTIONS, add_in_place
-from normplug._fuse.forward import Forward
+from normplug._fuse.calls import (
+    CONVOLUTIONS,
+    add_in_place,
+    add_norm,
+    convolution_norm,
+    isolated_norm,
+    norm_add_activation,
+    norm_max_pool,
+)
+from normplug._fuse.forward import Forward, addition, reader
 from normplug._ops.likely import ALONE, Operations
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.fusion_sites import FusionSites
@@ -40,59 +48,27 @@ class Site:
 
     Attributes:
         norm: the node of the norm.
-        nodes: the nodes that the call replaces, in order.
-        label: what the norm is fused with, for a report; "" for nothing.
+        nodes: the nodes of the norm and the operations, in order. `isolated_norm` replaces only the
+            norm.
+        function: the function that runs them.
+        arguments: its arguments after the norm, given a function that returns a node for the module
+            that a node calls. They are read late, since a site may replace another one's input.
+        operations: the operations, without a pooling.
+        label: the operations, for a report; "" for none.
     """
 
     norm: fx.Node
     nodes: tuple[fx.Node, ...]
-    label: str
+    function: Callable[..., Any]
+    arguments: Callable[[Callable[[fx.Node], fx.Node]], tuple[Any, ...]]
+    operations: Operations = ALONE
+    label: str = ""
 
     @property
-    def operations(self) -> Operations:
-        """The operations that the call runs with the norm."""
-        return ALONE
-
-
-@dataclass(frozen=True)
-class After(Site):
-    """A norm, then any `nn.Identity`s, residual addition, activation and max pooling."""
-
-    between: tuple[fx.Node, ...]
-    add: fx.Node | None
-    activation: fx.Node | None
-    name: ActivationLike  # of the activation
-    pool: fx.Node | None
-
-    @property
-    def operations(self) -> Operations:
-        """An activation and an addition; the pooling is not among them."""
-        return Operations(self.name, self.add is not None)
-
-
-class Single(Site):
-    """A norm whose result only another site's addition reads; `nodes` has both."""
-
-
-class AddBefore(Site):
-    """The addition of two tensors, and a norm of the sum."""
-
-    @property
-    def operations(self) -> Operations:
-        """The addition."""
-        return Operations(residual=True)
-
-
-@dataclass(frozen=True)
-class BiasBefore(Site):
-    """A convolution with a bias, the permutation by `dims`, and a norm over its channels."""
-
-    dims: tuple[int, ...]
-
-    @property
-    def operations(self) -> Operations:
-        """The addition of the bias."""
-        return Operations(input_bias=True)
+    def add(self) -> fx.Node | None:
+        """The addition of a residual after the norm, or None."""
+        after = (node for node in self.nodes[self.nodes.index(self.norm) :] if addition(node))
+        return next(after, None) if self.operations.residual else None
 
 
 def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, str]]:
@@ -108,7 +84,7 @@ def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, 
         times = sum(m is norm for _, m in norms)
         refused = _refusal(node, norm, times)
         found = refused or _site(traced, node, norm)
-        if isinstance(found, (After, AddBefore)) and not taken.isdisjoint(found.nodes):
+        if isinstance(found, Site) and not taken.isdisjoint(found.nodes):
             found = "its addition is another norm's"
         if isinstance(found, str):
             reasons[norm] = found
@@ -158,26 +134,33 @@ def _site(traced: Forward, node: fx.Node, norm: TargetVarianceNorm) -> Site | st
 
 def _single_sites(
     left: list[tuple[fx.Node, FusionSites | None]], sites: list[Site]
-) -> Iterator[Single]:
+) -> Iterator[Site]:
     """Sites for the norms left whose result only the addition of another site reads."""
-    additions = {site.add for site in sites if isinstance(site, After)}
+    additions = {site.add for site in sites}
     for node, declared in left:
-        add = forward.reader(node)
+        add = reader(node)
         if add is not None and add in additions and declared and "addition" in declared.after:
-            yield Single(node, (node, add), "")
+            yield _single(node, add)
+
+
+def _single(node: fx.Node, add: fx.Node) -> Site:
+    return Site(node, (node, add), isolated_norm, lambda _: node.args)
 
 
 def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | str:
     """The site of a norm and what follows it."""
     add, between, last = None, list[fx.Node](), node
     while True:
-        user = forward.reader(last)
+        user = reader(last)
         if user is None:
             reason = f"its result is used {len(last.users)} times"
             break
         name = traced.activation(user) if "activation" in declared.after else None
         if name is not None:
-            return _activated(traced, node, tuple(between), add, user, name, declared)
+            pool = None
+            if add is None and name == "relu" and "max_pool" in declared.after:
+                pool = traced.max_pool(reader(user), user)
+            return _site_after(node, tuple(between), add, user, name, pool)
         if add is None and type(traced.module(user)) is nn.Identity:
             between.append(user)
         elif add is None and "addition" in declared.after and forward.adds(user, last):
@@ -191,28 +174,40 @@ def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | str:
         last = user
     if add is None:
         return reason
-    return After(node, (node, *between, add), "add", tuple(between), add, None, None, None)
+    return _site_after(node, tuple(between), add, None, None)
 
 
-def _activated(
-    traced: Forward,
+def _site_after(
     node: fx.Node,
     between: tuple[fx.Node, ...],
     add: fx.Node | None,
-    activation: fx.Node,
+    activation: fx.Node | None,
     name: ActivationLike,
-    declared: FusionSites,
-) -> After:
-    """The site of a norm that an activation follows, with the max pooling after relu."""
-    parts, pool = [_activations.label(name)], None
-    if add is not None:
-        parts.insert(0, "add")
-    elif name == "relu" and "max_pool" in declared.after:
-        pool = traced.max_pool(forward.reader(activation), activation)
+    pool: fx.Node | None = None,
+) -> Site:
+    """The site of a norm, an addition or a pooling, and an activation, of this name."""
+    labels = ["add"] * (add is not None) + ["max pool"] * (pool is not None)
+    if activation is not None:
+        labels.insert(0 if add is None else 1, _activations.label(name))
+
+    def arguments(module: Callable[[fx.Node], fx.Node]) -> tuple[Any, ...]:
+        value: Any = name
+        if activation is not None and activation.op == "call_module":
+            value = module(activation)
+        first = node.args[0], value, tuple(map(module, between))
         if pool is not None:
-            parts.append("max pool")
+            of_module = pool.op == "call_module"
+            return *first, module(pool) if of_module else forward.pool_settings(pool)
+        if add is None:
+            return first
+        flipped = add.args[1] is (node, *between)[-1]
+        residual = add.args[0 if flipped else 1]
+        return *first, residual, addition(add) is add_in_place, flipped
+
     nodes = (node, *between, *(n for n in (add, activation, pool) if n is not None))
-    return After(node, nodes, ", ".join(parts), between, add, activation, name, pool)
+    function = norm_add_activation if pool is None else norm_max_pool
+    operations = Operations(name, add is not None)
+    return Site(node, nodes, function, arguments, operations, ", ".join(labels))
 
 
 def _moves(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]) -> str:
@@ -231,7 +226,7 @@ def _moves(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node])
 def _add_before(traced: Forward, node: fx.Node) -> Site | str:
     """The site of a norm of a sum."""
     add = node.all_input_nodes[0]
-    how = forward.addition(add)
+    how = addition(add)
     if how is None:
         return ""
     if how is add_in_place:
@@ -240,7 +235,8 @@ def _add_before(traced: Forward, node: fx.Node) -> Site | str:
         return "its input is used before it, and may change"
     if traced.calls(traced.amid(add, node), node):
         return "called inside another module, too"
-    return AddBefore(node, (add, node), "add before it")
+    operations = Operations(residual=True)
+    return Site(node, (add, node), add_norm, lambda _: add.args, operations, "add before it")
 
 
 def _bias_before(traced: Forward, node: fx.Node) -> Site | str:
@@ -255,13 +251,19 @@ def _bias_before(traced: Forward, node: fx.Node) -> Site | str:
     of_rows = norm.normalized_shape == (layer.out_channels,)
     channels_last = len(dims) == layer.weight.dim() and dims[-1] == 1
     called = len(source.args) == 1 and not source.kwargs
-    read_once = forward.reader(source) is permute and forward.reader(permute) is node
+    read_once = reader(source) is permute and reader(permute) is node
     if not (of_rows and channels_last and called and read_once):
         return ""
     if traced.calls(traced.amid(source, node), node):
         return ""
+
+    def arguments(module: Callable[[fx.Node], fx.Node]) -> tuple[Any, ...]:
+        permutation = module(permute) if permute.op == "call_module" else None
+        return module(source), permutation, dims, source.args[0]
+
+    nodes, operations = (source, permute, node), Operations(input_bias=True)
     label = f"bias of {type(layer).__name__}"
-    return BiasBefore(node, (source, permute, node), label, dims)
+    return Site(node, nodes, convolution_norm, arguments, operations, label)
 
 
 # Finders of the sites that a class declares in `before`. Each returns the site, why there is none,

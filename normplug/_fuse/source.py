@@ -13,7 +13,9 @@ import ast
 import builtins
 import functools
 import inspect
+import linecache
 import types
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +23,13 @@ import torch
 from torch import nn
 from torch.overrides import get_overridable_functions
 
-from normplug._fuse.definitions import Untraceable, definition, is_name
 from normplug._torch import traceable_assert
 
+# The nodes that have variables of their own.
+SCOPES = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp,
+    ast.DictComp, ast.GeneratorExp,
+)  # fmt: skip
 _STATEMENTS = (
     ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.If, ast.For, ast.Pass,
     ast.Assert, ast.Raise,
@@ -38,6 +44,10 @@ _BUILTINS = (range, tuple, list, bool, int, float, len, *_LOOPS)
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 # If a class defines one of these, the source of its forward does not tell what the forward does.
 _OF_ALL_MODULES = ("__call__", "__getattr__", "__getattribute__", "__del__")
+
+
+class Untraceable(Exception):
+    """A forward cannot be traced or edited; the message is the reason for the report."""
 
 
 @dataclass
@@ -325,3 +335,73 @@ def _formats(node: ast.expr) -> bool:
 
 def _kind(node: ast.AST) -> str:
     return type(node).__name__.lower()
+
+
+# Definitions of functions, parsed from their source files.
+
+
+def definition(function: types.FunctionType) -> ast.FunctionDef:
+    """Parse the definition of a function, without its decorators.
+
+    Raises:
+        Untraceable: it does not compile to the function's code, as after an edit of the file.
+    """
+    name, code = function.__name__, function.__code__
+    try:
+        lines, first = inspect.getsourcelines(function)
+        indented = lines[0][:1].isspace()
+        tree = ast.parse("if 1:\n" * indented + "".join(lines))
+        compiles = code in _codes("".join(linecache.getlines(code.co_filename)))
+    except (OSError, TypeError, SyntaxError):
+        raise Untraceable(f"the source of its {name} cannot be read") from None
+    found = tree.body[0].body[0] if indented else tree.body[0]  # type: ignore[attr-defined]
+    if not isinstance(found, ast.FunctionDef):
+        raise Untraceable(f"its {name} is not a plain function")
+    if not compiles:
+        raise Untraceable(f"its {name} does not match its source")
+    ast.increment_lineno(found, first - 1 - indented)
+    found.decorator_list = []
+    return found
+
+
+@functools.cache
+def _codes(source: str) -> frozenset[types.CodeType]:
+    """The code of all functions in a file; a notebook compiles each statement of a cell apart."""
+    tree = ast.parse(source)
+    parts = [tree, *(ast.Module([statement], []) for statement in tree.body)]
+    waiting: list[Any] = [compile(part, "<source>", "exec", dont_inherit=True) for part in parts]
+    found = set[types.CodeType]()
+    while waiting:
+        code = waiting.pop()
+        if isinstance(code, types.CodeType):
+            found.add(code)
+            waiting += code.co_consts
+    return frozenset(found)
+
+
+def compiled(
+    function: types.FunctionType, found: ast.FunctionDef, enclosing: Iterable[str] = ()
+) -> types.CodeType:
+    """Compile a definition to replace a function's code.
+
+    Args:
+        function: the function.
+        found: the definition.
+        enclosing: enclosing variables that it may use, besides those of the function.
+    """
+    code = function.__code__
+    around = ast.parse(f"def around({', '.join((*code.co_freevars, *enclosing))}): pass")
+    around.body[0].body = [found]  # type: ignore[attr-defined]
+    made = compile(around, code.co_filename, "exec", dont_inherit=True)
+    return _inside(_inside(made, "around"), found.name).replace(co_firstlineno=code.co_firstlineno)
+
+
+def _inside(code: types.CodeType, name: str) -> types.CodeType:
+    """The code of a function that is defined in other code."""
+    parts = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return next(c for c in parts if c.co_name == name)
+
+
+def is_name(node: Any, names: Collection[str]) -> bool:
+    """Whether an expression is a variable with one of these names."""
+    return isinstance(node, ast.Name) and node.id in names

@@ -12,9 +12,8 @@ import torch
 from torch import fx, nn
 
 from normplug._fuse.calls import add_in_place
-from normplug._fuse.definitions import Untraceable
 from normplug._fuse.fusion import plain_class
-from normplug._fuse.source import Reads
+from normplug._fuse.source import Reads, Untraceable
 
 _log = logging.getLogger("normplug.fuse")
 # Containers that a forward may iterate over or index; subclasses may define that differently.
@@ -50,6 +49,16 @@ class Trace(fx.Tracer):
     `fx.Tracer.trace` patches `nn.Module` while it runs, and every thread of the process sees that.
     Here nothing is patched. A stand-in has the class of its module, so that the same forward runs,
     and dicts of its own, in which children are stand-ins, and parameters and buffers are proxies.
+    So other threads can run the model meanwhile.
+
+    Args:
+        root: the module.
+        reads: the results of `source.read` for it and for each of `inner`.
+        inner: the modules whose forward is inlined; a call of any other is one node.
+        training: the training flag of all of these.
+
+    Raises:
+        Untraceable: if torch.fx cannot follow the forward.
 
     Attributes:
         graph: the graph. It calls modules by the paths that the forward took to them.
@@ -60,7 +69,11 @@ class Trace(fx.Tracer):
     """
 
     def __init__(
-        self, root: nn.Module, reads: Mapping[nn.Module, Reads], inner: Collection[nn.Module]
+        self,
+        root: nn.Module,
+        reads: Mapping[nn.Module, Reads],
+        inner: Collection[nn.Module],
+        training: bool,
     ) -> None:
         super().__init__()
         self.root, self.graph = root, fx.Graph()
@@ -68,22 +81,27 @@ class Trace(fx.Tracer):
         self.scopes: dict[fx.Node, tuple[nn.Module, ...]] = {}
         self.followed: dict[nn.Module, None] = {}
         self.reached: dict[nn.Module, None] = {}
-        self._reads, self._inner = reads, frozenset(inner)
+        self._reads, self._inner, self._training = reads, frozenset(inner), training
         self._scope: tuple[nn.Module, ...] = ()
         self._stand_ins: dict[str, nn.Module] = {}
         self._tensors: dict[str, fx.Proxy] = {}
-
-    def record(self, training: bool) -> None:
-        """Fill the graph with the root's forward, for one value of the training flag."""
-        reads, self._training = self._reads[self.root], training
-        inputs = [self.create_proxy("placeholder", name, (), {}) for name in reads.inputs]
-        self.reached[self.root] = None
-        root = self._with_forward(self.root, "")
+        _log.debug("tracing the forward of %s, training=%s", type(root).__name__, training)
         try:
-            result = reads.methods["forward"](root, *inputs)
-            self.create_node("output", "output", (self.create_arg(result),), {})
+            self._record(reads[root])
+        except Untraceable:
+            raise
+        except Exception as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise Untraceable(f"torch.fx cannot follow its forward: {text}") from error
         finally:
             self._stand_ins.clear()  # breaks the reference cycle with this tracer
+
+    def _record(self, reads: Reads) -> None:
+        """Fill the graph with the root's forward."""
+        inputs = [self.create_proxy("placeholder", name, (), {}) for name in reads.inputs]
+        self.reached[self.root] = None
+        result = reads.methods["forward"](self._with_forward(self.root, ""), *inputs)
+        self.create_node("output", "output", (self.create_arg(result),), {})
 
     def _child(self, path: str, module: nn.Module | None) -> nn.Module | None:
         if module is None:
@@ -161,34 +179,3 @@ def _made(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def trace(
-    root: nn.Module,
-    reads: Mapping[nn.Module, Reads],
-    inner: Collection[nn.Module],
-    training: bool,
-) -> Trace:
-    """The graph of a module's forward, for one value of the training flag.
-
-    The model stays as it is, and other threads can run it.
-
-    Args:
-        root: the module.
-        reads: the results of `source.read` for it and for each of `inner`.
-        inner: the modules whose forward is inlined; a call of any other is one node.
-        training: the training flag of all of these.
-
-    Raises:
-        Untraceable: if torch.fx cannot follow the forward.
-    """
-    _log.debug("tracing the forward of %s, training=%s", type(root).__name__, training)
-    made = Trace(root, reads, inner)
-    try:
-        made.record(training)
-    except Untraceable:
-        raise
-    except Exception as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Untraceable(f"torch.fx cannot follow its forward: {text}") from error
-    return made

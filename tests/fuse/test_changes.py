@@ -13,6 +13,7 @@ from fuse_cases import (
     Depthwise,
     Half,
     Nested,
+    Resnet,
     X,
     assert_same_after,
     assert_same_step,
@@ -21,7 +22,8 @@ from fuse_cases import (
     swapped,
     twins,
 )
-from normplug import fuse, unswap
+from normplug import fuse, fusions, unswap
+from normplug.modules import TargetVarianceNorm
 from normplug.modules.probe import Probe, averages
 
 
@@ -186,12 +188,6 @@ def test_an_activation_computes_what_its_attributes_say(setting, when, calls):
     assert calls == expected
 
 
-def test_a_forward_that_was_patched_on_the_class_is_called(monkeypatch):
-    model = fuse(swapped(Block()))
-    monkeypatch.setattr(Block, "forward", lambda self, x: x * 2)
-    assert torch.equal(model(X), X * 2)
-
-
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
 @pytest.mark.parametrize("name", ["bn1", "act"])
 def test_hooks_on_norms_and_activations_run(name, kind, calls):
@@ -208,12 +204,17 @@ def test_hooks_on_norms_and_activations_run(name, kind, calls):
     assert calls == ["relu", "add, relu"]
 
 
-def test_global_module_hooks_run(calls):
-    model, seen = fuse(swapped(Block())), []
+@pytest.mark.parametrize("make", [Block, Resnet])  # the first is traced, the other edited
+def test_global_hooks_and_forwards_patched_on_the_class_run(make, calls, monkeypatch):
+    model, seen = fuse(swapped(make())), []
+    norm = next(m for m in model.modules() if isinstance(m, TargetVarianceNorm))
     with nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m)):
         outcome(model, X)
+    assert norm in seen
+    monkeypatch.setattr(make, "forward", lambda self, x: x * 2)
+    assert torch.equal(model(X), X * 2)
+    assert not any(row.label for row in fusions(model))
     assert calls == []
-    assert model.bn1 in seen
 
 
 def test_a_probe_on_a_fused_norm_measures_as_when_unfused(calls):

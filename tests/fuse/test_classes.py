@@ -253,14 +253,10 @@ def test_norms_with_two_names_are_fused(make, calls):
     model, plain = twins(make())
     found = fusions(model)
     assert {row.label for row in found} == {"ReLU"}
-    assert {row.path[-4:] for row in found} == {"norm"}
-    assert {row.owner[-11:] for row in found} == {"all_modules"}
+    assert {(row.path[-4:], row.owner[-11:]) for row in found} == {("norm", "all_modules")}
     assert_same_step(model, plain, X)
     assert calls == ["relu"] * len(found)
-
-
-def test_modules_with_two_names_are_fused_as_with_one(calls):
     model, plain = twins(Listed())
     assert [row.path for row in fusions(model) if not row.label] == ["first.norm1"]
     assert_same_step(model, plain, ROWS)
-    assert calls == ["add before"] * 4
+    assert calls[-4:] == ["add before"] * 4

@@ -1,17 +1,19 @@
-"""Norms are fused with the addition before them by editing forwards that cannot be traced."""
+"""Norms are fused with the operation next to them by editing forwards that cannot be traced."""
 
 import copy
 import functools
+import re
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from fuse_cases import ROWS, Parts, assert_same_step, outcome, swapped, twins
-from normplug import fuse, fusions, swap, unfuse
+import normplug
+from fuse_cases import ROWS, Parts, Resnet, X, assert_same_step, outcome, swapped, twins
+from normplug import fuse, fusions, swap
 from normplug._fuse.edit import REASON
-from normplug._fuse.fuse import fused_modules
 from normplug.modules.probe import Probe
 from zoo.check import observe
 
@@ -78,9 +80,34 @@ def test_a_block_that_takes_keyword_arguments_and_returns_a_tuple_is_fused(optio
         assert calls == ["add before"] * (4 if "context" in options else 2)
 
 
-class Statements(Parts):
-    """Each method is a forward whose statements are edited, or left alone."""
+# How many norms are fused, for each thing that the block does before its second activation.
+WAYS = {"add": 2, "other": 2, "scale": 1, "none": 1}
+NOTE = f"Resnet: its forward takes *args or **kwargs, and {REASON}"
 
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_diffusion_models_block_is_fused(way, calls, traces):
+    model, plain = twins(Resnet(way))
+    found = {row.path: (row.label, row.note) for row in fusions(model)}
+    assert found["norm1"] == ("SiLU", "")
+    assert found["norm2"] == (("SiLU", "") if WAYS[way] == 2 else (None, NOTE))
+    assert traces() == 0
+    for training in (True, False):
+        calls.clear()
+        assert_same_step(model, plain, X, X.mean(), training=training)
+        assert calls == ["silu"] * WAYS[way]
+    assert torch.equal(model(X, None, 1, scale=2), plain(X))
+
+
+class Sums(Parts):
+    """Each method is a forward with an addition and a norm."""
+
+    X = ROWS
+    LAYERS = {  # noqa: RUF012
+        "norm": lambda: nn.LayerNorm(8),
+        "second": lambda: nn.LayerNorm(8),
+        "line": lambda: nn.Linear(8, 8),
+    }
     scale = property(lambda self: 2.0)
 
     def nested(self, x, **options):
@@ -104,7 +131,7 @@ class Statements(Parts):
             y = self.second(x + self.line(x))
         return x * y
 
-    def end_of_a_branch(self, x, other=None, **options):
+    def end_of_a_branch(self, x, other=1, **options):
         if other is not None:
             total = x
             x = self.line(x) + total
@@ -115,13 +142,14 @@ class Statements(Parts):
     def if_between(self, x, other=None, **options):
         x = self.line(x) + x
         if other is not None:
-            residual = x
-            x = self.second(x)
-            x = residual + self.line(x)
-        if not self.flag:
+            x = x * other
+        return self.norm(x)
+
+    def property_in_a_condition(self, x, **options):
+        x = x + self.line(x)
+        if self.scale is None:
             x = x * 2
-        x = self.norm(x)
-        return self.line(x)
+        return self.norm(x)
 
     def try_clause(self, x, **options):
         total = x + self.line(x)
@@ -176,68 +204,161 @@ class Statements(Parts):
         return module.norm(x + self(x))
 
 
+class Activations(Parts):
+    """Each method is a forward with a norm and an activation."""
+
+    X = X
+    LAYERS = {  # noqa: RUF012
+        "norm": lambda: nn.GroupNorm(2, 8),
+        "second": lambda: nn.BatchNorm2d(8),
+        "line": lambda: nn.Conv2d(8, 8, 1),
+        "act": nn.SiLU,
+    }
+
+    def nested(self, x, **options):
+        return self.line(self.act(self.norm(x)))
+
+    def functions(self, x, **options):
+        x = F.silu(self.norm(x))
+        x = self.second(x)
+        return nn.functional.silu(x)
+
+    def inside_expressions(self, x, **options):
+        x = self.norm(x)
+        x = self.line(self.act(x)) + x.shape[0] if self.flag is None else self.line(self.act(x))
+        x = self.second(self.line(x))
+        return self.line(self.act(x))
+
+    def chained(self, x, **options):
+        x = self.norm(x)
+        x = self.second(self.act(x))
+        x = self.act(x)
+        return self.line(x)
+
+    def if_statement(self, x, **options):
+        y = self.norm(x)
+        if self.flag and options is not None:
+            y = self.act(y)
+        return y * 2
+
+    def optional_activation(self, x, **options):
+        x = self.norm(x)
+        if self.second is not None:
+            x = self.act(x)
+        return x
+
+    def for_loop(self, x, **options):
+        for i in range(3):
+            if i != 1:
+                x = self.norm(x)
+            x = self.act(x)
+            x = self.line(x)
+        return x
+
+    def new_name(self, x, **options):
+        y = self.norm(x)
+        z = self.act(y)
+        return z + x
+
+    def read_twice(self, x, **options):
+        y = self.norm(x)
+        return self.act(y) + y
+
+    def read_later(self, x, **options):
+        y = self.norm(x)
+        z = self.act(y)
+        return y + z
+
+    def aliased(self, x, **options):
+        x = self.norm(x)
+        y = x
+        x = self.act(x)
+        return x + y
+
+    def stored_in_a_tuple(self, x, **options):
+        x = self.norm(x)
+        both = (x, 1)
+        x = self.act(x)
+        return x + both[0]
+
+    def closure(self, x, **options):
+        x = self.norm(x)
+        later = lambda: x  # noqa: E731
+        return self.act(x) + later()
+
+    def finally_clause(self, x, **options):
+        seen = []
+        try:
+            x = self.norm(x)
+            return self.act(x) + 0 * self.line(x)
+        finally:
+            seen.append(x)
+
+    def changed_between(self, x, **options):
+        x = self.norm(x)
+        x.mul_(2)
+        return self.act(x)
+
+    def keyword_argument(self, x, **options):
+        return self.act(input=self.norm(input=x))
+
+    def in_place(self, x, **options):
+        y = 1.0
+        y += self.norm(x)
+        return self.act(y)
+
+    def local_function(self, x, **options):
+        F = nn.Tanh()
+        return F(self.norm(x))
+
+
 EDITED = {
-    "nested": 1,
-    "annotated": 1,
-    "chained": 1,
-    "branches": 1,
-    "end_of_a_branch": 0,
-    "if_between": 1,
+    **dict.fromkeys([(Sums, name) for name in ("nested", "annotated", "chained", "branches")], 1),
+    **dict.fromkeys([(Sums, name) for name in ("end_of_a_branch", "if_between")], 1),
+    **dict.fromkeys([(Activations, name) for name in ("nested", "inside_expressions")], 1),
+    **dict.fromkeys([(Activations, name) for name in ("new_name", "optional_activation")], 1),
+    **dict.fromkeys([(Activations, name) for name in ("functions", "chained", "for_loop")], 2),
 }
 LEFT = [
-    name
-    for name, f in vars(Statements).items()
-    if callable(f) and name not in EDITED and not name.startswith("_")
+    (cls, name)
+    for cls in (Sums, Activations)
+    for name, f in vars(cls).items()
+    if isinstance(f, types.FunctionType) and (cls, name) not in EDITED
 ]
 
 
-def statements(name):
-    cls = type("Written", (Statements,), {"forward": vars(Statements)[name]})
-    return cls(norm=nn.LayerNorm(8), second=nn.LayerNorm(8), line=nn.Linear(8, 8), flag=True)
+def written(cls, name):
+    made = type("Written", (cls,), {"forward": vars(cls)[name]})
+    return made(**{part: make() for part, make in cls.LAYERS.items()}, flag=True)
 
 
-@pytest.mark.parametrize("name", EDITED)
-def test_a_statement_is_edited_if_the_order_of_evaluation_does_not_matter(name, calls):
-    model, plain = twins(statements(name))
-    assert_same_step(model, plain, ROWS)
-    assert calls == ["add before"] * EDITED[name]
-
-
-def test_a_norm_may_follow_the_branch_that_ends_with_the_sum(calls):
-    model, plain = twins(statements("end_of_a_branch"))
-    assert [row.label for row in fusions(model)] == ["add before it", None]
-    assert_same_step(model, plain, ROWS, ROWS)
-    assert calls == ["add before"]
-
-
-def test_either_of_two_norms_may_follow_a_sum(calls):
-    model, plain = twins(statements("if_between"))
-    assert [row.label for row in fusions(model)] == ["add before it"] * 2
-    assert_same_step(model, plain, ROWS, ROWS)
-    assert calls == ["add before"] * 2
-    for each in (model, plain):
-        each.flag = False
-    calls.clear()
-    assert_same_step(model, plain, ROWS)
-    assert calls == []
+@pytest.mark.parametrize(("cls", "name"), EDITED)
+def test_a_statement_is_edited_if_the_order_of_evaluation_does_not_matter(cls, name, calls):
+    model, plain = twins(written(cls, name))
+    assert_same_step(model, plain, cls.X)
+    assert calls == ["add before" if cls is Sums else "silu"] * EDITED[cls, name]
+    for other in (None, 2.0):
+        assert torch.equal(model(cls.X, other=other), plain(cls.X, other=other))
+    model.flag = plain.flag = False
+    assert_same_step(model, plain, cls.X)
 
 
 def test_a_branch_that_attributes_exclude_is_not_reported():
     for flag in (True, False):
-        block = statements("branches")
+        block = written(Sums, "branches")
         block.flag = flag
         labels = [row.label for row in fusions(fuse(swapped(block)))]
         assert labels == ["add before it" if flag else None, None if flag else "add before it"]
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_other_statements_are_left_and_the_reason_is_given(name, calls):
+@pytest.mark.parametrize(("cls", "name"), LEFT)
+def test_other_statements_are_left_and_the_reason_is_given(cls, name, calls):
     with pytest.warns(UserWarning, match="nothing to fuse"):
-        model, plain = twins(statements(name))
+        model, plain = twins(written(cls, name))
     notes = {row.path: row.note for row in fusions(model)}
     untraced = "Written: its forward takes *args or **kwargs"
     assert notes["norm"] == (untraced if name == "other_self" else f"{untraced}, and {REASON}")
-    assert_same_step(model, plain, ROWS)
+    assert_same_step(model, plain, cls.X)
     assert calls == []
 
 
@@ -290,12 +411,47 @@ def test_decorators_stay_around_an_edited_forward(calls):
 
 
 def test_a_forward_whose_code_differs_from_its_source_is_left():
-    model = statements("nested")
+    model = written(Sums, "nested")
     forward = type(model).forward
     code = forward.__code__.replace(co_consts=(*forward.__code__.co_consts, 2.0))
     type(model).forward = type(forward)(code, forward.__globals__)
     with pytest.warns(UserWarning, match="nothing to fuse"):
         fuse(swapped(model))
+
+
+def test_a_norm_before_an_activation_without_kernels_is_left():
+    block = Resnet()
+    block.act = nn.Mish()
+    with pytest.warns(UserWarning, match=f"not fused: 2 .{re.escape(NOTE)}"):
+        fuse(swapped(block))
+    model = fuse(swapped(Resnet()))
+    model.act = nn.Mish()
+    assert {row.note for row in fusions(model)} == {NOTE}
+
+
+class Watching(Resnet):
+    """Records the names that reach `__getattr__`."""
+
+    def __getattr__(self, name):
+        vars(self).setdefault("seen", []).append(name)
+        return super().__getattr__(name)
+
+
+class Changing(Watching):
+    def __getattribute__(self, name):
+        return super().__getattribute__(name)
+
+
+def test_a_class_with_getattr_is_fused_and_sees_the_same_lookups(calls):
+    model, plain = twins(Watching())
+    for each in (model, plain):
+        each.seen = []
+        outcome(each, X)
+    assert calls == ["silu"] * 2
+    # The activation's name is looked up before the norm runs, not after.
+    assert sorted(model.seen) == sorted(plain.seen)
+    with pytest.warns(UserWarning, match="its class defines"):
+        fuse(swapped(Changing()))
 
 
 class Masked(Parts):
@@ -310,10 +466,13 @@ def test_a_call_that_the_trace_does_not_cover_runs_the_edited_forward(calls, tra
     model, plain = twins(Masked(norm=nn.LayerNorm(8), line=nn.Linear(8, 8)))
     assert traces() == 1
     mask = torch.ones(3, 1, dtype=torch.double)
-    for arguments, named in (((ROWS,), {}), ((ROWS, mask), {}), ((), {"x": ROWS, "mask": mask})):
+    by_name = [{"x": ROWS, "mask": given} for given in (mask, None)]
+    for arguments, named in (((ROWS,), {}), ((ROWS, mask), {}), *(((), each) for each in by_name)):
         calls.clear()
         assert torch.equal(model(*arguments, **named), plain(*arguments, **named))
         assert calls == ["add before"]
+    with pytest.raises(TypeError):
+        model()
     for each in (model, plain):
         each.line = nn.Tanh()
     assert torch.equal(model(ROWS), plain(ROWS))
@@ -321,71 +480,51 @@ def test_a_call_that_the_trace_does_not_cover_runs_the_edited_forward(calls, tra
     assert [row.label for row in fusions(model)] == ["add before it"]
 
 
-# Changes to a fused block, and whether a sum and its norm are then still fused.
+# Changes to a fused block, and how many of its norms are then still fused.
 CHANGES = {
-    "nothing": (lambda block: None, True),
-    "a hook": (lambda block: block.norm2.register_forward_hook(lambda m, a, y: 2 * y), False),
-    "a hook on the block": (lambda block: block.register_forward_hook(lambda m, a, y: y), True),
-    "another norm": (lambda block: setattr(block, "norm2", nn.Tanh()), False),
-    "another MLP": (lambda block: setattr(block, "mlp", nn.Tanh()), True),
-    "a probe": (lambda block: setattr(block.norm2, "_probe", Probe()), False),
+    "nothing": (lambda block: None, 1),
+    "a hook": (lambda block: block.norm2.register_forward_hook(lambda m, a, y: 2 * y), 0),
+    "a hook on the block": (lambda block: block.register_forward_hook(lambda m, a, y: y), 1),
+    "another norm": (lambda block: setattr(block, "norm2", nn.Tanh()), 0),
+    "another MLP": (lambda block: setattr(block, "mlp", nn.Tanh()), 1),
+    "a probe": (lambda block: setattr(block.norm2, "_probe", Probe()), 0),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_block_computes_what_it_would_unfused(change, calls):
-    model, plain = twins(Caller(PreNorm()))
-    apply, fused = CHANGES[change]
+def without_act_child(block):
+    """Let the block's activation be an attribute that is no module."""
+    del block._modules["act"]
+    block.act = torch.tanh
+
+
+RESNET_CHANGES = {
+    "a function as the activation": (without_act_child, 0),
+    "a hook": (lambda block: block.norm2.register_forward_hook(lambda m, a, y: 2 * y), 1),
+    "a hook on the activation": (lambda block: block.act.register_forward_hook(print), 0),
+    "another activation": (lambda block: setattr(block, "act", nn.Tanh()), 0),
+    "a fusible activation": (lambda block: setattr(block, "act", nn.ReLU(inplace=True)), 2),
+    "another norm": (lambda block: setattr(block, "norm1", nn.Tanh()), 1),
+    "a LayerNorm": (lambda block: setattr(block, "norm1", swap(nn.LayerNorm(5).double())), 1),
+    "a probe": (lambda block: setattr(block.norm2, "_probe", Probe()), 1),
+    "another branch": (lambda block: setattr(block, "way", "scale"), 1),
+}
+
+
+CASES = {
+    **{name: (Caller(PreNorm()), ROWS, "blocks.0", *case) for name, case in CHANGES.items()},
+    **{f"resnet, {name}": (Resnet(), X, "", *case) for name, case in RESNET_CHANGES.items()},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_changed_block_computes_what_it_would_unfused(case, calls):
+    block, x, path, apply, fused = case
+    model, plain = twins(copy.deepcopy(block))
     for each in (model, plain):
-        apply(each.blocks[0])
-    assert_same_step(model, plain, ROWS)
-    assert calls == ["add before"] * fused
-
-
-def test_global_module_hooks_see_the_norm(calls):
-    model, seen = fuse(swapped(Caller(PreNorm()))), []
-    with nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m)):
-        outcome(model, ROWS)
-    assert model.blocks[0].norm2 in seen
-    assert calls == []
-
-
-def test_a_forward_that_was_patched_on_the_class_is_called(monkeypatch):
-    model = fuse(swapped(PreNorm()))
-    monkeypatch.setattr(PreNorm, "forward", lambda self, x: x * 2)
-    assert torch.equal(model(ROWS), ROWS * 2)
-    assert not any(row.label for row in fusions(model))
-
-
-def test_copies_are_edited_like_the_model(calls):
-    model = fuse(swapped(Caller(PreNorm())))
-    copied = copy.deepcopy(model)
-    assert_same_step(copied, copy.deepcopy(model), ROWS)
-    assert calls == ["add before"] * 2
-    assert str(fusions(copied)) == str(fusions(model))
-    assert not fused_modules(unfuse(copied))
-    assert list(fused_modules(model)) == ["blocks.0"]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_recomputes_an_edited_block(reentrant, calls):
-    class Checkpointed(Caller):
-        def forward(self, x):
-            return checkpoint(self.blocks[0], x, use_reentrant=reentrant)[0]
-
-    model, plain = twins(Checkpointed(PreNorm()))
-    assert_same_step(model, plain, ROWS)
-    assert calls == ["add before"] * 2
-
-
-def test_an_edited_block_compiles_and_exports_to_one_graph(calls):
-    model, plain = twins(Caller(PreNorm()))
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_same_step(compiled, plain, ROWS)
-    assert calls == ["add before"]
-    exported = torch.export.export(model.eval(), (ROWS,)).module()
-    torch.testing.assert_close(exported(ROWS), plain.eval()(ROWS))
-    torch.compiler.reset()
+        apply(each.get_submodule(path))
+    assert_same_step(model, plain, x)
+    assert len(calls) == fused
+    assert sum(row.label is not None for row in fusions(model)) >= fused
 
 
 class Pair(Parts):
@@ -424,21 +563,32 @@ def test_a_fused_transformer_layer_computes_nested_tensors_unfused(calls):
     assert calls == []
 
 
-# How many norms are fused, and of how many, in models of two layers.
-TRANSFORMERS = {"gpt2": (2, 5), "bert": (5, 5), "vit": (2, 5), "distilbert": (5, 5)}
+# How many norms are fused, and of how many, in small models.
+LIBRARIES = {
+    "transformers": {"bert": (5, 5), "gpt2": (2, 5), "vit": (2, 5), "whisper": (6, 12)},
+    "diffusers": {
+        "UNet2DModel": (17, 21),
+        "AutoencoderKL": (22, 24),
+        "UNet2DConditionModel": (17, 33),
+    },
+}
+MODELS = [(library, name) for library, models in LIBRARIES.items() for name in models]
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize(("library", "name"), MODELS)
 @pytest.mark.filterwarnings("ignore")
-def test_transformers_blocks_are_fused_and_give_the_same_bits(name):
-    listed = pytest.importorskip("zoo.transformers_models", exc_type=ImportError).architectures()
+def test_models_of_libraries_are_fused_and_give_the_same_bits(library, name):
+    listed = pytest.importorskip(f"zoo.{library}_models", exc_type=ImportError).architectures()
     architecture = next(a for a in listed if a.name == name)
     torch.manual_seed(0)
     plain = swap(architecture.build())
     model = fuse(copy.deepcopy(plain))
     rows = list(fusions(model))
-    assert (sum(row.label is not None for row in rows), len(rows)) == TRANSFORMERS[name]
+    assert (sum(row.label is not None for row in rows), len(rows)) == LIBRARIES[library][name]
+    if library == "diffusers":
+        assert model.to_json_string() == plain.to_json_string()
     inputs = architecture.inputs(model)
     ours, theirs = observe(model, inputs), observe(plain, inputs)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    assert normplug.check(model)

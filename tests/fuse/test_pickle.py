@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from forks import forked
-from fuse_cases import Block, Half, Nested, X, assert_same_step, outcome, swapped
+from fuse_cases import Block, Half, Nested, Resnet, X, assert_same_step, outcome, swapped
 from matrix import reloaded
 from normplug import fuse, fusions, unfuse
 from normplug._fuse import fusion
@@ -33,26 +33,22 @@ PICKLES = {
 }
 
 
-def test_copies_are_fused_and_independent(calls):
-    model = fuse(swapped(nn.Sequential(Block(), Block())))
-    copied = copy.deepcopy(model)
-    assert_same_step(copied, model, X)
-    assert calls == ["relu", "add, relu"] * 4
-    fused_modules(copied)["0"].act = nn.Tanh()
-    assert isinstance(model[0].act, nn.ReLU)
-    assert not fused_modules(unfuse(copied))
-    assert len(fused_modules(model)) == 2
-
-
 @pytest.mark.parametrize("how", COPIES)
-def test_copying_does_not_trace(how, traces, calls):
-    model = fuse(swapped(nn.Sequential(Nested(), Block(), Half())))
-    before = traces()
+def test_copies_are_fused_and_independent_and_are_not_traced(how, traces, calls):
+    model = fuse(swapped(nn.Sequential(Nested(), Block(), Half(), Resnet())))
+    before, fused = traces(), set(fused_modules(model))
     copied = COPIES[how](model)
     assert traces() == before > 0
     assert str(fusions(copied)) == str(fusions(model))
+    assert list(copied.state_dict()) == list(model.state_dict())
     assert_same_step(copied, unfuse(copy.deepcopy(copied)), X)
-    assert len(calls) == 9
+    assert len(calls) == 11
+    assert type(copied[3]).__qualname__ == "Resnet"
+    if how == "deepcopy":
+        fused_modules(copied)["1"].act = nn.Tanh()
+        assert isinstance(model[1].act, nn.ReLU)
+        assert not fused_modules(unfuse(copied))
+        assert set(fused_modules(model)) == fused
 
 
 @pytest.mark.parametrize("how", COPIES)

@@ -68,25 +68,6 @@ def test_a_module_with_two_names_is_called_by_the_name_that_the_forward_uses(cal
     assert calls == ["relu"]
 
 
-def test_calls_unlike_the_traced_one_run_as_written(calls):
-    class Optional(Parts):
-        def forward(self, x, shift=None):
-            if shift is not None:
-                x = x + shift
-            return self.act(self.norm(x) + x)
-
-    model, plain = twins(Optional(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
-    assert torch.equal(model(X), plain(X))
-    assert calls == ["add, relu"]
-    assert torch.equal(model(X, 1.0), plain(X, 1.0))
-    assert torch.equal(model(X, shift=1.0), plain(X, shift=1.0))
-    assert calls == ["add, relu"]
-    assert torch.equal(model(x=X, shift=None), plain(x=X))
-    assert calls == ["add, relu"] * 2
-    with pytest.raises(TypeError):
-        model()
-
-
 CELL = """
 import torch
 class InNotebook(Parts):

@@ -83,6 +83,34 @@ class Encoder(nn.Module):
         return self.norm(self.blocks(x))
 
 
+class Resnet(nn.Module):
+    """A diffusion model's residual block: one activation module, called in several branches."""
+
+    def __init__(self, way="add", norm=nn.GroupNorm):
+        super().__init__()
+        self.norm1, self.norm2 = (norm(2, 8) for _ in range(2))
+        self.conv1, self.conv2 = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.act, self.way, self.shortcut = nn.SiLU(), way, None
+
+    def forward(self, x, emb=None, *args, **kwargs):
+        hidden = x
+        hidden = self.norm1(hidden)
+        hidden = self.act(hidden)
+        hidden = self.conv1(hidden)
+        if self.way == "add":
+            if emb is not None:
+                hidden = hidden + self.act(emb)
+            hidden = self.norm2(hidden)
+        elif self.way == "scale":
+            hidden = self.norm2(hidden)
+            hidden = hidden * 2
+        elif self.way != "none":
+            hidden = self.norm2(hidden)
+        hidden = self.act(hidden)
+        hidden = self.conv2(hidden)
+        return x + hidden
+
+
 def check_saved_bytes(memory_format, device="cpu"):
     """With an activation, only the input is saved; with a residual too, also a bit per value."""
     torch.manual_seed(0)
@@ -208,10 +236,15 @@ def convnext():
     return models.ConvNeXt(blocks, num_classes=3)
 
 
+def timm_model(name):
+    return pytest.importorskip("timm").create_model(name, num_classes=3)
+
+
 ZOO = {  # name -> (how to build the model, how many of its norms are fused)
     "resnet18": (partial(torchvision_model, "resnet18"), 17),
     "resnext50": (partial(torchvision_model, "resnext50_32x4d"), 49),
     "regnet": (partial(torchvision_model, "regnet_y_400mf"), 49),
+    "resnet26t of timm": (partial(timm_model, "resnet26t"), 27),
     "mobilenet_v2": (partial(torchvision_model, "mobilenet_v2"), 45),
     "mobilenet_v3": (partial(torchvision_model, "mobilenet_v3_small"), 29),
     "densenet121": (partial(torchvision_model, "densenet121"), 121),

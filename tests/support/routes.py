@@ -286,15 +286,3 @@ def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(native, "forward", lambda *arguments: None)
     _watch_calls_of_layers(monkeypatch, watched)
     return made
-
-
-def watch_input_biases(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
-    """Record the input biases of LayerNorms from now on."""
-    biases: list[Tensor | None] = []
-
-    def watched(caller: str, t: Tensors, *args: Any, **options: Any) -> Any:
-        biases.append(t.input_bias)
-        return calls.call(caller, t, *args, **options)
-
-    _watch_calls_of_layers(monkeypatch, watched)
-    return biases
