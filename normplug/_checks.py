@@ -136,7 +136,7 @@ def swap_options(caller: str, **options: Any) -> None:
             autocast_output(caller, value)
         elif name == "backend":
             backend(caller, value)
-        elif name == "preserve_output" and value is None:
+        elif name in ("track_running_stats", "preserve_output") and value is None:
             continue
         elif name not in ("include", "exclude"):
             flags(caller, **{name: value})

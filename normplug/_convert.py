@@ -165,7 +165,7 @@ def convert(
     *,
     backend: str = "auto",
     autocast_output: str = "float32",
-    track_running_stats: bool = False,
+    track_running_stats: bool | None = False,
     device: Any = None,
 ) -> None:
     """Convert a stock norm layer, in place; on a normplug layer, only set its options.
@@ -178,7 +178,8 @@ def convert(
         target_variance: a float above 0.
         backend: as in `normplug.functional`.
         autocast_output: as in `normplug.functional.layer_norm`.
-        track_running_stats: whether a stock layer gets statistics to watch.
+        track_running_stats: whether a stock layer gets statistics to watch; None leaves it to the
+            layer's class.
         device: the device of new tensors if the layer has no weight.
     """
     if not isinstance(module, TargetVarianceNorm):

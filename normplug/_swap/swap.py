@@ -31,7 +31,7 @@ def swap(
     *,
     include: Filters = None,
     exclude: Filters = None,
-    track_running_stats: bool = False,
+    track_running_stats: bool | None = None,
     preserve_output: bool | None = None,
     sync: bool = False,
     autocast_output: str = "low",
@@ -61,7 +61,8 @@ def swap(
         include: take only layers that match, as in `normplug.plan`.
         exclude: leave layers that match, as in `normplug.plan`; wins over `include`.
         track_running_stats: whether LayerNorm, RMSNorm and GroupNorm get running statistics to
-            watch. BatchNorm and InstanceNorm keep their own setting.
+            watch; None gives them to LayerNorm only. BatchNorm and InstanceNorm keep their own
+            setting.
         preserve_output: True divides each weight by sqrt(tv), so that the model computes what it
             did before and only its parametrisation changes. A layer without a weight gets a frozen
             one, with the dtype and device of its own tensors or of the nearest parameter. False

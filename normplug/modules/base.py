@@ -144,12 +144,12 @@ class TargetVarianceNorm(nn.Module):
         return None
 
     @classmethod
-    def _adopt(cls, module: nn.Module, track_running_stats: bool, device: Any) -> None:
+    def _adopt(cls, module: nn.Module, track_running_stats: bool | None, device: Any) -> None:
         """Give a stock layer what its class lacks, before a swap changes the class.
 
         Args:
             module: the stock layer.
-            track_running_stats: whether to watch statistics.
+            track_running_stats: whether to watch statistics; None leaves it to the class.
             device: the device of new tensors if the layer has no weight.
         """
 

@@ -24,6 +24,7 @@ class _RMSNorm(RowNorm):
 
     _function = "rms_norm"
     _watched = ("watched_var", "watched_count")
+    _watches = False
     _measure = "second moment"
     # Whether autocast has the stock layer compute and return float32.
     _autocasts: ClassVar[bool] = RMS_NORM_AUTOCASTS
@@ -48,10 +49,15 @@ class _RMSNorm(RowNorm):
         )
 
     def _by_torch(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        move = self._mover()
         if self._rounding is not None or self._weight_offset:
-            return composed_rms_norm(x, weight, self._spec(x, "float32"))
-        shape, eps = self._affine_shape(), self._normplug.eps
-        return torch.rms_norm(x, shape, self._scaled(weight), eps)
+            y = composed_rms_norm(x, weight, self._spec(x, "float32"))
+        else:
+            shape, eps = self._affine_shape(), self._normplug.eps
+            y = torch.rms_norm(x, shape, self._scaled(weight), eps)
+        if move is not None:
+            move(None, x.detach().square().sum().item() / x.numel())
+        return y
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         return reference.rms_norm(
@@ -83,7 +89,7 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
         *args: those of `torch.nn.RMSNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics.
+        track_running_stats: keep the watched statistics; None is False here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.rms_norm`.
         **kwargs: those of `torch.nn.RMSNorm`.

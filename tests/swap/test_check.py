@@ -197,7 +197,7 @@ def test_a_layer_keeps_its_flag_and_buffers_while_a_copy_of_it_is_compared():
             seen.append((self is layer, layer.training, int(layer.watched_count)))
             return super().forward(x)
 
-    layer = Seeing(4, track_running_stats=True)
+    layer = Seeing(4)
     check(layer)
     assert seen == [(False, True, 0)] * 3
 

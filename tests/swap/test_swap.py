@@ -98,7 +98,7 @@ def test_a_swapped_model_is_copied_and_saved_whole(net, way):
 
 
 def test_swapping_twice_changes_nothing_and_another_mode_sets_it(net):
-    swap(net, "golden", track_running_stats=True)
+    swap(net, "golden")
     net(X)
     before = frozen(net)
     swap(net, "golden")
