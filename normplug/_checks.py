@@ -158,6 +158,23 @@ def number(caller: str, name: str, value: Any) -> None:
         raise ValueError(_must(caller, name, "a number that a float can hold", _shown(value)))
 
 
+def as_number(value: Any) -> Any:
+    """The float in a tensor of no dimensions, which torch takes for a number; others unchanged.
+
+    Not if torch refuses it: a complex tensor, or one that requires a gradient or has no value.
+    """
+    if (
+        not isinstance(value, Tensor)
+        or value.dim() > 0
+        or value.dtype == torch.bool
+        or value.is_complex()
+        or value.requires_grad
+        or value.is_meta
+    ):
+        return value
+    return float(value)
+
+
 def eps(caller: str, value: Any, none: bool = False) -> None:
     """Reject an eps that is not a number; any number is accepted, as by torch.
 
@@ -181,6 +198,8 @@ def count(caller: str, name: str, value: Any) -> None:
         raise TypeError(_must(caller, name, "an integer", _shown(value)))
     if value < 1:
         raise ValueError(_must(caller, name, "at least 1", _shown(value)))
+    if isinstance(value, int) and value >= 1 << 63:
+        raise ValueError(_must(caller, name, "less than 2^63", _shown(value)))
 
 
 def shape(caller: str, sizes: Sequence[Any]) -> None:
@@ -207,9 +226,9 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
             count(caller, "normalized_shape", sizes)
     if "eps" in given:
         none = signature.parameters["eps"].default is None
-        eps(caller, given["eps"], none=none)
+        eps(caller, as_number(given["eps"]), none=none)
     if "momentum" in given:
-        momentum(caller, given["momentum"], None, updates=False)
+        momentum(caller, as_number(given["momentum"]), None, updates=False)
     switches = ("affine", "elementwise_affine", "track_running_stats")
     flags(caller, **{name: given[name] for name in switches if name in given})
 

@@ -244,7 +244,7 @@ class TargetVarianceNorm(nn.Module):
     @property
     def _eps(self) -> Any:
         """The eps of the formula."""
-        return as_number(self._normplug.eps)
+        return _checks.as_number(self._normplug.eps)
 
     # Reading a tensor as a module's attribute takes the host ten times as long as from the dict.
 
@@ -340,11 +340,6 @@ def _new_root(key: tuple[float, bool]) -> Tensor | float:
         dtype = torch.float64 if double else torch.float32
         _ROOTS[key] = torch.tensor(root, dtype=dtype, device="cpu")
     return _ROOTS[key]
-
-
-def as_number(value: Any) -> Any:
-    """The value of an eps or a momentum, which torch also takes as a tensor of no dimensions."""
-    return float(value) if isinstance(value, Tensor) else value
 
 
 def _depth(cls: type, name: str) -> int:

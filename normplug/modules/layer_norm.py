@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from normplug import functional, reference
+from normplug._checks import as_number
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
-from normplug.modules.base import as_number
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.row_norm import RowNorm
 from normplug.modules.watched import averages

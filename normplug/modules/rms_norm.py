@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from normplug import functional, reference
+from normplug._checks import as_number
 from normplug._ops.row_norms import LayerNormSpec, composed_rms_norm
 from normplug._torch import RMS_NORM_AUTOCASTS
-from normplug.modules.base import as_number
 from normplug.modules.row_norm import RowNorm
 
 

@@ -61,7 +61,7 @@ class WatchedRows(TargetVarianceNorm):
         autocast_output: str = "float32",
         **kwargs: Any,
     ) -> None:
-        caller = type(self).__name__
+        caller, momentum = type(self).__name__, _checks.as_number(momentum)
         _checks.momentum(caller, momentum, None, updates=False)
         if track_running_stats is not None:
             _checks.flags(caller, track_running_stats=track_running_stats)
