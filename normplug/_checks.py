@@ -44,15 +44,6 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
-def forward_replaced(caller: str, since: str, paths: Iterable[str]) -> ValueError:
-    """Return the error for modules that cannot be converted because of a patch."""
-    return ValueError(
-        f"normplug.{caller}: the forward of {', '.join(paths)} was replaced on the instance since "
-        f"normplug.{since}, by a patch or by accelerate's hooks. Remove these first, e.g. with "
-        "accelerate.hooks.remove_hook_from_module(model, recurse=True)."
-    )
-
-
 def module(caller: str, model: Any) -> None:
     """Reject anything but an `nn.Module`, and compiled TorchScript, whose layers are fixed."""
     if not isinstance(model, nn.Module):

@@ -145,18 +145,9 @@ def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]
     return ((path, m) for path, m in model.named_modules() if isinstance(m, TargetVarianceNorm))
 
 
-def affine_shape(module: nn.Module) -> tuple[int, ...]:
-    """The shape of a norm layer's weight, whether it is stock or normplug's."""
-    cls = type(module) if isinstance(module, TargetVarianceNorm) else replacement(module)
-    assert cls is not None
-    return cls._affine_shape(module)  # type: ignore[arg-type]
-
-
-def weight_offset(module: nn.Module) -> float:
-    """The offset that a norm layer adds to its weight, whether it is stock or normplug's."""
-    cls = type(module) if isinstance(module, TargetVarianceNorm) else replacement(module)
-    assert cls is not None
-    return cls._weight_offset
+def declared(module: nn.Module) -> Any:
+    """The class that declares what a norm layer is, whether the layer is stock or normplug's."""
+    return type(module) if isinstance(module, TargetVarianceNorm) else replacement(module)
 
 
 def convert(

@@ -220,7 +220,7 @@ def _fresh(name: str, double: bool, device: Any) -> Tensor:
 def averages(mean: Tensor, rstd: Tensor, eps: float) -> tuple[float, float]:
     """Mean and biased variance, averaged over rows or groups; rstd is 1 / sqrt(var + eps)."""
     rows = rstd.numel()
-    var = rstd.reciprocal().square_().sum().item() / rows - eps
+    var = rstd.pow(-2).sum().item() / rows - eps
     return mean.sum().item() / rows, max(var, 0.0)  # see `running.variance_of`
 
 
