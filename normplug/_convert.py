@@ -19,24 +19,9 @@ from normplug import modules
 from normplug._torch import is_class_patched, is_patched
 from normplug.modules.base import Settings, TargetVarianceNorm
 
-# The one table of norms. `register` adds rows.
+# The one table of norms: torch's classes, and normplug's of the same names. `register` adds rows.
 REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
-    nn.BatchNorm1d: modules.BatchNorm1d,
-    nn.BatchNorm2d: modules.BatchNorm2d,
-    nn.BatchNorm3d: modules.BatchNorm3d,
-    nn.LazyBatchNorm1d: modules.LazyBatchNorm1d,
-    nn.LazyBatchNorm2d: modules.LazyBatchNorm2d,
-    nn.LazyBatchNorm3d: modules.LazyBatchNorm3d,
-    nn.SyncBatchNorm: modules.SyncBatchNorm,
-    nn.LayerNorm: modules.LayerNorm,
-    nn.RMSNorm: modules.RMSNorm,
-    nn.GroupNorm: modules.GroupNorm,
-    nn.InstanceNorm1d: modules.InstanceNorm1d,
-    nn.InstanceNorm2d: modules.InstanceNorm2d,
-    nn.InstanceNorm3d: modules.InstanceNorm3d,
-    nn.LazyInstanceNorm1d: modules.LazyInstanceNorm1d,
-    nn.LazyInstanceNorm2d: modules.LazyInstanceNorm2d,
-    nn.LazyInstanceNorm3d: modules.LazyInstanceNorm3d,
+    getattr(nn, name): getattr(modules, name) for name in modules.__all__ if hasattr(nn, name)
 }
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()

@@ -246,6 +246,10 @@ class TargetVarianceNorm(nn.Module):
         """The eps of the formula."""
         return _checks.as_number(self._normplug.eps)
 
+    def _numbers(self) -> dict[str, Any]:
+        """The arguments of every formula in `normplug.reference`."""
+        return {"eps": self._eps, "target_variance": self.target_variance}
+
     # Reading a tensor as a module's attribute takes the host ten times as long as from the dict.
 
     def _affine(self) -> tuple[Tensor | None, Tensor | None]:

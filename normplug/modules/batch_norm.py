@@ -134,15 +134,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         mean, var = (None, None) if training else (self.running_mean, self.running_var)
-        return reference.batch_norm(
-            x,
-            self.weight,
-            self.bias,
-            eps=self._eps,
-            target_variance=self.target_variance,
-            mean=mean,
-            var=var,
-        ).y
+        affine = self.weight, self.bias
+        return reference.batch_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
 
     def _variance(self, x: Tensor) -> Tensor:
         return functional.channel_stats(x)[1]

@@ -118,14 +118,8 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         return (4, self.num_channels, 2)
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        return reference.group_norm(
-            x,
-            self.num_groups,
-            self.weight,
-            self.bias,
-            eps=self._eps,
-            target_variance=self.target_variance,
-        ).y
+        affine = self.weight, self.bias
+        return reference.group_norm(x, self.num_groups, *affine, **self._numbers()).y
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))

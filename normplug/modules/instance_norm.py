@@ -139,15 +139,8 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         mean, var = self._constants(training)
-        return reference.instance_norm(
-            x,
-            self.weight,
-            self.bias,
-            eps=self._eps,
-            target_variance=self.target_variance,
-            mean=mean,
-            var=var,
-        ).y
+        affine = self.weight, self.bias
+        return reference.instance_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))

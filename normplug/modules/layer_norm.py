@@ -85,14 +85,8 @@ class LayerNorm(RowNorm, nn.LayerNorm):
         return self.normalized_shape
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        return reference.layer_norm(
-            x,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            eps=self._eps,
-            target_variance=self.target_variance,
-        ).y
+        affine = self.weight, self.bias
+        return reference.layer_norm(x, self.normalized_shape, *affine, **self._numbers()).y
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))

@@ -60,14 +60,8 @@ class _RMSNorm(RowNorm):
         return y
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        return reference.rms_norm(
-            x,
-            self._affine_shape(),
-            self._affine()[0],
-            eps=self._eps,
-            target_variance=self.target_variance,
-            weight_offset=self._weight_offset,
-        ).y
+        shape, (weight, _), offset = self._affine_shape(), self._affine(), self._weight_offset
+        return reference.rms_norm(x, shape, weight, **self._numbers(), weight_offset=offset).y
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))
