@@ -10,7 +10,7 @@ from torch import nn
 
 from normplug import modes
 from normplug._swap.inventory import Inventory
-from normplug._swap.layer_modes import Assigned, LayerModes, Norms, mode_of
+from normplug._swap.layer_modes import Assigned, LayerModes, Modes, mode_of
 from normplug._table import shown
 from normplug.modes import NormMode
 
@@ -90,11 +90,9 @@ class ByDepth(LayerModes):
 
     __repr__ = __str__
 
-    def assign(
-        self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
-    ) -> dict[nn.Module, Assigned]:
+    def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         """Number the blocks, and call the schedule once for each block that contains a layer."""
-        blocks = Blocks(inventory, norms).holding(taken)
+        norms, blocks = inventory.norms, Blocks(inventory).holding(taken)
         schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
         numbers: dict[nn.Module, int] = {}
         for number, block in enumerate(blocks, 1):
@@ -130,12 +128,12 @@ class Block(NamedTuple):
 class Blocks:
     """Finds the sequences of blocks in a model's module tree."""
 
-    def __init__(self, inventory: Inventory, norms: Norms) -> None:
+    def __init__(self, inventory: Inventory) -> None:
         self._model = inventory.model
-        self._norms = norms
+        self._norms = inventory.norms
         self._holders = {
             holder
-            for paths in norms.values()
+            for paths in self._norms.values()
             for path in paths
             for holder in inventory.parents(path)
         }

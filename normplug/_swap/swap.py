@@ -296,7 +296,7 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
             f"normplug.set_mode: {type(model).__name__} has no normplug layers. "
             "Use normplug.swap(model, mode) first."
         )
-    assigned = modes.assign("set_mode", inventory, _plan.norms_of(inventory), layers)
+    assigned = modes.assign("set_mode", inventory, layers)
     _record.warn_of_lost("set_mode", inventory)
     for layer in layers:
         layer.mode = assigned[layer].mode
