@@ -108,16 +108,12 @@ class WatchedRows(TargetVarianceNorm):
             and (weight is None or weight.dtype == x.dtype)
             and self._probe is None
             and not in_autocast()
-            and (not self._updates() or self._can_move(x))
+            and (not self.training or "watched_var" not in self._buffers or self._can_move(x))
         )
-
-    def _updates(self) -> bool:
-        """Whether a forward now updates watched statistics."""
-        return self.training and "watched_var" in self._buffers
 
     def _can_move(self, x: Tensor) -> bool:
         """Whether `_move` can update them: all is on the CPU, and nothing traces the call."""
-        var = self._buffers["watched_var"]
+        var = self._buffers.get("watched_var")
         return (
             x.is_cpu
             and (x.dtype == torch.float32 or x.dtype == torch.float64)
@@ -132,10 +128,9 @@ class WatchedRows(TargetVarianceNorm):
 
         It is read before torch's function is called: another thread may unswap the layer meanwhile.
         """
-        if not self._updates():
+        buffers = tuple(map(self._buffers.get, _START))
+        if not self.training or buffers[2] is None:
             return None
-        own = self._buffers
-        buffers = own.get("watched_mean"), own["watched_var"], own["watched_count"]
         return partial(_move, buffers, self._normplug.momentum)
 
     def _statistics_to_update(
@@ -224,7 +219,7 @@ def averages(mean: Tensor, rstd: Tensor, eps: float) -> tuple[float, float]:
     return mean.sum().item() / rows, max(var, 0.0)  # see `running.variance_of`
 
 
-def _move(buffers: tuple[Any, Any, Any], momentum: Any, mean: float | None, var: float) -> None:
+def _move(buffers: tuple[Any, ...], momentum: Any, mean: float | None, var: float) -> None:
     """Do what `running.update` does, in floats: a quarter of the time that tensors take."""
     watched_mean, watched_var, count = buffers
     batches = count.item() + 1
