@@ -62,11 +62,13 @@ def measure(what: str, turns: int) -> Iterator[Row]:
     torch.manual_seed(0)
     stock = make().train()
     x = torch.randn(shape, requires_grad=True)
-    watched = {"track_running_stats": True}
+    watched, unwatched = {"track_running_stats": True}, {"track_running_stats": False}
     modules = {
         "stock": stock,
         "standard": normplug.swap(copy.deepcopy(stock)),
         "golden": normplug.swap(copy.deepcopy(stock), "golden"),
+        "standard, not watched": normplug.swap(copy.deepcopy(stock), **unwatched),
+        "golden, not watched": normplug.swap(copy.deepcopy(stock), "golden", **unwatched),
         "standard, watched": normplug.swap(copy.deepcopy(stock), **watched),
     }
     calls = {name: partial(_step, module, x) for name, module in modules.items()}

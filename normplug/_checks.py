@@ -44,15 +44,6 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
-def forward_replaced(caller: str, since: str, paths: Iterable[str]) -> ValueError:
-    """Return the error for modules that cannot be converted because of a patch."""
-    return ValueError(
-        f"normplug.{caller}: the forward of {', '.join(paths)} was replaced on the instance since "
-        f"normplug.{since}, by a patch or by accelerate's hooks. Remove these first, e.g. with "
-        "accelerate.hooks.remove_hook_from_module(model, recurse=True)."
-    )
-
-
 def module(caller: str, model: Any) -> None:
     """Reject anything but an `nn.Module`, and compiled TorchScript, whose layers are fixed."""
     if not isinstance(model, nn.Module):
@@ -136,7 +127,7 @@ def swap_options(caller: str, **options: Any) -> None:
             autocast_output(caller, value)
         elif name == "backend":
             backend(caller, value)
-        elif name == "preserve_output" and value is None:
+        elif name in ("track_running_stats", "preserve_output") and value is None:
             continue
         elif name not in ("include", "exclude"):
             flags(caller, **{name: value})
@@ -156,6 +147,23 @@ def number(caller: str, name: str, value: Any) -> None:
         raise TypeError(_must(caller, name, "a number", _shown(value)))
     if isinstance(value, numbers.Integral) and abs(int(value)) > _LARGEST:
         raise ValueError(_must(caller, name, "a number that a float can hold", _shown(value)))
+
+
+def as_number(value: Any) -> Any:
+    """The float in a tensor of no dimensions, which torch takes for a number; others unchanged.
+
+    Not if torch refuses it: a complex tensor, or one that requires a gradient or has no value.
+    """
+    if (
+        not isinstance(value, Tensor)
+        or value.dim() > 0
+        or value.dtype == torch.bool
+        or value.is_complex()
+        or value.requires_grad
+        or value.is_meta
+    ):
+        return value
+    return float(value)
 
 
 def eps(caller: str, value: Any, none: bool = False) -> None:
@@ -181,6 +189,8 @@ def count(caller: str, name: str, value: Any) -> None:
         raise TypeError(_must(caller, name, "an integer", _shown(value)))
     if value < 1:
         raise ValueError(_must(caller, name, "at least 1", _shown(value)))
+    if isinstance(value, int) and value >= 1 << 63:
+        raise ValueError(_must(caller, name, "less than 2^63", _shown(value)))
 
 
 def shape(caller: str, sizes: Sequence[Any]) -> None:
@@ -207,9 +217,9 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
             count(caller, "normalized_shape", sizes)
     if "eps" in given:
         none = signature.parameters["eps"].default is None
-        eps(caller, given["eps"], none=none)
+        eps(caller, as_number(given["eps"]), none=none)
     if "momentum" in given:
-        momentum(caller, given["momentum"], None, updates=False)
+        momentum(caller, as_number(given["momentum"]), None, updates=False)
     switches = ("affine", "elementwise_affine", "track_running_stats")
     flags(caller, **{name: given[name] for name in switches if name in given})
 

@@ -19,24 +19,9 @@ from normplug import modules
 from normplug._torch import is_class_patched, is_patched
 from normplug.modules.base import Settings, TargetVarianceNorm
 
-# The one table of norms. `register` adds rows.
+# The one table of norms: torch's classes, and normplug's of the same names. `register` adds rows.
 REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
-    nn.BatchNorm1d: modules.BatchNorm1d,
-    nn.BatchNorm2d: modules.BatchNorm2d,
-    nn.BatchNorm3d: modules.BatchNorm3d,
-    nn.LazyBatchNorm1d: modules.LazyBatchNorm1d,
-    nn.LazyBatchNorm2d: modules.LazyBatchNorm2d,
-    nn.LazyBatchNorm3d: modules.LazyBatchNorm3d,
-    nn.SyncBatchNorm: modules.SyncBatchNorm,
-    nn.LayerNorm: modules.LayerNorm,
-    nn.RMSNorm: modules.RMSNorm,
-    nn.GroupNorm: modules.GroupNorm,
-    nn.InstanceNorm1d: modules.InstanceNorm1d,
-    nn.InstanceNorm2d: modules.InstanceNorm2d,
-    nn.InstanceNorm3d: modules.InstanceNorm3d,
-    nn.LazyInstanceNorm1d: modules.LazyInstanceNorm1d,
-    nn.LazyInstanceNorm2d: modules.LazyInstanceNorm2d,
-    nn.LazyInstanceNorm3d: modules.LazyInstanceNorm3d,
+    getattr(nn, name): getattr(modules, name) for name in modules.__all__ if hasattr(nn, name)
 }
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()
@@ -145,18 +130,9 @@ def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]
     return ((path, m) for path, m in model.named_modules() if isinstance(m, TargetVarianceNorm))
 
 
-def affine_shape(module: nn.Module) -> tuple[int, ...]:
-    """The shape of a norm layer's weight, whether it is stock or normplug's."""
-    cls = type(module) if isinstance(module, TargetVarianceNorm) else replacement(module)
-    assert cls is not None
-    return cls._affine_shape(module)  # type: ignore[arg-type]
-
-
-def weight_offset(module: nn.Module) -> float:
-    """The offset that a norm layer adds to its weight, whether it is stock or normplug's."""
-    cls = type(module) if isinstance(module, TargetVarianceNorm) else replacement(module)
-    assert cls is not None
-    return cls._weight_offset
+def declared(module: nn.Module) -> Any:
+    """The class that declares what a norm layer is, whether the layer is stock or normplug's."""
+    return type(module) if isinstance(module, TargetVarianceNorm) else replacement(module)
 
 
 def convert(
@@ -165,7 +141,7 @@ def convert(
     *,
     backend: str = "auto",
     autocast_output: str = "float32",
-    track_running_stats: bool = False,
+    track_running_stats: bool | None = False,
     device: Any = None,
 ) -> None:
     """Convert a stock norm layer, in place; on a normplug layer, only set its options.
@@ -178,7 +154,8 @@ def convert(
         target_variance: a float above 0.
         backend: as in `normplug.functional`.
         autocast_output: as in `normplug.functional.layer_norm`.
-        track_running_stats: whether a stock layer gets statistics to watch.
+        track_running_stats: whether a stock layer gets statistics to watch; None leaves it to the
+            layer's class.
         device: the device of new tensors if the layer has no weight.
     """
     if not isinstance(module, TargetVarianceNorm):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from normplug import _checks
+from normplug._checks import as_number
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.batch_norm import channel_stats as _channel_stats
 from normplug._ops.call import Explained, call
@@ -109,6 +110,8 @@ def batch_norm(
         tensor([-0.5000,  0.5000])
     """
     t = Tensors(input, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
+    if type(eps) is not float or type(momentum) is not float:
+        momentum, eps = as_number(momentum), as_number(eps)
     spec = BatchNormSpec(training, momentum, eps, target_variance(mode), activation)
     return call("functional.batch_norm", t, spec, backend)
 
@@ -221,6 +224,8 @@ def layer_norm(
     tv, shape = target_variance(mode), normalized_shape
     if type(shape) is not tuple:
         shape = _row_shape(caller, shape)
+    if type(eps) is not float or type(momentum) is not float:
+        momentum, eps = as_number(momentum), as_number(eps)
     spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(input), autocast_output)
     return call(caller, t, spec, backend)
 
@@ -284,6 +289,8 @@ def add_layer_norm(
     tv, shape = target_variance(mode), normalized_shape
     if type(shape) is not tuple:
         shape = _row_shape(caller, shape)
+    if type(eps) is not float or type(momentum) is not float:
+        momentum, eps = as_number(momentum), as_number(eps)
     spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(x), autocast_output)
     return call(caller, t, spec, backend)
 
@@ -478,7 +485,7 @@ def group_norm(
     """
     t = Tensors(input, None, weight, bias)
     tv, autocast = target_variance(mode), autocast_dtype(input)
-    spec = GroupNormSpec(num_groups, eps, tv, activation, autocast, autocast_output)
+    spec = GroupNormSpec(num_groups, as_number(eps), tv, activation, autocast, autocast_output)
     return call("functional.group_norm", t, spec, backend)
 
 
@@ -542,7 +549,7 @@ def instance_norm(
     caller = "functional.instance_norm"
     _checks.flags(caller, use_input_stats=use_input_stats)
     t = Tensors(input, None, weight, bias, None, running_mean, running_var)
-    tv = target_variance(mode)
+    tv, momentum, eps = target_variance(mode), as_number(momentum), as_number(eps)
     if not use_input_stats:
         constant = BatchNormSpec(False, momentum, eps, tv, activation, instance=True)
         return call(caller, t, constant, backend)
@@ -626,6 +633,7 @@ def _spec(
         shape = _row_shape(caller, shape)
     _checks.autocast_output(caller, autocast_output)  # before the next line reads it
     autocast = autocast_of_rms_norm(x, autocast_output)
+    momentum, eps = as_number(momentum), as_number(eps)
     return LayerNormSpec(shape, momentum, eps, tv, autocast, autocast_output, False, weight_offset)
 
 

@@ -71,7 +71,7 @@ def test_layer_norm_accepts_float32_parameters_with_half_precision_input(dtype):
 )
 def test_autocast_output_sets_the_dtype_under_autocast(asked, expected):
     x = torch.randn(8, 64, device=GPU, dtype=torch.bfloat16)
-    layer = normplug.LayerNorm(64, autocast_output=asked, track_running_stats=True, device=GPU)
+    layer = normplug.LayerNorm(64, autocast_output=asked, mode="standard", device=GPU)
     with torch.autocast(GPU, torch.bfloat16):
         y, stock = layer(x), F.layer_norm(x, (64,), layer.weight, layer.bias)
     assert y.dtype == expected
@@ -100,7 +100,7 @@ def make_net(memory_format=torch.contiguous_format):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_training_step_never_makes_the_host_wait(momentum):
-    net = normplug.swap(make_net(), track_running_stats=True)
+    net = normplug.swap(make_net())
     net[1].momentum = net[4].momentum = momentum
     x = torch.randn(8, 3, 8, 8, device=GPU)
     net(x).sum().backward()
@@ -112,12 +112,8 @@ def test_a_training_step_never_makes_the_host_wait(momentum):
     assert net[4].watched_count == 2
 
 
-def swap(net):
-    return normplug.swap(net, track_running_stats=True)
-
-
 def swap_and_fuse(net):
-    return normplug.fuse(swap(net))
+    return normplug.fuse(normplug.swap(net))
 
 
 def gradients(net):
@@ -127,7 +123,7 @@ def gradients(net):
 # A warning of make_graphed_callables, if nothing has used cuBLAS before.
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("change", [swap, swap_and_fuse])
+@pytest.mark.parametrize("change", [normplug.swap, swap_and_fuse])
 def test_a_cuda_graph_captures_the_step_and_the_statistics(change, memory_format):
     net, twin = (change(make_net(memory_format)) for _ in range(2))
     sample = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
@@ -142,7 +138,7 @@ def test_a_cuda_graph_captures_the_step_and_the_statistics(change, memory_format
 
 
 def test_a_model_compiled_by_inductor_accepts_another_batch_size():
-    net, twin = (swap(make_net()) for _ in range(2))
+    net, twin = (normplug.swap(make_net()) for _ in range(2))
     compiled = torch.compile(net, fullgraph=True)
     for batch in (8, 24):
         x = torch.randn(batch, 3, 8, 8, device=GPU)

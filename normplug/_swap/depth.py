@@ -10,7 +10,7 @@ from torch import nn
 
 from normplug import modes
 from normplug._swap.inventory import Inventory
-from normplug._swap.layer_modes import Assigned, LayerModes, Norms, mode_of
+from normplug._swap.layer_modes import Assigned, LayerModes, Modes, mode_of
 from normplug._table import shown
 from normplug.modes import NormMode
 
@@ -90,11 +90,9 @@ class ByDepth(LayerModes):
 
     __repr__ = __str__
 
-    def assign(
-        self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
-    ) -> dict[nn.Module, Assigned]:
+    def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         """Number the blocks, and call the schedule once for each block that contains a layer."""
-        blocks = Blocks(inventory, norms).holding(taken)
+        norms, blocks = inventory.norms, Blocks(inventory).holding(taken)
         schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
         numbers: dict[nn.Module, int] = {}
         for number, block in enumerate(blocks, 1):
@@ -130,12 +128,12 @@ class Block(NamedTuple):
 class Blocks:
     """Finds the sequences of blocks in a model's module tree."""
 
-    def __init__(self, inventory: Inventory, norms: Norms) -> None:
+    def __init__(self, inventory: Inventory) -> None:
         self._model = inventory.model
-        self._norms = norms
+        self._norms = inventory.norms
         self._holders = {
             holder
-            for paths in norms.values()
+            for paths in self._norms.values()
             for path in paths
             for holder in inventory.parents(path)
         }
@@ -202,41 +200,31 @@ class Blocks:
         if not blocks:
             return [] if within else children
         inner = [list(self._sequences(block, within=True)) for block in blocks]
-        stages = [block for block, sequences in zip(blocks, inner, strict=True) if sequences]
-        if not stages:
+        found = [(block, one[0]) for block, one in zip(blocks, inner, strict=True) if one]
+        if not found:
             return self._parts_or_blocks(parent, children, blocks) if within else blocks
-        if len(stages) < len(blocks):
-            other = next(block for block in blocks if block not in stages)
-            raise ValueError(
-                f"normplug.by_depth: {stages[0].path} holds a sequence of blocks, and {other.path} "
-                f"beside it does not. {WAY_OUT}"
-            )
-        for stage, sequences in zip(stages, inner, strict=True):
-            self._refuse_unclear(stage, sequences)
-        return [block for sequences in inner for block in sequences[0]]
+        if not all(map(self._is_stage, blocks, inner)):
+            raise self._unclear(*found[0])
+        return [block for _, sequence in found for block in sequence]
 
     def _parts_or_blocks(
         self, parent: Block, children: list[Block], blocks: list[Block]
     ) -> list[Block]:
         """`blocks`; [] if they are parts of the numbered module, as attention and MLP are."""
         repeats = sum(any(_alike(a, b) for b in blocks if b is not a) for a in blocks)
-        if isinstance(parent.module, _LISTS):
-            if len(children) == 1 or repeats == len(blocks):
-                return blocks
-            unclear = repeats > 0
-        else:
-            unclear = repeats > 2  # two alike may be parallel branches
-        if unclear:
+        listed = isinstance(parent.module, _LISTS)
+        if listed and (len(children) == 1 or repeats == len(blocks)):
+            return blocks
+        if repeats > (0 if listed else 2):  # two alike with names of their own may be branches
             raise self._unclear(parent, blocks)
         return []
 
-    def _refuse_unclear(self, stage: Block, sequences: list[list[Block]]) -> None:
-        """Refuse a stage that may itself be a block, with a sequence as one of its parts."""
-        inside = {m for block in sequences[0] for m in block.module.modules() if m in self._norms}
-        beside = [m for m in stage.module.modules() if m in self._norms and m not in inside]
-        own = any(child in self._norms for child in stage.module.children())
-        if len(sequences) > 1 or own or len(beside) >= len(inside):
-            raise self._unclear(stage, sequences[0])
+    def _is_stage(self, block: Block, sequences: list[list[Block]]) -> bool:
+        """Whether a numbered module has one sequence and fewer norms beside it, none its own."""
+        if len(sequences) != 1 or any(child in self._norms for child in block.module.children()):
+            return False
+        inside = {m for one in sequences[0] for m in one.module.modules() if m in self._norms}
+        return sum(m in self._norms for m in block.module.modules()) < 2 * len(inside)
 
     def _unclear(self, parent: Block, blocks: list[Block]) -> ValueError:
         return ValueError(

@@ -71,7 +71,7 @@ def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]
         where = f"normplug.{caller}: the weight of {shown(path)}"
         if parametrize.is_parametrized(module, "weight"):
             raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
-        if is_lazy(module.weight) or 0 in _convert.affine_shape(module):  # type: ignore[arg-type]
+        if is_lazy(module.weight) or 0 in _convert.declared(module)._affine_shape(module):  # type: ignore[arg-type]
             raise ValueError(f"{where} has no shape yet; run one forward first.")
         if module.weight is not None and "weight" not in module._parameters:
             raise ValueError(
@@ -111,7 +111,7 @@ def scale(inventory: Inventory, scalings: Iterable[Scaling]) -> None:
             weight: Tensor | None = module.weight  # type: ignore[assignment]
             if factor == 1.0 or id(weight) in done:
                 continue
-            offset = _convert.weight_offset(module)
+            offset = _convert.declared(module)._weight_offset
             if weight is None:
                 like = neighbour(inventory, path)
                 module.weight = _frozen_weight(module, factor - offset, like)
@@ -184,7 +184,7 @@ def _is_constant(weight: Tensor, value: float) -> bool:
 
 
 def _frozen_weight(module: nn.Module, value: float, like: Tensor) -> nn.Parameter:
-    shape = _convert.affine_shape(module)
+    shape = _convert.declared(module)._affine_shape(module)
     dtype = torch.get_default_dtype() if like is _NO_TENSOR else like.dtype
     weight = torch.full(shape, value, dtype=dtype, device=like.device)
     return nn.Parameter(weight, requires_grad=False)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
+from itertools import chain
 
+import torch
 from torch import nn
 
+from normplug import _convert
 from normplug.modules import TargetVarianceNorm
+
+# Every class that these modules of torch define is a norm, and so is every subclass.
+_TORCH_NORM_MODULES = {c.__module__ for c in (nn.BatchNorm1d, nn.InstanceNorm1d, nn.LayerNorm)}
 
 
 class Inventory:
@@ -27,6 +34,11 @@ class Inventory:
         for path, module in self.modules.items():
             self.names.setdefault(module, []).append(path)
 
+    @cached_property
+    def norms(self) -> dict[nn.Module, list[str]]:
+        """Every norm layer, stock or normplug's, with all its paths."""
+        return {module: paths for module, paths in self.names.items() if _is_norm(module)}
+
     def each(self) -> Iterator[tuple[str, nn.Module]]:
         """(path, module) of every module, under its first path."""
         return ((paths[0], module) for module, paths in self.names.items())
@@ -39,3 +51,36 @@ class Inventory:
         """The ancestors of the module under `path`, outermost first."""
         names = path.split(".") if path else []
         return [self.modules[".".join(names[:depth])] for depth in range(len(names))]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if _convert.replacement(module) is not None:  # this registers other libraries' norms, too
+        return True
+    if isinstance(module, (TargetVarianceNorm, *_convert.REPLACEMENTS)):
+        return True
+    if any(cls.__module__ in _TORCH_NORM_MODULES for cls in type(module).__mro__):
+        return True
+    # Norms of other libraries, by name. A leading underscore marks torch's own weight and spectral
+    # normalisation, which are parametrizations, not layers.
+    name = name_of(module)
+    if "norm" not in name.lower() or name.startswith("_"):
+        return False
+    # A leaf, or a norm that contains an activation.
+    children = list(module.children())
+    if any(map(has_tensors, children)):
+        # Or one that computes its scale with child layers, but not a block that contains norms.
+        inner = chain.from_iterable(child.modules() for child in children)
+        return "eps" in vars(module) and not any(map(_is_norm, inner))
+    return not children or "weight" in {**module._parameters, **module._buffers}
+
+
+def has_tensors(module: nn.Module) -> bool:
+    """Whether a module or one inside it has a parameter or a buffer."""
+    return next(chain(module.parameters(), module.buffers()), None) is not None
+
+
+def name_of(module: nn.Module) -> str:
+    """The name of a module's class."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return getattr(module, "original_name", type(module).__name__)
+    return _convert.plain_class(module).__name__

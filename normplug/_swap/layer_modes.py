@@ -13,8 +13,6 @@ from normplug._swap.inventory import Inventory
 from normplug._table import shown, some
 from normplug.modes import ModeLike, NormMode
 
-Norms: TypeAlias = "dict[nn.Module, list[str]]"  # every norm layer of a model, with all its paths
-
 _KEY = "mode key"
 
 
@@ -25,13 +23,14 @@ class Assigned(NamedTuple):
     block: int | None = None
 
 
+Modes: TypeAlias = dict[nn.Module, Assigned]
+
+
 class LayerModes:
     """A rule that gives each layer its mode; `str` names it in messages."""
 
-    def assign(
-        self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
-    ) -> dict[nn.Module, Assigned]:
-        """Return the mode of each layer in `taken`, a subset of the model's `norms`.
+    def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
+        """Return the mode of each layer in `taken`, a subset of the model's norms.
 
         Raises:
             ValueError: a layer gets no mode, or an invalid one.
@@ -83,9 +82,7 @@ class One(LayerModes):
     def __str__(self) -> str:
         return str(self.mode)
 
-    def assign(
-        self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
-    ) -> dict[nn.Module, Assigned]:
+    def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         return dict.fromkeys(taken, Assigned(self.mode))
 
 
@@ -103,12 +100,10 @@ class _ByFilter(LayerModes):
     def __str__(self) -> str:
         return self._shown
 
-    def assign(
-        self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
-    ) -> dict[nn.Module, Assigned]:
+    def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         modes: dict[nn.Module, Assigned] = {}
         for filters, mode in self._modes:
-            for module in matching(_KEY, filters, norms):
+            for module in matching(_KEY, filters, inventory.norms):
                 modes.setdefault(module, Assigned(mode))
         left = [shown(inventory.names[module][0]) for module in taken if module not in modes]
         if left:
@@ -128,9 +123,7 @@ class _ByFunction(LayerModes):
     def __str__(self) -> str:
         return getattr(self._function, "__qualname__", repr(self._function))
 
-    def assign(
-        self, caller: str, inventory: Inventory, norms: Norms, taken: Sequence[nn.Module]
-    ) -> dict[nn.Module, Assigned]:
+    def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         modes = {}
         for module in taken:
             path = inventory.names[module][0]

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import nn
 
 from normplug import _checks, _convert, native
 from normplug._swap.filters import Filters, matching
-from normplug._swap.inventory import Inventory
-from normplug._swap.layer_modes import Assigned, LayerModes, ModesLike, Norms, read
+from normplug._swap.inventory import Inventory, has_tensors, name_of
+from normplug._swap.layer_modes import Assigned, LayerModes, ModesLike, read
 from normplug._table import counts, shown, table
 from normplug._torch import is_patched
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
-
-# Every class that these modules of torch define is a norm, and so is every subclass.
-_TORCH_NORM_MODULES = {c.__module__ for c in (nn.BatchNorm1d, nn.InstanceNorm1d, nn.LayerNorm)}
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class PlanRow:
     @property
     def kind(self) -> str:
         """The layer's class name."""
-        return _name(self.module)
+        return name_of(self.module)
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,7 @@ def make(
     sync: bool,
 ) -> Plan:
     """Make the plan of an inventory; caller: the public function, for messages."""
-    norms = norms_of(inventory)
+    norms = inventory.norms
     included = set(norms) if include is None else matching("include", include, norms)
     excluded = matching("exclude", exclude, norms)
     found = {}
@@ -156,48 +152,12 @@ def make(
     taken = [module for module, (becomes, _) in found.items() if becomes]
     assigned: dict[nn.Module, Assigned] = {}
     if modes is not None and taken:
-        assigned = modes.assign(caller, inventory, norms, taken)
+        assigned = modes.assign(caller, inventory, taken)
     rows = []
     for module, (path, *aliases) in norms.items():
         mode, block = assigned.get(module, (None, None))
         rows.append(PlanRow(path, module, *found[module], tuple(aliases), mode, block))
     return Plan(tuple(rows))
-
-
-def norms_of(inventory: Inventory) -> Norms:
-    """Every norm layer of a model, with all its paths."""
-    return {module: names for module, names in inventory.names.items() if _is_norm(module)}
-
-
-def _is_norm(module: nn.Module) -> bool:
-    if _convert.replacement(module) is not None:  # this registers other libraries' norms, too
-        return True
-    if isinstance(module, (TargetVarianceNorm, *_convert.REPLACEMENTS)):
-        return True
-    if any(cls.__module__ in _TORCH_NORM_MODULES for cls in type(module).__mro__):
-        return True
-    # Norms of other libraries, by name. A leading underscore marks torch's own weight and spectral
-    # normalisation, which are parametrizations, not layers.
-    name = _name(module)
-    if "norm" not in name.lower() or name.startswith("_"):
-        return False
-    # A leaf, or a norm that contains an activation.
-    children = list(module.children())
-    if any(map(_has_tensors, children)):
-        # Or one that computes its scale with child layers, but not a block that contains norms.
-        inner = chain.from_iterable(child.modules() for child in children)
-        return "eps" in vars(module) and not any(map(_is_norm, inner))
-    return not children or "weight" in {**module._parameters, **module._buffers}
-
-
-def _has_tensors(module: nn.Module) -> bool:
-    return next(chain(module.parameters(), module.buffers()), None) is not None
-
-
-def _name(module: nn.Module) -> str:
-    if isinstance(module, torch.jit.ScriptModule):
-        return getattr(module, "original_name", type(module).__name__)
-    return _convert.plain_class(module).__name__
 
 
 def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
@@ -217,7 +177,7 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
         return (_convert.synchronised(ours) if sync else ours).__name__, ""
     if "Frozen" in cls.__name__:
         return None, "frozen: it scales by constants, and measures no variance to set"
-    if cls not in _convert.REPLACEMENTS and any(map(_has_tensors, module.children())):
+    if cls not in _convert.REPLACEMENTS and any(map(has_tensors, module.children())):
         return None, "its scale comes from layers of its own"
     return None, _convert.why_left(module) or _subclassed(cls) or "no normplug counterpart"
 

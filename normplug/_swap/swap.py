@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from normplug import _checks, _convert
 from normplug._swap import fold as _fold
 from normplug._swap import plan as _plan
 from normplug._swap import record as _record
 from normplug._swap.filters import Filters
-from normplug._swap.fold import Scaling
+from normplug._swap.fold import Scaling, writing_to
 from normplug._swap.inventory import Inventory
 from normplug._swap.layer_modes import ModesLike, read
-from normplug._swap.rollback import all_or_nothing
 from normplug._swap.tools import tell_tools
 from normplug._table import counts, shown, some
 from normplug._torch import is_patched
 from normplug.modules import TargetVarianceNorm
+
+# The containers among a layer's attributes that a conversion mutates in place.
+_TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 def swap(
@@ -31,7 +35,7 @@ def swap(
     *,
     include: Filters = None,
     exclude: Filters = None,
-    track_running_stats: bool = False,
+    track_running_stats: bool | None = None,
     preserve_output: bool | None = None,
     sync: bool = False,
     autocast_output: str = "low",
@@ -61,7 +65,8 @@ def swap(
         include: take only layers that match, as in `normplug.plan`.
         exclude: leave layers that match, as in `normplug.plan`; wins over `include`.
         track_running_stats: whether LayerNorm, RMSNorm and GroupNorm get running statistics to
-            watch. BatchNorm and InstanceNorm keep their own setting.
+            watch; None gives them to LayerNorm only. BatchNorm and InstanceNorm keep their own
+            setting.
         preserve_output: True divides each weight by sqrt(tv), so that the model computes what it
             did before and only its parametrisation changes. A layer without a weight gets a frozen
             one, with the dtype and device of its own tensors or of the nearest parameter. False
@@ -125,7 +130,7 @@ def swap(
     _fold.refuse_unscalable("swap(preserve_output=True)", inventory, scalings)
     _record.warn_of_lost("swap", inventory)
 
-    with all_or_nothing([row.module for row in taken]):
+    with _all_or_nothing([row.module for row in taken]):
         _fold.scale(inventory, scalings)
         for row in taken:
             weighted = getattr(row.module, "weight", None) is not None
@@ -183,14 +188,18 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         _checks.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.")
     patched = [shown(path) for path, layer in layers if is_patched(layer)]
     if patched:
-        raise _checks.forward_replaced("unswap", "swap", patched)
+        raise ValueError(
+            f"normplug.unswap: the forward of {', '.join(patched)} was replaced on the instance "
+            "since normplug.swap, by a patch or by accelerate's hooks. Remove these first, e.g. "
+            "with accelerate.hooks.remove_hook_from_module(model, recurse=True)."
+        )
     scalings = [Scaling(p, m, math.sqrt(m.target_variance)) for p, m in layers if fold]
     _fold.refuse_unscalable("unswap", inventory, scalings)
     from normplug._fuse.fuse import fused_modules, release
 
     fused = fused_modules(model).values()
     _record.warn_of_lost("unswap", inventory)
-    with all_or_nothing([layer for _, layer in layers]):
+    with _all_or_nothing([layer for _, layer in layers]):
         _fold.scale(inventory, scalings)
         for _, layer in layers:
             _convert.revert(layer)
@@ -287,12 +296,34 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
             f"normplug.set_mode: {type(model).__name__} has no normplug layers. "
             "Use normplug.swap(model, mode) first."
         )
-    assigned = modes.assign("set_mode", inventory, _plan.norms_of(inventory), layers)
+    assigned = modes.assign("set_mode", inventory, layers)
     _record.warn_of_lost("set_mode", inventory)
     for layer in layers:
         layer.mode = assigned[layer].mode
     _record.renew(inventory)
     return model
+
+
+@contextmanager
+def _all_or_nothing(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore every layer if the block raises."""
+    before = [
+        (m, m.__class__, {k: copy.copy(v) if k in _TABLES else v for k, v in vars(m).items()})
+        for m in layers
+    ]
+    weights = (layer._parameters.get("weight") for layer in layers)
+    values = [(w, w.detach().clone()) for w in weights if w is not None and not is_lazy(w)]
+    try:
+        yield
+    except BaseException:
+        for module, cls, state in before:
+            module.__class__ = cls
+            vars(module).clear()
+            vars(module).update(state)
+        for weight, value in values:
+            with writing_to(weight):
+                weight.copy_(value)
+        raise
 
 
 def _nothing_swapped(model: nn.Module, planned: _plan.Plan) -> str:

@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 
 from normplug import _activations, modules
 from normplug._torch import has_global_hooks, has_hooks
-from normplug.adapters.channels_first import ChannelsFirstLayerNorm
-from normplug.adapters.float32 import Float32
+from normplug.adapters import ChannelsFirstLayerNorm, Float32, define
 from normplug.modules.row_norm import RowNorm
 
 
@@ -55,42 +54,6 @@ def _fused_activation(drop: nn.Module, act: nn.Module) -> _activations.Activatio
     return "gelu" if type(act) is activations.GELU else _activations.of_module(act)
 
 
-class GroupNorm(modules.GroupNorm, norm.GroupNorm):
-    """`timm.layers.GroupNorm` that normalises to a target variance."""
-
-
-class GroupNorm1(modules.GroupNorm, norm.GroupNorm1):
-    """`timm.layers.GroupNorm1` that normalises to a target variance."""
-
-
-class GroupNormAct(_FusedActivation, modules.GroupNorm, norm_act.GroupNormAct):
-    """`timm.layers.GroupNormAct` that normalises to a target variance."""
-
-
-class GroupNorm1Act(_FusedActivation, modules.GroupNorm, norm_act.GroupNorm1Act):
-    """`timm.layers.GroupNorm1Act` that normalises to a target variance."""
-
-
-class LayerNorm(modules.LayerNorm, norm.LayerNorm):
-    """`timm.layers.LayerNorm` that normalises to a target variance."""
-
-
-class LayerNorm2d(ChannelsFirstLayerNorm, norm.LayerNorm2d):
-    """`timm.layers.LayerNorm2d` that normalises to a target variance."""
-
-
-class LayerNormExp2d(ChannelsFirstLayerNorm, norm.LayerNormExp2d):
-    """`timm.layers.LayerNormExp2d` that normalises to a target variance."""
-
-
-class LayerNormFp32(Float32, modules.LayerNorm, norm.LayerNormFp32):
-    """`timm.layers.LayerNormFp32` that normalises to a target variance."""
-
-
-class LayerNorm2dFp32(Float32, ChannelsFirstLayerNorm, norm.LayerNorm2dFp32):
-    """`timm.layers.LayerNorm2dFp32` that normalises to a target variance."""
-
-
 class WithActivation(RowNorm):
     """A norm of rows, then the layer's own dropout and activation."""
 
@@ -104,39 +67,33 @@ class WithActivation(RowNorm):
         return self.act(self.drop(super().forward(input)))
 
 
-class LayerNormAct(WithActivation, modules.LayerNorm, norm_act.LayerNormAct):
-    """`timm.layers.LayerNormAct` that normalises to a target variance."""
-
-
-class LayerNormAct2d(WithActivation, ChannelsFirstLayerNorm, norm_act.LayerNormAct2d):
-    """`timm.layers.LayerNormAct2d` that normalises to a target variance."""
-
-
-class LayerNormActFp32(WithActivation, Float32, modules.LayerNorm, norm_act.LayerNormActFp32):
-    """`timm.layers.LayerNormActFp32` that normalises to a target variance."""
-
-
-class LayerNormAct2dFp32(
-    WithActivation, Float32, ChannelsFirstLayerNorm, norm_act.LayerNormAct2dFp32
-):
-    """`timm.layers.LayerNormAct2dFp32` that normalises to a target variance."""
-
-
-_ADAPTED: dict[type[nn.Module], type[modules.TargetVarianceNorm]] = {
+_ADAPTED = {
     norm_act.BatchNormAct2d: BatchNormAct2d,
-    norm.GroupNorm: GroupNorm,
-    norm.GroupNorm1: GroupNorm1,
-    norm_act.GroupNormAct: GroupNormAct,
-    norm_act.GroupNorm1Act: GroupNorm1Act,
-    norm.LayerNorm: LayerNorm,
-    norm.LayerNorm2d: LayerNorm2d,
-    norm.LayerNormExp2d: LayerNormExp2d,
-    norm.LayerNormFp32: LayerNormFp32,
-    norm.LayerNorm2dFp32: LayerNorm2dFp32,
-    norm_act.LayerNormAct: LayerNormAct,
-    norm_act.LayerNormAct2d: LayerNormAct2d,
-    norm_act.LayerNormActFp32: LayerNormActFp32,
-    norm_act.LayerNormAct2dFp32: LayerNormAct2dFp32,
+    **define(
+        globals(),
+        norm,
+        {
+            "GroupNorm": (modules.GroupNorm,),
+            "GroupNorm1": (modules.GroupNorm,),
+            "LayerNorm": (modules.LayerNorm,),
+            "LayerNorm2d": (ChannelsFirstLayerNorm,),
+            "LayerNormExp2d": (ChannelsFirstLayerNorm,),
+            "LayerNormFp32": (Float32, modules.LayerNorm),
+            "LayerNorm2dFp32": (Float32, ChannelsFirstLayerNorm),
+        },
+    ),
+    **define(
+        globals(),
+        norm_act,
+        {
+            "GroupNormAct": (_FusedActivation, modules.GroupNorm),
+            "GroupNorm1Act": (_FusedActivation, modules.GroupNorm),
+            "LayerNormAct": (WithActivation, modules.LayerNorm),
+            "LayerNormAct2d": (WithActivation, ChannelsFirstLayerNorm),
+            "LayerNormActFp32": (WithActivation, Float32, modules.LayerNorm),
+            "LayerNormAct2dFp32": (WithActivation, Float32, ChannelsFirstLayerNorm),
+        },
+    ),
 }
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from timm.layers import norm, norm_act
 from torch import nn
 
-from normplug.adapters.channels_first import ChannelsFirst
-from normplug.adapters.float32 import Float32
+from normplug.adapters import ChannelsFirst, Float32, define
 from normplug.adapters.timm_layers import WithActivation
 from normplug.modules.base import TargetVarianceNorm
 from normplug.modules.rms_norm import _RMSNorm
@@ -44,41 +43,28 @@ class RmsNorm2d(ChannelsFirst, _TimmRMSNorm, norm.RmsNorm2d):
     _rounding = "input"
 
 
-class RmsNormFp32(Float32, _TimmRMSNorm, norm.RmsNormFp32):
-    """`timm.layers.RmsNormFp32` that normalises to a target second moment."""
-
-
-class RmsNorm2dFp32(Float32, ChannelsFirst, _TimmRMSNorm, norm.RmsNorm2dFp32):
-    """`timm.layers.RmsNorm2dFp32` that normalises to a target second moment."""
-
-
-class RmsNormAct(WithActivation, RmsNorm, norm_act.RmsNormAct):
-    """`timm.layers.RmsNormAct` that normalises to a target second moment."""
-
-
-class RmsNormAct2d(WithActivation, RmsNorm2d, norm_act.RmsNormAct2d):
-    """`timm.layers.RmsNormAct2d` that normalises to a target second moment."""
-
-
-class RmsNormActFp32(WithActivation, Float32, RmsNorm, norm_act.RmsNormActFp32):
-    """`timm.layers.RmsNormActFp32` that normalises to a target second moment."""
-
-
-class RmsNormAct2dFp32(WithActivation, Float32, RmsNorm2d, norm_act.RmsNormAct2dFp32):
-    """`timm.layers.RmsNormAct2dFp32` that normalises to a target second moment."""
-
-
 _SIMPLE = "it divides by the standard deviation about a mean that it does not subtract"
-
 _ADAPTED: dict[type[nn.Module], type[TargetVarianceNorm] | str] = {
     norm.RmsNorm: RmsNorm,
     norm.RmsNorm2d: RmsNorm2d,
-    norm.RmsNormFp32: RmsNormFp32,
-    norm.RmsNorm2dFp32: RmsNorm2dFp32,
-    norm_act.RmsNormAct: RmsNormAct,
-    norm_act.RmsNormAct2d: RmsNormAct2d,
-    norm_act.RmsNormActFp32: RmsNormActFp32,
-    norm_act.RmsNormAct2dFp32: RmsNormAct2dFp32,
+    **define(
+        globals(),
+        norm,
+        {
+            "RmsNormFp32": (Float32, _TimmRMSNorm),
+            "RmsNorm2dFp32": (Float32, ChannelsFirst, _TimmRMSNorm),
+        },
+    ),
+    **define(
+        globals(),
+        norm_act,
+        {
+            "RmsNormAct": (WithActivation, RmsNorm),
+            "RmsNormAct2d": (WithActivation, RmsNorm2d),
+            "RmsNormActFp32": (WithActivation, Float32, RmsNorm),
+            "RmsNormAct2dFp32": (WithActivation, Float32, RmsNorm2d),
+        },
+    ),
     norm.SimpleNorm: _SIMPLE,
     norm.SimpleNorm2d: _SIMPLE,
     norm.SimpleNormFp32: _SIMPLE,

@@ -1,14 +1,8 @@
 """The GroupNorm of `transformers.models.poolformer`."""
 
-from __future__ import annotations
-
 from transformers.models.poolformer import modeling_poolformer
 
-from normplug import modules
+from normplug.adapters import define
+from normplug.modules import GroupNorm
 
-
-class PoolFormerGroupNorm(modules.GroupNorm, modeling_poolformer.PoolFormerGroupNorm):
-    """`PoolFormerGroupNorm` that normalises to a target variance."""
-
-
-adapt = {modeling_poolformer.PoolFormerGroupNorm: PoolFormerGroupNorm}.get
+adapt = define(globals(), modeling_poolformer, {"PoolFormerGroupNorm": (GroupNorm,)}).get

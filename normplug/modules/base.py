@@ -144,12 +144,12 @@ class TargetVarianceNorm(nn.Module):
         return None
 
     @classmethod
-    def _adopt(cls, module: nn.Module, track_running_stats: bool, device: Any) -> None:
+    def _adopt(cls, module: nn.Module, track_running_stats: bool | None, device: Any) -> None:
         """Give a stock layer what its class lacks, before a swap changes the class.
 
         Args:
             module: the stock layer.
-            track_running_stats: whether to watch statistics.
+            track_running_stats: whether to watch statistics; None leaves it to the class.
             device: the device of new tensors if the layer has no weight.
         """
 
@@ -244,7 +244,11 @@ class TargetVarianceNorm(nn.Module):
     @property
     def _eps(self) -> Any:
         """The eps of the formula."""
-        return as_number(self._normplug.eps)
+        return _checks.as_number(self._normplug.eps)
+
+    def _numbers(self) -> dict[str, Any]:
+        """The arguments of every formula in `normplug.reference`."""
+        return {"eps": self._eps, "target_variance": self.target_variance}
 
     # Reading a tensor as a module's attribute takes the host ten times as long as from the dict.
 
@@ -340,11 +344,6 @@ def _new_root(key: tuple[float, bool]) -> Tensor | float:
         dtype = torch.float64 if double else torch.float32
         _ROOTS[key] = torch.tensor(root, dtype=dtype, device="cpu")
     return _ROOTS[key]
-
-
-def as_number(value: Any) -> Any:
-    """The value of an eps or a momentum, which torch also takes as a tensor of no dimensions."""
-    return float(value) if isinstance(value, Tensor) else value
 
 
 def _depth(cls: type, name: str) -> int:

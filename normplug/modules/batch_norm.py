@@ -9,12 +9,13 @@ from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
+from normplug._checks import as_number
 from normplug._ops import likely
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.call import call
 from normplug._ops.spec import Pool, Tensors
 from normplug._torch import BatchNormBase
-from normplug.modules.base import TargetVarianceNorm, as_number
+from normplug.modules.base import TargetVarianceNorm
 from normplug.modules.fusion_sites import FusionSites
 
 
@@ -133,15 +134,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         mean, var = (None, None) if training else (self.running_mean, self.running_var)
-        return reference.batch_norm(
-            x,
-            self.weight,
-            self.bias,
-            eps=self._eps,
-            target_variance=self.target_variance,
-            mean=mean,
-            var=var,
-        ).y
+        affine = self.weight, self.bias
+        return reference.batch_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
 
     def _variance(self, x: Tensor) -> Tensor:
         return functional.channel_stats(x)[1]

@@ -7,13 +7,13 @@ from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
+from normplug._checks import as_number
 from normplug._ops import likely
 from normplug._ops.call import call
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.spec import Tensors
-from normplug.modules.base import as_number
 from normplug.modules.fusion_sites import FusionSites
-from normplug.modules.watched import REFUSALS, WatchedRows
+from normplug.modules.watched import REFUSALS, WatchedRows, averages
 
 
 class GroupNorm(WatchedRows, nn.GroupNorm):
@@ -21,14 +21,14 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    With `track_running_stats`, `watched_mean` and `watched_var` are scalars: moving averages of the
-    groups' mean and of their biased variance. See `LayerNorm`.
+    The watched statistics, off by default, are scalars: moving averages of the groups' mean and of
+    their biased variance. See `LayerNorm`.
 
     Args:
         *args: those of `torch.nn.GroupNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics.
+        track_running_stats: keep the watched statistics; None is False here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.group_norm`.
         **kwargs: those of `torch.nn.GroupNorm`.
@@ -44,6 +44,8 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         >>> GroupNorm(2, 8, mode=0.5)
         GroupNorm(2, 8, eps=1e-05, affine=True, ..., mode=0.5)
     """
+
+    _watches = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, update the watched statistics if there are any."""
@@ -71,10 +73,8 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         own = self._normplug
         plain = activation is None and self._is_plain(input, weight)
         if plain and input.numel() > self.num_groups:
-            cudnn = input.is_cuda and torch.backends.cudnn.enabled
-            scaled = self._scaled(weight)
             try:
-                return torch.group_norm(input, self.num_groups, scaled, bias, own.eps, cudnn)
+                return self._by_torch(input, weight, bias)
             except REFUSALS:
                 pass
         t = Tensors(input, None, weight, bias, None, *self._statistics_to_update(input))
@@ -92,6 +92,19 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
             native.learn(self, spec, own.backend, t, input, None, None, activation)
         return y
 
+    def _by_torch(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The call by torch's function, if `_is_plain`."""
+        groups, eps, move = self.num_groups, self._normplug.eps, self._mover()
+        weight = self._scaled(weight)
+        if move is None:
+            cudnn = x.is_cuda and torch.backends.cudnn.enabled
+            return torch.group_norm(x, groups, weight, bias, eps, cudnn)
+        n, c = x.shape[0], x.shape[1]
+        sizes = n, c, x.numel() // (n * c), groups
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, eps)
+        move(*averages(mean, rstd, eps))
+        return y
+
     _call_reads = (*WatchedRows._call_reads, "num_groups")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
 
@@ -105,14 +118,8 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         return (4, self.num_channels, 2)
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        return reference.group_norm(
-            x,
-            self.num_groups,
-            self.weight,
-            self.bias,
-            eps=self._eps,
-            target_variance=self.target_variance,
-        ).y
+        affine = self.weight, self.bias
+        return reference.group_norm(x, self.num_groups, *affine, **self._numbers()).y
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))

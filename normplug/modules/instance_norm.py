@@ -10,13 +10,14 @@ from torch import Tensor, fx, nn
 
 from normplug import native, reference
 from normplug._activations import ActivationLike
+from normplug._checks import as_number
 from normplug._ops import likely
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.call import call
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.spec import Tensors
 from normplug._torch import InstanceNormBase
-from normplug.modules.base import TargetVarianceNorm, as_number
+from normplug.modules.base import TargetVarianceNorm
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.watched import REFUSALS
 
@@ -138,15 +139,8 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         mean, var = self._constants(training)
-        return reference.instance_norm(
-            x,
-            self.weight,
-            self.bias,
-            eps=self._eps,
-            target_variance=self.target_variance,
-            mean=mean,
-            var=var,
-        ).y
+        affine = self.weight, self.bias
+        return reference.instance_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))

@@ -1,4 +1,4 @@
-"""LayerNorm with a target variance."""
+"""LayerNorm with a target variance and watched statistics."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import torch
 from torch import Tensor, nn
 
 from normplug import functional, reference
+from normplug._checks import as_number
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
-from normplug.modules.base import as_number
 from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.row_norm import RowNorm
+from normplug.modules.watched import averages
 
 
 class LayerNorm(RowNorm, nn.LayerNorm):
-    """`torch.nn.LayerNorm` that normalises to a target variance, and can monitor its input.
+    """`torch.nn.LayerNorm` that normalises to a target variance and monitors its input.
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    With `track_running_stats` it watches its input, in scalars that no result depends on:
-    `watched_mean` and `watched_var`, moving averages of the rows' mean and of their biased
-    variance, and `watched_count`, the number of batches. They are not saved: a state_dict has the
-    keys of the stock layer's. They start with mean 0 and variance 1. Inside `torch.func` transforms
-    they are not updated.
+    The watched statistics are scalars that no result depends on: `watched_mean` and `watched_var`,
+    moving averages of the rows' mean and of their biased variance, and `watched_count`, the number
+    of batches. They are not saved: a state_dict has the keys of the stock layer's. They start with
+    mean 0 and variance 1. Inside `torch.func` transforms they are not updated.
 
     Args:
         *args: those of `torch.nn.LayerNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics.
+        track_running_stats: keep the watched statistics; None is True here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.layer_norm`.
         **kwargs: those of `torch.nn.LayerNorm`.
@@ -73,21 +73,20 @@ class LayerNorm(RowNorm, nn.LayerNorm):
         )
 
     def _by_torch(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        eps = self._normplug.eps
-        return torch.layer_norm(x, self.normalized_shape, self._scaled(weight), bias, eps)
+        eps, move = self._normplug.eps, self._mover()
+        arguments = x, self.normalized_shape, self._scaled(weight), bias, eps
+        if move is None:
+            return torch.layer_norm(*arguments)
+        y, mean, rstd = torch.native_layer_norm(*arguments)
+        move(*averages(mean, rstd, eps))
+        return y
 
     def _affine_shape(self) -> tuple[int, ...]:
         return self.normalized_shape
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        return reference.layer_norm(
-            x,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            eps=self._eps,
-            target_variance=self.target_variance,
-        ).y
+        affine = self.weight, self.bias
+        return reference.layer_norm(x, self.normalized_shape, *affine, **self._numbers()).y
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from normplug import functional, reference
+from normplug._checks import as_number
 from normplug._ops.row_norms import LayerNormSpec, composed_rms_norm
 from normplug._torch import RMS_NORM_AUTOCASTS
-from normplug.modules.base import as_number
 from normplug.modules.row_norm import RowNorm
 
 
@@ -24,6 +24,7 @@ class _RMSNorm(RowNorm):
 
     _function = "rms_norm"
     _watched = ("watched_var", "watched_count")
+    _watches = False
     _measure = "second moment"
     # Whether autocast has the stock layer compute and return float32.
     _autocasts: ClassVar[bool] = RMS_NORM_AUTOCASTS
@@ -48,20 +49,19 @@ class _RMSNorm(RowNorm):
         )
 
     def _by_torch(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        move = self._mover()
         if self._rounding is not None or self._weight_offset:
-            return composed_rms_norm(x, weight, self._spec(x, "float32"))
-        shape, eps = self._affine_shape(), self._normplug.eps
-        return torch.rms_norm(x, shape, self._scaled(weight), eps)
+            y = composed_rms_norm(x, weight, self._spec(x, "float32"))
+        else:
+            shape, eps = self._affine_shape(), self._normplug.eps
+            y = torch.rms_norm(x, shape, self._scaled(weight), eps)
+        if move is not None:
+            move(None, x.detach().square().sum().item() / x.numel())
+        return y
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        return reference.rms_norm(
-            x,
-            self._affine_shape(),
-            self._affine()[0],
-            eps=self._eps,
-            target_variance=self.target_variance,
-            weight_offset=self._weight_offset,
-        ).y
+        shape, (weight, _), offset = self._affine_shape(), self._affine(), self._weight_offset
+        return reference.rms_norm(x, shape, weight, **self._numbers(), weight_offset=offset).y
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))
@@ -83,7 +83,7 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
         *args: those of `torch.nn.RMSNorm`.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics.
+        track_running_stats: keep the watched statistics; None is False here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.rms_norm`.
         **kwargs: those of `torch.nn.RMSNorm`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +12,7 @@ from torch.compiler import is_compiling
 
 from normplug import _checks
 from normplug._ops.sharded import is_sharded
-from normplug._torch import in_autocast, transforms_active
+from normplug._torch import in_autocast, interposed, transforms_active
 from normplug.modes import ModeLike
 from normplug.modules.base import TargetVarianceNorm
 
@@ -36,14 +38,16 @@ class WatchedRows(TargetVarianceNorm):
         *args: those of the stock class.
         mode: as in `BatchNorm1d`.
         backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics.
+        track_running_stats: keep the watched statistics; None leaves it to the class.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.
         **kwargs: those of the stock class.
     """
 
-    # The statistics that the class can watch; `watched_var` is among them.
+    # The statistics that the class watches, if it watches any; `watched_var` is among them.
     _watched: ClassVar[tuple[str, ...]] = tuple(_START)
+    # Whether it watches them by default.
+    _watches: ClassVar[bool] = True
 
     _call_reads = (*_START, "training", "_normplug")
 
@@ -52,22 +56,23 @@ class WatchedRows(TargetVarianceNorm):
         *args: Any,
         mode: ModeLike = "standard",
         backend: str = "auto",
-        track_running_stats: bool = False,
+        track_running_stats: bool | None = None,
         momentum: float | None = 0.1,
         autocast_output: str = "float32",
         **kwargs: Any,
     ) -> None:
-        caller = type(self).__name__
+        caller, momentum = type(self).__name__, _checks.as_number(momentum)
         _checks.momentum(caller, momentum, None, updates=False)
-        _checks.flags(caller, track_running_stats=track_running_stats)
+        if track_running_stats is not None:
+            _checks.flags(caller, track_running_stats=track_running_stats)
         super().__init__(*args, mode=mode, backend=backend, **kwargs)
         self.autocast_output = autocast_output
         self._set(momentum=momentum)
         self._adopt(self, track_running_stats, kwargs.get("device"))
 
     @classmethod
-    def _adopt(cls, module: nn.Module, track_running_stats: bool, device: Any) -> None:
-        if not track_running_stats:
+    def _adopt(cls, module: nn.Module, track_running_stats: bool | None, device: Any) -> None:
+        if not (cls._watches if track_running_stats is None else track_running_stats):
             return
         weight: Tensor | None = module.weight  # type: ignore[assignment]
         double = weight is not None and weight.dtype == torch.float64
@@ -97,14 +102,36 @@ class WatchedRows(TargetVarianceNorm):
                 buffer.fill_(_START[name])
 
     def _is_plain(self, x: Tensor, weight: Tensor | None) -> bool:
-        """Whether torch's function computes a call, without casts, statistics and measuring."""
+        """Whether torch's function computes a call: no casts, and no measuring but `_move`."""
         return (
             self._runs_torch(x, weight)
             and (weight is None or weight.dtype == x.dtype)
             and self._probe is None
-            and not (self.training and self._buffers)
             and not in_autocast()
+            and (not self.training or "watched_var" not in self._buffers or self._can_move(x))
         )
+
+    def _can_move(self, x: Tensor) -> bool:
+        """Whether `_move` can update them: all is on the CPU, and nothing traces the call."""
+        var = self._buffers.get("watched_var")
+        return (
+            x.is_cpu
+            and (x.dtype == torch.float32 or x.dtype == torch.float64)
+            and type(var) is Tensor
+            and var.is_cpu
+            and x.numel() > 0
+            and not interposed()
+        )
+
+    def _mover(self) -> Callable[[float | None, float], None] | None:
+        """What updates the statistics by `_move`; None if this forward updates none.
+
+        It is read before torch's function is called: another thread may unswap the layer meanwhile.
+        """
+        buffers = tuple(map(self._buffers.get, _START))
+        if not self.training or buffers[2] is None:
+            return None
+        return partial(_move, buffers, self._normplug.momentum)
 
     def _statistics_to_update(
         self, input: Tensor
@@ -183,3 +210,21 @@ def _fresh(name: str, double: bool, device: Any) -> Tensor:
     dtype = torch.long if name == "watched_count" else floating
     with torch.inference_mode(False):  # training writes to it
         return torch.full((), _START[name], device=device, dtype=dtype)
+
+
+def averages(mean: Tensor, rstd: Tensor, eps: float) -> tuple[float, float]:
+    """Mean and biased variance, averaged over rows or groups; rstd is 1 / sqrt(var + eps)."""
+    rows = rstd.numel()
+    var = rstd.pow(-2).sum().item() / rows - eps
+    return mean.sum().item() / rows, max(var, 0.0)  # see `running.variance_of`
+
+
+def _move(buffers: tuple[Any, ...], momentum: Any, mean: float | None, var: float) -> None:
+    """Do what `running.update` does, in floats: a quarter of the time that tensors take."""
+    watched_mean, watched_var, count = buffers
+    batches = count.item() + 1
+    step = 1 / batches if momentum is None else momentum
+    count.fill_(batches)
+    if watched_mean is not None:
+        watched_mean.fill_((1 - step) * watched_mean.item() + step * mean)
+    watched_var.fill_((1 - step) * watched_var.item() + step * var)

@@ -57,7 +57,8 @@ swap, plan = on_model(normplug.swap), on_model(normplug.plan)
 set_mode, fuse = on_swapped_model(normplug.set_mode), on_swapped_model(normplug.fuse)
 unswap = on_swapped_model(normplug.unswap)
 BAD_TENSORS = [ARRAY, [1.0], 1.0, "x", 3]
-BAD_NUMBERS = ["x", True, Fraction(1, 2), 1j, [1.0], torch.tensor(0.5), ARRAY]
+BAD_NUMBERS = ["x", True, Fraction(1, 2), 1j, [1.0], ARRAY]
+BAD_NUMBERS += [torch.tensor([0.5]), torch.tensor(True), torch.tensor(0.5, requires_grad=True)]
 BAD_FLAGS = ["yes", 1, 0.0, None, torch.tensor(True), np.ones(2)]
 BAD_CHOICES = [v for v in BAD_FLAGS if v is not None]  # None is the class's default
 BAD_NAMES = [3, None, ["torch"], np.array(["torch", "auto"]), torch.ones(2), b"torch", True]
@@ -65,6 +66,7 @@ BAD_SIZES = [0, -1]
 BAD_PAIRS = [("relu", 0.1), ("leaky_relu",), ("leaky_relu", -1.0), ("leaky_relu", float("inf"))]
 BAD_COUNTS = [1.5, True, "a", None, [1], 1j, torch.tensor(3), float("nan")]
 TOO_LARGE = [10**400, -(10**5000)]
+BEYOND = [2**63, 10**5000]  # what no size can be
 FLOAT8 = X.to(torch.float8_e4m3fn)
 NOT_DENSE = [FLOAT8, X.to_sparse(), X.to_mkldnn()]
 TABLE = []
@@ -124,14 +126,15 @@ for call in (group_norm, instance_norm):
     for name in ("backend", "activation"):
         cases(call, caller, name, [3, "tanh"], ValueError)
 cases(group_norm, "functional.group_norm", "num_groups", [1.5, True, None], TypeError)
-cases(group_norm, "functional.group_norm", "num_groups", [*BAD_SIZES, 4], ValueError)
+cases(group_norm, "functional.group_norm", "num_groups", [*BAD_SIZES, *BEYOND, 4], ValueError)
 cases(group_norm, "functional.group_norm", "autocast_output", [None, "half"], ValueError)
 cases(instance_norm, "functional.instance_norm", "use_input_stats", [1, None], TypeError)
 cases(instance_norm, "functional.instance_norm", "momentum", ["x", True], TypeError)
 updating = partial(instance_norm, running_mean=MEAN[:4], running_var=VAR[:4])
 cases(updating, "functional.instance_norm", "momentum", [None], TypeError)
 cases(make_group_norm, "GroupNorm", "num_groups", [1.5, None], TypeError)
-cases(make_group_norm, "GroupNorm", "num_channels", [0, -6], ValueError)
+cases(make_group_norm, "GroupNorm", "num_groups", BEYOND, ValueError)
+cases(make_group_norm, "GroupNorm", "num_channels", [0, -6, *BEYOND], ValueError)
 cases(make_group_norm, "GroupNorm", "track_running_stats", [1, "x"], TypeError)
 cases(make_group_norm, "GroupNorm", "autocast_output", ["half"], ValueError)
 cases(make_instance_norm, "InstanceNorm2d", "num_features", [1.5, None], TypeError)
@@ -161,15 +164,15 @@ BAD_SHAPES = [[1.0], *BAD_COUNTS[:4], {}.get]
 for make, caller in ((make_layer_norm, "LayerNorm"), (make_rms_norm, "RMSNorm")):
     number_cases(make, caller)
     cases(make, caller, "normalized_shape", BAD_SHAPES, TypeError)
-    cases(make, caller, "normalized_shape", [[0], [-1], 0, -3], ValueError)
+    cases(make, caller, "normalized_shape", [[0], [-1], 0, -3, *BEYOND], ValueError)
     cases(make, caller, "elementwise_affine", BAD_FLAGS, TypeError)
-    cases(make, caller, "track_running_stats", BAD_FLAGS, TypeError)
+    cases(make, caller, "track_running_stats", BAD_CHOICES, TypeError)
     cases(make, caller, "autocast_output", BAD_NAMES, ValueError)
 OPTIONS = [(swap, "swap"), (swapped, "swap"), (SwapNorms, "lightning.SwapNorms")]
 for call, caller in OPTIONS:
-    for name in ("sync", "track_running_stats"):
-        cases(call, caller, name, BAD_FLAGS, TypeError)
-    cases(call, caller, "preserve_output", BAD_CHOICES, TypeError)
+    cases(call, caller, "sync", BAD_FLAGS, TypeError)
+    for name in ("preserve_output", "track_running_stats"):
+        cases(call, caller, name, BAD_CHOICES, TypeError)
     cases(call, caller, "backend", BAD_NAMES, ValueError)
     cases(call, caller, "autocast_output", BAD_NAMES, ValueError)
 BAD_FILTERS = [3, [3], 1.5, True, ["norm", None], b"norm", ARRAY, X, {"norm": 1}, nn.LayerNorm(6)]
@@ -232,7 +235,7 @@ def test_a_missing_or_unknown_argument_is_refused_by_the_class(arguments, name):
 @pytest.mark.parametrize("value", [None, *BAD_TENSORS])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_layer_rejects_an_input_that_is_not_a_tensor(training, value):
-    layer = normplug.LayerNorm(6, track_running_stats=True).train(training)
+    layer = normplug.LayerNorm(6).train(training)
     text = r"functional.layer_norm: input must be a torch.Tensor; got"
     with pytest.raises(TypeError, match=text):
         layer(value)
@@ -276,6 +279,67 @@ def test_any_eps_gives_the_result_of_torch(training, eps):
     pairs.append((y, (x - mean) / (var + eps).sqrt()))
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+def stock_batch_norm(x, mean, var, weight, bias, training=False, momentum=0.1, eps=1e-5):
+    """`F.batch_norm`, which refuses an eps below 0 in newer versions."""
+    return torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, False)
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "group_norm", "layer_norm", "rms_norm"])
+@pytest.mark.parametrize("eps", [None, -0.5])
+def test_the_samples_of_torchs_own_tests_give_the_results_of_torch(name, eps):
+    operators = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+    (*_, operator) = (op for op in operators if op.name == f"nn.functional.{name}")
+    for dtype in (torch.float32, torch.float64):
+        for sample in operator.sample_inputs("cpu", dtype):
+            if name == "batch_norm" and sample.input.dim() < 2:
+                continue  # refused: see `_checks.channels`
+            options = sample.kwargs if eps is None else sample.kwargs | {"eps": eps}
+            stock = stock_batch_norm if name == "batch_norm" else getattr(F, name)
+            calls = [(f, copy.deepcopy(sample)) for f in (stock, getattr(functional, name))]
+            theirs, ours = (f(s.input, *s.args, **options) for f, s in calls)
+            torch.testing.assert_close(ours, theirs, equal_nan=True)
+            statistics = (s.args for _, s in calls)
+            torch.testing.assert_close(*statistics, equal_nan=True)
+
+
+NUMBER = torch.tensor(0.5)
+
+
+@pytest.mark.parametrize(
+    ("call", "stock"),
+    [
+        (partial(batch_norm, eps=NUMBER), partial(F.batch_norm, X, None, None, training=True)),
+        (partial(layer_norm, eps=NUMBER), partial(F.layer_norm, X, (6,))),
+        (partial(rms_norm, eps=NUMBER), partial(F.rms_norm, X, (6,))),
+        (partial(group_norm, eps=NUMBER), partial(F.group_norm, X, 2)),
+        (partial(instance_norm, eps=NUMBER), partial(F.instance_norm, X[None])),
+        *(
+            (lambda make=make: make(eps=NUMBER)(X), lambda cls=cls, **eps: cls(**eps)(X))
+            for make, cls in (
+                (make_layer_norm, partial(nn.LayerNorm, 6)),
+                (make_rms_norm, partial(nn.RMSNorm, 6)),
+                (make_group_norm, partial(nn.GroupNorm, 2, 6)),
+                (partial(normplug.BatchNorm1d, 6), partial(nn.BatchNorm1d, 6)),
+            )
+        ),
+    ],
+)
+def test_an_eps_may_be_a_tensor_of_no_dimensions(call, stock):
+    torch.testing.assert_close(call(), stock(eps=0.5))
+
+
+def test_a_momentum_may_be_a_tensor_of_no_dimensions():
+    layers = [nn.BatchNorm1d(6, momentum=0.5), normplug.BatchNorm1d(6, momentum=NUMBER)]
+    watched = [normplug.LayerNorm(6, momentum=m) for m in (0.5, NUMBER)]
+    for pair in (layers, watched):
+        for layer in pair:
+            layer(X)
+        torch.testing.assert_close(*(list(layer.buffers()) for layer in pair))
+    mean, var = MEAN.clone(), VAR.clone()
+    functional.batch_norm(X, mean, var, training=True, momentum=NUMBER)
+    torch.testing.assert_close([mean, var], list(layers[0].buffers())[:2])
 
 
 def test_batch_norm_accepts_an_eps_of_0():

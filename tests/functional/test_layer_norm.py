@@ -217,8 +217,9 @@ def rows_of(nested):
 @pytest.mark.parametrize("kind", NESTED)
 def test_a_nested_tensor_is_normalised_component_by_component(kind, affine, dtype, training):
     x = NESTED[kind](dtype)
-    options = {"elementwise_affine": affine, "track_running_stats": True, "dtype": dtype}
-    layer, dense = (normplug.LayerNorm(6, **options).train(training) for _ in range(2))
+    layer, dense = (
+        normplug.LayerNorm(6, elementwise_affine=affine).to(dtype).train(training) for _ in range(2)
+    )
     y = layer(x)
     rows = rows_of(x).detach().requires_grad_()
     expected = dense(rows)
@@ -245,7 +246,7 @@ def test_nested_tensors_are_added_compiled_and_rejected_like_dense_ones(layout):
         torch.testing.assert_close(whole, 2 * part)
         torch.testing.assert_close(normed, functional.layer_norm(whole, (6,)))
     torch.compiler.reset()
-    layer, eager = (normplug.LayerNorm(6, track_running_stats=True) for _ in range(2))
+    layer, eager = normplug.LayerNorm(6), normplug.LayerNorm(6)
     got, expected = torch.compile(layer, backend="aot_eager")(x), eager(x)
     torch.testing.assert_close(got.unbind(), expected.unbind())
     torch.testing.assert_close(layer.watched_var, eager.watched_var)

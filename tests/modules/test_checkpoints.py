@@ -3,7 +3,6 @@
 import copy
 import io
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ import normplug
 )
 def test_a_layer_exported_in_training_mode_can_be_saved_and_keeps_training(kind, strict, momentum):
     torch.compiler.reset()
-    layer, x = kind(6, momentum=momentum, track_running_stats=True), torch.randn(5, 6)
+    layer, x = kind(6, momentum=momentum), torch.randn(5, 6)
     for decomposed in (False, True):
         program = torch.export.export(copy.deepcopy(layer), (x,), strict=strict)
         if decomposed:
@@ -64,8 +63,8 @@ def swapped_blocks(place, swapped):
     with place:
         model = blocks()
         if swapped == "inside":
-            return normplug.swap(model, track_running_stats=True)
-    return normplug.swap(model, track_running_stats=True)
+            return normplug.swap(model, "standard")
+    return normplug.swap(model, "standard")
 
 
 def assert_started(model, stock):
@@ -86,7 +85,7 @@ def test_a_stock_checkpoint_gives_a_meta_model_fresh_statistics(how, strict, bui
     stock, model = blocks(), swapped_blocks(torch.device("meta"), built)
     stock(torch.randn(9, 4))
     if how == "moved to meta":
-        model = normplug.swap(blocks(), track_running_stats=True)
+        model = normplug.swap(blocks(), "standard")
         model(torch.randn(9, 4))
         model.to("meta")
     if how != "assign":
@@ -103,7 +102,7 @@ def test_a_stock_checkpoint_gives_a_meta_model_fresh_statistics(how, strict, bui
 
 @pytest.mark.parametrize("assign", [True, False])
 def test_loading_a_checkpoint_leaves_the_watched_statistics(assign):
-    trained, stock = normplug.swap(blocks(), track_running_stats=True), blocks()
+    trained, stock = normplug.swap(blocks(), "standard"), blocks()
     trained(torch.randn(9, 4))
     before = [statistics(trained[index]) for index in NORMS]
     trained.load_state_dict(stock.state_dict(), assign=assign)
@@ -111,7 +110,7 @@ def test_loading_a_checkpoint_leaves_the_watched_statistics(assign):
 
 
 def test_statistics_keep_their_values_under_a_change_of_dtype():
-    model = normplug.swap(blocks(), track_running_stats=True)
+    model = normplug.swap(blocks(), "standard")
     model(torch.randn(9, 4))
     before = [statistics(model[index]) for index in (1, 3, 5)]
     assert [statistics(model.double()[index]) for index in (1, 3, 5)] == before
@@ -119,11 +118,10 @@ def test_statistics_keep_their_values_under_a_change_of_dtype():
 
 def test_a_compiled_layer_without_weights_takes_its_inputs_device():
     torch.compiler.reset()
-    LayerNorm = partial(normplug.LayerNorm, elementwise_affine=False, track_running_stats=True)
-    layer = LayerNorm(6, device="meta")
+    layer = normplug.LayerNorm(6, elementwise_affine=False, device="meta")
     x = torch.randn(5, 6)
     torch.compile(layer, backend="aot_eager")(x)
-    eager = LayerNorm(6)
+    eager = normplug.LayerNorm(6, elementwise_affine=False)
     eager(x)
     assert statistics(layer) == pytest.approx(statistics(eager))
 

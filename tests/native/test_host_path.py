@@ -336,9 +336,8 @@ def test_inputs_modified_in_place_are_detected(norm):
 def test_the_versions_of_running_statistics_rise_in_training_only():
     def compute():
         norm = normplug.BatchNorm1d(6, backend="triton")
-        watched = {"backend": "triton", "track_running_stats": True}
-        rows = normplug.LayerNorm(6, **watched)
-        for layer in (norm, rows, normplug.RMSNorm(6, **watched)):
+        rows = normplug.LayerNorm(6, backend="triton")
+        for layer in (norm, rows, normplug.RMSNorm(6, backend="triton", track_running_stats=True)):
             for training in (True, False):
                 before = {n: b._version for n, b in layer.named_buffers()}
                 layer.train(training)(X.clone().requires_grad_()).sum().backward()
@@ -742,7 +741,7 @@ def test_only_y_of_a_norm_in_cpp_can_be_recomputed():
 
 # Calls of modules.
 
-A_LAYER_NORM = partial(normplug.LayerNorm, 6, backend="triton", track_running_stats=True)
+A_LAYER_NORM = partial(normplug.LayerNorm, 6, backend="triton")
 AN_RMS_NORM = partial(normplug.RMSNorm, 6, backend="triton")
 MAKERS = [
     A_LAYER_NORM,

@@ -265,7 +265,7 @@ class _Block(torch.nn.Module):
 
     def __init__(self, residual: bool) -> None:
         super().__init__()
-        self.norm = normplug.LayerNorm(24, backend="triton", track_running_stats=True)
+        self.norm = normplug.LayerNorm(24, backend="triton")
         self.residual = residual
 
     def forward(self, x: Tensor) -> Tensor:

@@ -232,10 +232,10 @@ def sequence_parallel(rank, world, device):
     for first in ("swap", "parallelize", "never swap"):
         net = Block()
         if first == "swap":
-            swap(net, MODE, track_running_stats=True)
+            swap(net, MODE)
         parallelize_module(net, mesh, plan)
         if first == "parallelize":
-            swap(net, MODE, track_running_stats=True)
+            swap(net, MODE)
         if first != "never swap":
             report = check(net).summary()
             net.norm1._probe = Probe() if rank == 0 else None

@@ -121,7 +121,7 @@ def test_golden_is_the_layer_with_a_scaled_weight_and_unswaps_to_it(layer, train
     ours = swap(copy.deepcopy(layer), "golden")
     assert [row.becomes for row in plan(ours)] == [type(layer).__name__]
     if layer.weight is None:
-        shape = _convert.affine_shape(layer)
+        shape = _convert.declared(layer)._affine_shape(layer)
         layer.weight = nn.Parameter(torch.full(shape, ROOT), requires_grad=False)
     else:
         layer.weight.data.mul_(ROOT)

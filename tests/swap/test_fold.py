@@ -196,7 +196,7 @@ def test_a_weight_created_for_a_layer_has_its_neighbours_dtype_and_device():
         nn.Sequential(nn.Linear(6, 6, **meta), bare()),
         nn.Sequential(nn.ReLU(), bare()),
     )
-    swap(model, "golden", track_running_stats=True)
+    swap(model, "golden")
     assert [model[i][-1].watched_mean for i in (3, 4, 5)] == [0, None, None]
     unswap(model)
     norms = [m for m in model.modules() if isinstance(m, (nn.LayerNorm, nn.BatchNorm1d))]

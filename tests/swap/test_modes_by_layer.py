@@ -194,7 +194,7 @@ def experts():
         (encoder_and_decoder, "encoder.layers.0 to encoder.layers.1 and decoder"),
         (lambda: nn.ModuleList([Block()] * 2), "0.norm1 is in block 1 and in block 2"),
         (experts, "layers.0 may be one block, or a stage of several: layers.0.experts.0 to"),
-        (lambda: nn.Sequential(nn.Sequential(Block()), Block()), "0 holds a .*, and 1 beside it"),
+        (lambda: nn.Sequential(nn.Sequential(Block()), Block()), "0 may be one block, or a stage"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), "Sequential has no sequence of"),
     ],
 )

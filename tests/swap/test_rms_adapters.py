@@ -180,6 +180,19 @@ def test_every_tool_works_in_mode_golden_and_unswap_restores_the_layer(layer):
     assert torch.equal(model(X), stock(X))
     swap(model, "golden", preserve_output=True)
     torch.testing.assert_close(model(X), stock(X))
+    torch.testing.assert_close(unswap(model).state_dict(), nn.Sequential(stock).state_dict())
+
+
+def test_code_that_recomputes_it_by_its_own_eps_gets_nan(layer):
+    name = "variance_epsilon" if isinstance(layer, LlamaNorm) else "eps"
+
+    def recompute(norm):
+        return X * torch.rsqrt(X.square().mean(-1, keepdim=True) + getattr(norm, name))
+
+    torch.testing.assert_close(recompute(layer), recompute(swap(layer, "standard")))
+    assert recompute(swap(layer, "golden")).isnan().all()
+    setattr(layer, name, 0.5)
+    assert (layer._eps, str(vars(layer)[name])) == (0.5, "0.5")
 
 
 @pytest.mark.filterwarnings("ignore:normplug. .* gets a weight of")

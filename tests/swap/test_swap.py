@@ -98,7 +98,7 @@ def test_a_swapped_model_is_copied_and_saved_whole(net, way):
 
 
 def test_swapping_twice_changes_nothing_and_another_mode_sets_it(net):
-    swap(net, "golden", track_running_stats=True)
+    swap(net, "golden")
     net(X)
     before = frozen(net)
     swap(net, "golden")
@@ -112,9 +112,12 @@ def test_swapping_twice_changes_nothing_and_another_mode_sets_it(net):
 
 def test_wrong_options_leave_the_model_as_it_was(net):
     before = frozen(net)
-    for bad in ({"mode": "gold"}, {"backend": "cuda"}, {"autocast_output": "half"}):
+    names = ({"mode": "gold"}, {"backend": "cuda"}, {"autocast_output": "half"})
+    for bad in (*names, {"include": "lyaer*"}):
         with pytest.raises(ValueError, match="normplug"):
             swap(net, **bad)
+        with pytest.raises(ValueError, match="normplug"):
+            normplug.swapped(net, **bad).__enter__()
         assert_frozen(net, before)
 
 

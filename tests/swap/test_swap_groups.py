@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 import normplug
-from normplug import check, fuse, fusions, plan, set_mode, swap, swapped, unswap
+from normplug import check, fuse, fusions, plan, set_mode, swap, unswap
 from normplug.modes import target_variance
 from normplug.modules.probe import Probe
 from routes import watch_fused
@@ -75,40 +75,10 @@ def test_a_swap_scales_by_the_root_of_the_target_variance_and_can_be_undone(net,
     assert "watched_mean" not in net.group._buffers
 
 
-def test_in_mode_standard_a_model_gives_the_same_bits(net):
-    expected = copy.deepcopy(net)(X)
-    assert torch.equal(swap(net, "standard")(X), expected)
-
-
-def test_preserve_output_creates_a_missing_weight_and_removes_it_again(net):
-    net.eval()
-    expected, keys = net(X), set(net.state_dict())
-    with swapped(net, 2, preserve_output=True):
-        torch.testing.assert_close(net(X), expected, rtol=1e-4, atol=1e-5)
-        assert net.body[1].weight.shape == (8,)
-        assert not net.body[1].weight.requires_grad
-    assert set(net.state_dict()) == keys
-    torch.testing.assert_close(net(X), expected, rtol=1e-4, atol=1e-5)
-    assert kinds(net) == STOCK
-
-
-@pytest.mark.parametrize(
-    ("filters", "taken"),
-    [
-        ({"exclude": nn.GroupNorm}, NAMES[1:]),
-        ({"exclude": [nn.GroupNorm, nn.InstanceNorm2d]}, []),
-        ({"include": nn.InstanceNorm2d}, NAMES[1:]),
-        ({"include": "*", "exclude": "tracked"}, NAMES[:2]),
-    ],
-)
-def test_filters_accept_their_classes(net, filters, taken):
-    assert [row.path for row in plan(net, **filters) if row.becomes] == taken
-
-
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("asked", [None, True, False])
 def test_group_norm_tracks_statistics_only_if_swap_is_told_to(net, asked):
     swap(net, "golden", track_running_stats=asked)
-    assert hasattr(net.group, "watched_mean") is asked
+    assert hasattr(net.group, "watched_mean") is bool(asked)
     net(X)
     if asked:
         assert net.group.watched_count == 1
@@ -165,20 +135,6 @@ def test_norms_whose_scale_comes_from_another_input_stay_and_plan_says_so():
         "0": "a subclass of nn.GroupNorm, which may have a forward of its own",
         "1.inner": "its scale comes from layers of its own",
     }
-
-
-def test_their_variance_is_logged(net, tmp_path):
-    lightning_cases = pytest.importorskip("lightning_cases")
-    from normplug.lightning import VarianceLogger
-
-    net.group = swap(net.group, 0.5)  # the others are stock
-    before, logger = kinds(net), VarianceLogger(every_n_steps=1, dirpath=tmp_path)
-    model = nn.Sequential(net, nn.Flatten(), nn.Linear(32, 4))
-    lightning_cases.fit(lightning_cases.Module(lambda: model), 8, tmp_path, logger)
-    assert [row.layer for row in logger.last] == [f"net.0.{name}" for name in NAMES]
-    for row, variance in zip(logger.last, (0.5, 1.0, 1.0), strict=True):
-        assert row.output_variance == pytest.approx(variance, rel=1e-2)
-    assert kinds(net) == before
 
 
 @pytest.mark.gpu

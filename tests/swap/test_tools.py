@@ -20,7 +20,7 @@ from opacus.validators import ModuleValidator  # noqa: E402
 def test_opacus_fixes_a_swapped_model_and_trains_it(mode):
     torch.manual_seed(0)
     body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(128)
-    model = swap(nn.Sequential(*body, nn.Linear(128, 4)), mode, track_running_stats=True)
+    model = swap(nn.Sequential(*body, nn.Linear(128, 4)), mode).train()
     (error,) = ModuleValidator.validate(model)
     assert type(error).__name__ == "ShouldReplaceModuleError"
     fixed = ModuleValidator.fix(model)
