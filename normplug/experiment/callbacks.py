@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import statistics
@@ -10,17 +9,16 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 
 from normplug.experiment.errors import WHO
-from normplug.lightning import VarianceLogger, norm_layers
+from normplug.lightning import VarianceLogger
 
 WARM_UP_STEPS = 5
 TIMED_STEPS = 1000  # at most, the latest of a run
@@ -46,100 +44,49 @@ class Diverged(RuntimeError):
         step: the optimizer step of the failing forward, counted from 0 as in `metrics.csv`.
     """
 
-    def __init__(self, message: str, step: int) -> None:
-        super().__init__(message)
-        self.step = step
+    step: int
 
 
 class FiniteLoss(Callback):
     """Raise `Diverged`, in every process, before the optimizer uses a loss that is not finite.
 
     `EarlyStopping(check_finite=True)` would look at the end of an epoch only. On a GPU, the loss is
-    read at the steps that are logged, where the host waits for the GPU anyway. Then the forward is
-    repeated to find the first norm whose input is not finite.
+    read at the steps that are logged, where the host waits for the GPU anyway.
     """
-
-    def __init__(self) -> None:
-        self._batch: Any = None
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the batch, in case its forward must be repeated."""
-        self._batch = batch
-        self._is_read = pl_module.device.type == "cpu" or pl_module.is_logged(batch_idx)  # type: ignore[operator]
+        """Decide whether to read the loss of this step."""
+        self._reads = pl_module.device.type == "cpu" or pl_module.is_logged(batch_idx)  # type: ignore[operator]
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Stop if the loss is not finite."""
-        if not self._is_read:
-            return
-        total = trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")
-        if math.isfinite(float(total)):
-            self._batch = None
-            return
-        causes = ["The loss of this process is finite; look at the others."]
-        if not _is_finite(loss):
-            batch = (
-                [] if _is_finite(self._batch[0]) else ["The images of the batch are not finite."]
-            )
-            norm = _first_norm(trainer, pl_module, self._batch[0])
-            causes = [*_bad_parameters(pl_module), *batch, norm]
-        raise _diverged(trainer, f"training loss is {float(total)}", causes)
+        """Stop if the loss is not finite in any process."""
+        if self._reads:
+            total = trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")
+            self._check(trainer, "training", float(total))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop if the mean loss is not finite."""
-        self._check(trainer, pl_module, "validation")
+        self._check(trainer, "validation", float(trainer.callback_metrics["val/loss"]))
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop if the mean loss is not finite."""
-        self._check(trainer, pl_module, "test")
+        self._check(trainer, "test", float(trainer.callback_metrics["test/loss"]))
 
-    def _check(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
-        loss = float(trainer.callback_metrics[f"{name.removesuffix('idation')}/loss"])
-        if not math.isfinite(loss):
-            raise _diverged(trainer, f"{name} loss is {loss}", _bad_parameters(pl_module))
-
-
-def _diverged(trainer: Trainer, what: str, causes: list[str]) -> Diverged:
-    step = trainer.global_step
-    epoch = trainer.current_epoch + (not trainer.testing)  # before a test, it is incremented
-    return Diverged(" ".join([f"{WHO}: the {what} at step {step} (epoch {epoch}).", *causes]), step)
-
-
-def _bad_parameters(pl_module: LightningModule) -> list[str]:
-    """Return a sentence about parameters that are not finite; none if all are."""
-    bad = [name for name, value in pl_module.named_parameters() if not _is_finite(value)]
-    if not bad:
-        return []
-    return [f"Parameters were not finite before this forward ({len(bad)}, first {bad[0]})."]
-
-
-def _first_norm(trainer: Trainer, pl_module: LightningModule, inputs: Tensor) -> str:
-    """Repeat the forward; return a sentence on the first norm with a non-finite input."""
-    found: list[str] = []
-
-    def check_inputs(path: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if not all(_is_finite(a) for a in arguments if isinstance(a, Tensor)):
-            found.append(f"{path} ({type(module).__name__})")
-
-    with contextlib.ExitStack() as stack:
-        for path, module in norm_layers(pl_module):
-            handle = module.register_forward_pre_hook(partial(check_inputs, path))
-            stack.callback(handle.remove)
-        stack.enter_context(torch.no_grad())
-        # Compiled code would not call the hooks.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(trainer.precision_plugin.forward_context())
-        pl_module(inputs)
-    if found:
-        return f"The first norm whose input is not finite is {found[0]}."
-    return "The input of every norm is finite."
-
-
-def _is_finite(values: Tensor) -> bool:
-    return not values.is_floating_point() or bool(torch.isfinite(values).all())
+    def _check(self, trainer: Trainer, name: str, loss: float) -> None:
+        if math.isfinite(loss):
+            return
+        epoch = trainer.current_epoch + (not trainer.testing)  # before a test, it is incremented
+        error = Diverged(
+            f"{WHO}: the {name} loss is {loss} at step {trainer.global_step} (epoch {epoch}). "
+            "Lower optimizer.lr, clip with trainer.gradient_clip_val=1, or find the operation with "
+            "+trainer.detect_anomaly=true."
+        )
+        error.step = trainer.global_step
+        raise error
 
 
 class StepTimer(Callback):
@@ -285,41 +232,31 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def report(trainer: Trainer, settings: dict[str, Any], result: dict[str, Any]) -> None:
-    """Give TensorBoard the hyperparameters with the final metric, and the heat map of variances."""
+def report(trainer: Trainer, result: dict[str, Any]) -> None:
+    """Give TensorBoard the options of the run with its final metrics."""
+    final = {f"hp/{key}": value for key, value in result.items() if key.startswith("test_")}
+    options = {key: str(result[key]) for key in ("arm", "seed", "model", "data", "overrides")}
     for logger in trainer.loggers:
-        if not isinstance(logger, TensorBoardLogger):
-            continue
-        final = {key: value for key, value in result.items() if key.startswith("test_")}
-        logger.log_hyperparams(settings, {f"hp/{key}": value for key, value in final.items()})
-        for variances in variance_loggers(trainer):
-            # One chart for a quantity, with a line for each norm.
-            kinds = ("input", "output", "affine", "weight_rms")
-            names = [row.layer for row in variances.last]
-            charts = {k: ["Multiline", [f"variance/{n}/{k}" for n in names]] for k in kinds}
-            logger.experiment.add_custom_scalars({"variance": charts})
-            picture = variances.path and variances.path.with_suffix(".png")
-            if picture and picture.is_file():
-                from matplotlib.image import imread
-
-                pixels = torch.from_numpy(imread(picture)).permute(2, 0, 1)
-                logger.experiment.add_image("variance", pixels[:3], trainer.global_step)
-        logger.finalize("success")
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(options | {"learning_rate": result["learning_rate"]}, final)
+            logger.finalize("success")
 
 
-def variance_lines(trainer: Trainer) -> list[str]:
-    """Two lines on the variances at the latest measured step, and the file that has all of them."""
-    lines = []
+def variance_lines(trainer: Trainer) -> dict[str, str]:
+    """The variances at the latest measured step, by title, and the file that has all of them."""
+    lines = {}
     for logger in variance_loggers(trainer):
         rows = [row for row in logger.last if math.isfinite(row.input_variance)]
         if not rows:
             continue
         low, high = (f(rows, key=lambda row: row.input_variance) for f in (min, max))
         off = max(rows, key=lambda row: abs(row.output_variance / row.target_variance - 1))
-        lines += [
-            f"norms' inputs        {rows[0].measure} from {low.input_variance:.3g} ({low.layer}) "
-            f"to {high.input_variance:.3g} ({high.layer}) at step {rows[0].step}",
-            f"norms' outputs       farthest from its target: {off.output_variance:.4g} for "
-            f"{off.target_variance:.4g} ({off.layer}); all in {logger.path}",
-        ]
+        lines["norms' inputs"] = (
+            f"{low.measure} from {low.input_variance:.3g} ({low.layer}) to "
+            f"{high.input_variance:.3g} ({high.layer}) at step {low.step}"
+        )
+        lines["norms' outputs"] = (
+            f"farthest from its target: {off.output_variance:.4g} for "
+            f"{off.target_variance:.4g} ({off.layer}); all in {logger.path}"
+        )
     return lines

