@@ -34,8 +34,6 @@ Number: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Name: TypeAlias = Annotated[str, Field(pattern=NAME)]
-Patterns: TypeAlias = str | Annotated[list[str], Field(min_length=1)] | None
-OPEN = ConfigDict(extra="allow")  # other keys too, which the object itself checks
 Group: TypeAlias = dict[str, dict | None] | list | None
 # Decorates what the configuration builds: its arguments must match their annotations.
 checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True))
@@ -54,25 +52,10 @@ BY_DEPTH: dict[str, str | Schedule] = {
 }
 
 
-class Swap(TypedDict, total=False):
-    """Arguments of `normplug.swap`."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-    include: Patterns
-    exclude: Patterns
-
-
-class Optimizer(TypedDict, total=False):
-    """Arguments of an optimizer."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-    lr: Positive
-
-
 class TrainerKeys(TypedDict, total=False):
     """Arguments of `lightning.pytorch.Trainer`, which checks the others."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     _target_: Required[str]
     max_epochs: Count | None
     log_every_n_steps: Natural
@@ -89,7 +72,7 @@ class Config(TypedDict):
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     mode: Any
     gamma0: Positive | Literal["inverse_depth", "reversed_depth", "mean_inverse_depth"] | None
-    swap: Swap
+    swap: dict
     seed: Seed
     compile: bool
     graph: bool
@@ -106,7 +89,7 @@ class Config(TypedDict):
     tag: Name | int | float | Literal[""] | None
     data: dict
     model: dict
-    optimizer: Optimizer
+    optimizer: dict
     trainer: TrainerKeys
     callbacks: NotRequired[Group]
     logger: NotRequired[Group]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import re
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,13 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
         error: what a run, or Hydra before it, has raised.
         checkpoint: where the run goes on from.
     """
-    for cause in _causes(error):
+    cause: BaseException | None = error
+    while cause is not None:  # the errors that Python's traceback shows
         if str(cause).startswith("normplug"):
             return str(cause)
         if isinstance(cause, OSError) and cause.errno in UNWRITABLE:
             return unwritable(Path(cause.filename or "a file of the run").absolute(), cause)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     if isinstance(error, InstantiationException):
         return _building_sentence(error)
     if isinstance(error, (HydraException, OmegaConfBaseException)):
@@ -56,13 +57,6 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
     return None
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the errors that Python's traceback shows."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
 def _building_sentence(error: InstantiationException) -> str:
     """Return the message for an object that could not be built, with the overrides of its group."""
     key = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
@@ -71,10 +65,9 @@ def _building_sentence(error: InstantiationException) -> str:
         return broken_rule(where, error.__cause__)
     group = where.split(".")[0]
     overrides = HydraConfig.get().overrides.task
-    given = [text for text in overrides if re.match(rf"[+~]*{re.escape(group)}[.=]", text)]
-    got = f"; the command gives {', '.join(given)}" if given else ""
+    given = ", ".join(text for text in overrides if text.lstrip("+~").startswith(group))
     why = one_line(error.__cause__ or error)
-    return f"{WHO}: {where} cannot be built: {why}{got}. Change the keys of {group}."
+    return f"{WHO}: {where} cannot be built: {why}. Change the keys of {group} ({given})."
 
 
 def broken_rule(where: str, error: ValidationError, values: Any = None) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +125,14 @@ class RunDirectory:
         if status in ("running", "interrupted") and last.is_file() and not self._changed(cfg):
             checkpoint = checkpoint or last
         continues = checkpoint and self.path.resolve() in checkpoint.resolve().parents
-        if is_first_process():
-            self._set_aside([METRICS] if continues else left)
+        moves = [name for name in left if name == METRICS or not continues]
+        if moves and is_first_process():
+            number = 1 + len(list((self.path / FORMER).glob("[0-9]*")))
+            aside = self.path / FORMER / str(number)
+            aside.mkdir(parents=True)
+            for name in moves:
+                (self.path / name).replace(aside / name)
+            print(f"set aside: {aside} has the files of an earlier run", file=sys.stderr)
         return checkpoint
 
     def write(self, name: str, text: str) -> None:
@@ -149,25 +154,14 @@ class RunDirectory:
         except Exception:  # from the disk, YAML or OmegaConf
             return [CONFIG]
 
-    def _set_aside(self, names: Iterable[str]) -> None:
-        left = [self.path / name for name in names if (self.path / name).exists()]
-        if not left:
-            return
-        number = 1 + len(list((self.path / FORMER).glob("[0-9]*")))
-        aside = self.path / FORMER / str(number)
-        aside.mkdir(parents=True)
-        for path in left:
-            path.replace(aside / path.name)
-        print(f"set aside: {aside} has the files of an earlier run", file=sys.stderr)
-
     def _given(self, ckpt_path: str | None) -> Path | None:
         """Return the path of the checkpoint; "last" is of the run here, else beside it."""
         if ckpt_path is None:
             return None
         path = Path(ckpt_path)
         if ckpt_path == "last":
-            found = [self.path / LAST] if (self.path / LAST).is_file() else []
-            found = found or [p for p in self.path.parent.glob(f"*/{LAST}") if p.is_file()]
+            own, beside = self.path / LAST, self.path.parent.glob(f"*/{LAST}")
+            found = [own] if own.is_file() else beside
             path = max(found, key=lambda path: path.stat().st_mtime, default=path)
         if not path.is_file():
             raise UserError(

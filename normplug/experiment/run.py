@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -34,26 +34,15 @@ import normplug
 from normplug import _convert
 from normplug._fuse.fuse import fused_modules
 from normplug._results import stamp
-from normplug.experiment.callbacks import (
-    Diverged,
-    EpochLines,
-    FiniteLoss,
-    StepTimer,
-    log,
-    peak_memory_bytes,
-    report,
-    say,
-    variance_lines,
-    variance_loggers,
-)
+from normplug.experiment.callbacks import StepTimer, log, peak_memory_bytes, say, variance_loggers
 from normplug.experiment.config import arm_name, check
 from normplug.experiment.data import Source
 from normplug.experiment.errors import WHO, UserError, user_sentence
 from normplug.experiment.graph import refuse_graph
-from normplug.experiment.learner import Learner
+from normplug.experiment.learner import Diverged, Learner
 from normplug.experiment.measure import BASELINE, REFUSAL, RESULT, Measure
 from normplug.experiment.resume import CONFIG, Checkpoints, RunDirectory, is_first_process
-from normplug.experiment.sweep import as_typed, is_sweep, named
+from normplug.experiment.sweep import is_sweep, named
 
 # Warnings that a user of train.py cannot act on.
 QUIET = (
@@ -135,17 +124,15 @@ class Run:
             "cuda",
         )
         self.fuses = self.gpu if cfg.get("fuse") is None else cfg.fuse
+        find = functools.partial(OmegaConf.select, cfg)
         keys = ("mode", "gamma0", "tag", "swap.autocast_output")
         choices = HydraConfig.get().runtime.choices
-        model, data = choices.get("model", "none"), choices.get("data", "none")
-        name = OmegaConf.select(cfg, "model.name")
-        path = OmegaConf.select(
-            cfg, {"image_folder": "data.root", "text": "data.path"}.get(data, "none")
-        )
-        self.labels = {
-            "arm": arm_name(*(OmegaConf.select(cfg, key) for key in keys)),
+        data = str(choices.get("data"))
+        path = find({"image_folder": "data.root", "text": "data.path"}.get(data, "none"))
+        self.labels: dict[str, Any] = {
+            "arm": arm_name(*map(find, keys)),
             "seed": cfg.get("seed"),
-            "model": name if isinstance(name, str) else model,
+            "model": find("model.name") or choices.get("model"),
             "data": Path(str(path)).name if path else data,
         }
         self._timer = StepTimer()
@@ -181,8 +168,10 @@ class Run:
                 `graph=true` in a run that cannot use it.
         """
         settings = self.cfg.trainer.copy()
-        loggers: list[Logger] = self._build("logger")
-        callbacks: list[Callback] = self._build("callbacks")
+        groups = (self.cfg.get(group) or {} for group in ("logger", "callbacks"))
+        loggers, callbacks = (
+            [instantiate(node) for node in group.values() if node is not None] for group in groups
+        )
         if not loggers:  # LearningRateMonitor raises without a logger
             callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
         auto = {
@@ -194,24 +183,20 @@ class Run:
         plugins = list(instantiate(settings.get("plugins")) or ())
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(Checkpoints())
-        callbacks += [FiniteLoss(), self._timer, EpochLines()]
-        trainer = instantiate(settings, callbacks=callbacks, logger=loggers, plugins=plugins)
+        trainer = instantiate(
+            settings, callbacks=[*callbacks, self._timer], logger=loggers, plugins=plugins
+        )
         launcher = trainer.strategy.launcher
         reruns = launcher is not None and not launcher.is_interactive_compatible
         if is_sweep() and reruns and trainer.num_devices > 1:
             raise UserError(
                 f"{WHO}: {trainer.num_devices} devices with {type(trainer.strategy).__name__} "
                 "start each process by running the command again, and with -m that is the whole "
-                "sweep. Set trainer.devices=1, run the arms one by one (for mode in ...; do python "
-                "train.py mode=$mode ...; done), or use torchrun."
+                "sweep. Set trainer.devices=1, run the arms one by one, or use torchrun."
             )
         if self.cfg.graph:
             refuse_graph(trainer)
         return trainer
-
-    def _build(self, group: str) -> list[Any]:
-        nodes = self.cfg.get(group) or {}
-        return [instantiate(node) for node in nodes.values() if node is not None]
 
     def begin(self) -> str | None:
         """Record that the run trains now; return the checkpoint that it goes on from.
@@ -253,40 +238,45 @@ class Run:
             status="finished",
             gpus=trainer.world_size * gpu,
         )
-        rank_zero_only(report)(trainer, self.result)
-        self._say_summary(model, trainer)
+        final = {f"hp/{key}": v for key, v in self.result.items() if key.startswith("test_")}
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.log_hyperparams(self.labels | self._settings, final)
+                logger.finalize("success")
+        self._say_summary(model)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        rate = OmegaConf.select(self.cfg, "optimizer.lr")
+        overrides = list(HydraConfig.get().overrides.task)
+        return {"learning_rate": rate, "overrides": overrides}  # for `normplug.compare --best`
 
     def _write(self, *, gpus: int = 0, **values: Any) -> None:
-        rate = OmegaConf.select(self.cfg, "optimizer.lr")
-        settings = {  # for `normplug.compare --best`
-            "learning_rate": rate if isinstance(rate, (int, float)) else None,
-            "overrides": list(HydraConfig.get().overrides.task),
-        }
         versions = stamp(gpus > 0, "scikit-learn", gpus=max(gpus, 1))
         where = {key: versions.pop(key) for key in ("date", "commit")}
         where["hardware"] = versions.pop("device")
-        self.result = self.labels | settings | self.result | values
-        self.result |= where | {"versions": versions}
+        self.result = self.labels | self._settings | self.result | values | where
+        self.result["versions"] = versions
         if self.result["status"] != "running":
             self.result.pop("process", None)
         self.place.write(RESULT, json.dumps(self.result, indent=2) + "\n")
 
-    def _say_summary(self, model: Learner, trainer: Trainer) -> None:
+    def _say_summary(self, model: Learner) -> None:
         r, measure = self.result, model.measure
-        speed, waits, peak = r[measure.speed_key], r["loader_wait_ms"], r["peak_memory_bytes"]
-        timed = "not timed: too few steps"
+        speed, peak, timed = (
+            r[measure.speed_key],
+            r["peak_memory_bytes"],
+            "not timed: too few steps",
+        )
         if speed is not None:
-            timed = f"{speed:,.0f} {measure.speed_unit} (median step {r['step_ms']:.2f} ms"
-            timed += ")" if waits is None else f", loader wait {waits:.2f} ms)"
-        files = (f"{p.name}/" if p.is_dir() else p.name for p in self.directory.glob("[!.]*"))
+            timed = f"{speed:,.0f} {measure.speed_unit} (median step {r['step_ms']:.2f} ms)"
         titled = {
             **model.headlines(),
             "trained": f"{r['epochs']} epochs",
             "speed": timed,
             "peak memory": "unknown" if peak is None else f"{peak / 2**20:,.0f} MiB",
             "norm layers": f"{r['norms_swapped']} swapped, {r['norms_fused']} fused",
-            **variance_lines(trainer),
-            "written to": f"{self.directory}: {', '.join(sorted(files))}",
+            "written to": f"{self.directory}",
         }
         say(f"\n{r['model']} on {r['data']}, arm {r['arm']}, seed {r['seed']}: {r['hardware']}")
         say("\n".join(f"{title:<19}  {text}" for title, text in titled.items()))
@@ -323,11 +313,10 @@ class Run:
         Raises:
             SystemExit: with the exit code of a process that the signal ended.
         """
-        advice = "Go on with"
+        advice = f"Go on with the same command and hydra.run.dir={self.directory}"
         if is_sweep():
             advice = "The same sweep skips what has finished and resumes this run"
-        command = as_typed(self.directory)
-        text = f"interrupted: {self.directory}: {signum.name}. {advice}: {command}"
+        text = f"interrupted: {self.directory}: {signum.name}. {advice}."
         if self.result:
             self._write(status="interrupted", error=text)
         rank_zero_only(print)(text, file=sys.stderr)

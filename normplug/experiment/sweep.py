@@ -6,7 +6,6 @@ import difflib
 import functools
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,15 +71,6 @@ def command(application: Callable[[], Any]) -> Callable[[], Any]:
 def is_sweep() -> bool:
     """Whether this run is part of a sweep (`-m`)."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def as_typed(directory: Path) -> str:
-    """Return the command that goes on with this run in `directory`, or with its sweep."""
-    arguments = sys.argv
-    if not is_sweep():
-        arguments = [text for text in arguments if not text.startswith("hydra.run.dir=")]
-        arguments.append(f"hydra.run.dir={directory}")
-    return shlex.join(["python", *arguments])
 
 
 def new_directory(path: str) -> str:

@@ -103,7 +103,7 @@ def test_a_sweep_that_is_interrupted_skips_and_resumes(command, trains, tmp_path
     arms = [*TINY, "trainer.max_epochs=2", "mode=baseline,golden", "-m"]
     first = tmp_path / GOLDEN.parents[1] / "baseline/seed_0"
     output = interrupted(command, 9, signal.SIGINT, *arms)
-    assert "The same sweep skips what has finished and resumes this run: python train.py" in output
+    assert "The same sweep skips what has finished and resumes this run." in output
     assert "Traceback" not in output
     assert result_of(tmp_path / GOLDEN)["status"] == "interrupted"
     written = (first / "result.json").stat().st_mtime_ns
@@ -140,9 +140,9 @@ def test_an_interrupted_run_says_how_to_resume_and_resumes(
     cut = tmp_path / "cut"
     found = result_of(cut)
     assert found["status"] == "interrupted"
-    assert f"{signum.name}. Go on with: python train.py experiment=smoke" in found["error"]
+    advice = f"{signum.name}. Go on with the same command and hydra.run.dir={cut}."
+    assert found["error"].endswith(advice)
     assert found["error"] in output
-    assert found["error"].endswith(f"hydra.run.dir={cut}")
     trains(*options, f"hydra.run.dir={cut}")
     assert_same_run(cut, sweep.golden)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
