@@ -17,9 +17,10 @@ WHO = "normplug.experiment"
 NAME = r"^[^/\\.][^/\\]{0,99}$"  # the pattern of a study or a tag
 PLACE = "hydra.run.dir=DIR, or study=NAME for a sweep"
 SEE_HELP = "`python train.py --help` lists the keys."
-# Full, over a limit, read-only, no directory, no permission, too long a name.
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENOTDIR, errno.EACCES,
-              errno.ENAMETOOLONG)  # fmt: skip
+UNWRITABLE = {  # full, over a limit, no permission, or no place for a directory
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
+    errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG,
+}  # fmt: skip
 
 
 class UserError(CompactHydraException):

@@ -26,7 +26,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
@@ -41,7 +40,7 @@ from normplug.experiment.errors import WHO, UserError, user_sentence
 from normplug.experiment.graph import refuse_graph
 from normplug.experiment.learner import Diverged, Learner
 from normplug.experiment.measure import BASELINE, REFUSAL, RESULT, Measure
-from normplug.experiment.resume import CONFIG, Checkpoints, RunDirectory, is_first_process
+from normplug.experiment.resume import CONFIG, Checkpoints, RunDirectory
 from normplug.experiment.sweep import is_sweep, named
 
 # Warnings that a user of train.py cannot act on.
@@ -64,12 +63,8 @@ Train = Callable[[DictConfig, "Run"], None]
 def task(train: Train) -> Callable[[DictConfig], float | None]:
     """Decorate `train(cfg, run)`: it is skipped if it has finished, and its end is recorded.
 
-    The decorated function returns the last validation, which sweepers that search may optimise. In
-    a sweep, an error is recorded as a failed arm, and the sweep goes on.
-
-    Raises:
-        SystemExit: of a single run, if the error has a message for the user (`user_sentence`),
-            which is then on stderr; of any run that a signal ends.
+    The decorated function returns the last validation, which sweepers that search may optimise. See
+    `Run.stopped` for what it raises.
     """
 
     @functools.wraps(train)
@@ -84,12 +79,8 @@ def task(train: Train) -> Callable[[DictConfig], float | None]:
                 train(cfg, run)
             curve = run.result[Measure.of(run.result).curve_key]
             return curve[-1] if curve else None
-        except (KeyboardInterrupt, SystemExit) as stop:
-            terminated = isinstance(stop, SIGTERMException)
-            run.interrupted(signal.SIGTERM if terminated else signal.SIGINT)
-            raise
-        except Exception as error:
-            run.failed(error)
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            run.stopped(error)
             return None
         finally:
             run.place.lock.release()
@@ -118,20 +109,17 @@ class Run:
         self.place = RunDirectory(self.directory)
         self.result: dict[str, Any] = {}
         self.checkpoint: Path | None = None
-        self.gpu = torch.cuda.is_available() and OmegaConf.select(cfg, "trainer.accelerator") in (
-            "auto",
-            "gpu",
-            "cuda",
-        )
-        self.fuses = self.gpu if cfg.get("fuse") is None else cfg.fuse
         find = functools.partial(OmegaConf.select, cfg)
+        kinds = ("auto", "gpu", "cuda")
+        self.gpu = torch.cuda.is_available() and find("trainer.accelerator") in kinds
+        self.fuses = self.gpu if find("fuse") is None else cfg.fuse
         keys = ("mode", "gamma0", "tag", "swap.autocast_output")
         choices = HydraConfig.get().runtime.choices
         data = str(choices.get("data"))
         path = find({"image_folder": "data.root", "text": "data.path"}.get(data, "none"))
         self.labels: dict[str, Any] = {
             "arm": arm_name(*map(find, keys)),
-            "seed": cfg.get("seed"),
+            "seed": find("seed"),
             "model": find("model.name") or choices.get("model"),
             "data": Path(str(path)).name if path else data,
         }
@@ -281,43 +269,43 @@ class Run:
         say(f"\n{r['model']} on {r['data']}, arm {r['arm']}, seed {r['seed']}: {r['hardware']}")
         say("\n".join(f"{title:<19}  {text}" for title, text in titled.items()))
 
-    def failed(self, error: Exception) -> None:
-        """Record the failure; of a single run, raise it, or exit with its sentence on stderr."""
-        sentence = user_sentence(error, self.checkpoint)
-        text = sentence or f"{type(error).__name__}: {error}"
+    def stopped(self, error: BaseException) -> None:
+        """Record what stopped the run. A sweep goes on after an error.
+
+        Raises:
+            SystemExit: after a signal, with the exit code of a process that it ended; in a single
+                run, after an error with a message for the user, which is then on stderr.
+            Exception: in a single run, any other error.
+        """
         outcome: dict[str, Any] = {"status": "failed"}
         if isinstance(error, Diverged):
             outcome = {"status": "diverged", "step": error.step}
+        sentence, code = user_sentence(error, self.checkpoint), 1
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            signum = signal.SIGTERM if isinstance(error, SIGTERMException) else signal.SIGINT
+            outcome, code = {"status": "interrupted"}, 128 + signum
+            advice = f"Go on with the same command and hydra.run.dir={self.directory}"
+            if is_sweep():
+                advice = "The same sweep skips what has finished and resumes this run"
+            sentence = f"interrupted: {self.directory}: {signum.name}. {advice}."
+        text = sentence or f"{type(error).__name__}: {error}"
         if self.result or (is_sweep() and self.place.lock.is_locked):
-            with contextlib.suppress(OSError, UserError):  # a full disk, a damaged result.json
-                if self.place.result().get("status") == "finished":  # it stays
-                    self.place.write(REFUSAL, text)
-                else:
-                    self._write(**outcome, error=text)
-        if is_sweep():
+            self._record(**outcome, error=text)
+        if is_sweep() and code == 1:
             if not sentence:
                 traceback.print_exception(error)
             log.error(f"{outcome['status']}: {self.directory}: {' '.join(text.split())}")
             return
-        mine = self.directory in named and is_first_process()  # made by this process
-        if sentence and mine and not self.result:
-            shutil.rmtree(self.directory, ignore_errors=True)
         if not sentence:
             raise error
+        if self.directory in named and not self.result:  # this process has made it
+            shutil.rmtree(self.directory, ignore_errors=True)
         print(sentence, file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(code) from None
 
-    def interrupted(self, signum: signal.Signals) -> None:
-        """Record the interruption, and say how to continue.
-
-        Raises:
-            SystemExit: with the exit code of a process that the signal ended.
-        """
-        advice = f"Go on with the same command and hydra.run.dir={self.directory}"
-        if is_sweep():
-            advice = "The same sweep skips what has finished and resumes this run"
-        text = f"interrupted: {self.directory}: {signum.name}. {advice}."
-        if self.result:
-            self._write(status="interrupted", error=text)
-        rank_zero_only(print)(text, file=sys.stderr)
-        raise SystemExit(128 + signum) from None
+    def _record(self, **outcome: Any) -> None:
+        with contextlib.suppress(OSError, UserError):  # a full disk, a damaged result.json
+            if self.place.result().get("status") == "finished":  # it stays
+                self.place.write(REFUSAL, outcome["error"])
+            else:
+                self._write(**outcome)

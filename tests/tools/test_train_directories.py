@@ -13,7 +13,6 @@ import torch
 from filelock import FileLock
 
 import training
-from normplug.experiment import resume
 from normplug.experiment.compare.frame import find_runs
 from normplug.experiment.errors import UserError
 from normplug.experiment.resume import FORMER, LAST, LOCK, RunDirectory
@@ -84,22 +83,6 @@ def test_a_killed_process_frees_its_directory(tmp_path):
             RunDirectory(tmp_path).take()
         place.lock.release()
     RunDirectory(tmp_path).take()
-
-
-def test_other_processes_of_a_run_share_its_directory(tmp_path, monkeypatch):
-    first = RunDirectory(tmp_path)
-    first.take()
-    (tmp_path / "metrics.csv").write_text("of this run")
-    monkeypatch.setattr(resume.rank_zero_only, "rank", 1)
-    second = RunDirectory(tmp_path)
-    second.take()
-    second.write("config.yaml", "")
-    second.lock.release()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "metrics.csv"]
-    monkeypatch.setattr(resume.rank_zero_only, "rank", 0)
-    with pytest.raises(UserError, match="still running"):
-        RunDirectory(tmp_path).take()
-    first.lock.release()
 
 
 def test_what_a_dead_run_left_is_kept_and_found_again(trains, tmp_path):
@@ -280,14 +263,14 @@ def test_a_disk_that_cannot_be_written_is_one_line(refuses, tmp_path, monkeypatc
         real(path, *arguments, **options)
 
     monkeypatch.setattr(os, "mkdir", mkdir)
-    output = refuses(*SMALL, *([] if single else ["-m"]))
+    more = [] if single else ["-m"]
+    output = refuses(*SMALL, *more)
     line = output.splitlines()[-1]
     assert line.startswith(f"normplug.experiment: {tmp_path}/logs")
     assert "cannot be written: Read-only file system. Free up space or make it" in line
     assert not list(tmp_path.iterdir())
-
-
-def test_a_place_that_can_be_no_directory_is_refused(refuses, tmp_path):
+    monkeypatch.undo()
     (tmp_path / "file").write_text("")
-    sentence = "cannot be written: Not a directory"
-    assert sentence in refuses(*SMALL, f"hydra.run.dir={tmp_path}/file/run")
+    place = f"hydra.run.dir={tmp_path}/file/run" if single else f"hydra.sweep.dir={tmp_path}/file"
+    why = "Not a directory" if single else "File exists"
+    assert f"cannot be written: {why}. Free up space" in refuses(*SMALL, place, *more)

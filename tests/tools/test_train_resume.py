@@ -149,28 +149,6 @@ def test_an_interrupted_run_says_how_to_resume_and_resumes(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-class Kill(BaseException):
-    """In place of a SIGKILL, which would end the tests."""
-
-
-@pytest.mark.parametrize("change", [[], ["warmup=0.4"]], ids=["same", "changed"])
-def test_only_a_run_of_the_same_configuration_is_continued(trains, tmp_path, monkeypatch, change):
-    options = [*TINY, "trainer.max_epochs=2", f"hydra.run.dir={tmp_path / 'run'}"]
-
-    def die():
-        raise Kill
-
-    with monkeypatch.context() as patch:
-        stop_at(9, patch, die)
-        with pytest.raises(Kill):
-            trains(*options)
-    assert result_of(tmp_path / "run")["status"] == "running"
-    output = trains(*options, *change)
-    assert ("resuming: " in output) == (not change)
-    assert len(rates(tmp_path / "run")) == (10 if change else 5)
-    assert result_of(tmp_path / "run")["epochs"] == 2
-
-
 def test_a_run_that_has_trained_all_epochs_is_only_evaluated(trains, tmp_path, sweep):
     resume = [f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={tmp_path / 'again'}"]
     trains(*SWEEP, *resume)
@@ -222,9 +200,9 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_former_one(tmp_path, mo
 
     def half(content, file):
         file.write(b"half a file")
-        raise Kill
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(Kill):
+    with pytest.raises(KeyboardInterrupt):
         io.save_checkpoint({"a": torch.zeros(3)}, path)
     assert torch.equal(torch.load(path, weights_only=True)["a"], torch.ones(3))

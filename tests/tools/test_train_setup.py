@@ -267,8 +267,14 @@ def test_what_only_the_object_itself_can_tell_is_one_sentence_too(
     assert not list(tmp_path.rglob(f".*.{os.getpid()}"))  # half-written files
 
 
-def test_a_choice_that_no_file_of_configs_has_is_refused(refuses):
-    assert "Could not find 'model/resnet99'" in refuses("model=resnet99")
+@pytest.mark.parametrize("model", ["resnet99", "../x", "/tmp/x"])
+def test_a_choice_that_no_file_of_configs_has_is_one_line_and_writes_nothing(
+    refuses, tmp_path, model
+):
+    output = refuses(f"model={model}", "-m")
+    assert f"Could not find 'model/{model}' Available options in 'model': gpt_24x256" in output
+    assert len(output.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_image_folder_without_two_classes_is_refused(refuses, tmp_path):
