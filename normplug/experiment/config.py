@@ -155,11 +155,10 @@ def arm_name(
     Args:
         mode: "baseline", one of `BY_DEPTH`, or "golden", "standard" or a number. A wrong mode is
             its own name, since directories are named before it is checked.
-        gamma0: in the name if it is not None, e.g. `standard-gamma0_0.786` or
-            `standard-gamma0_inverse_depth`.
+        gamma0: e.g. in `standard-gamma0_0.786` or `standard-gamma0_inverse_depth`.
         tag: the last part of the name, if it is neither None nor "".
-        autocast_output: of `normplug.swap`, in the name unless it is that function's default "low"
-            or the arm is not swapped, e.g. `standard-autocast_float32`.
+        autocast_output: of `normplug.swap`, in the name of a swapped arm unless it is the default
+            "low", e.g. `standard-autocast_float32`.
     """
     parts: list[Any] = [mode]
     with contextlib.suppress(TypeError, ValueError):

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
@@ -91,9 +89,7 @@ class Learner(LightningModule):
         optimizer: parameter groups -> optimizer, e.g. a partial `torch.optim.SGD`.
         seed: with the epoch and the process, seeds what the model draws (dropout) in an epoch, so a
             run that resumes draws the same numbers.
-        schedule: see `make_scheduler`.
-        warmup: see `make_scheduler`.
-        cycle_momentum: see `make_scheduler`.
+        schedule, warmup, cycle_momentum: see `make_scheduler`.
         label_smoothing: 0 to 1.
         graph: replay forward and backward of the training steps as CUDA graphs; see `GraphedLoss`.
         identity: what distinguishes the run, e.g. its arm; kept in checkpoints as "run".
@@ -222,25 +218,10 @@ class Learner(LightningModule):
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = make_scheduler(optimizer, steps, *self.schedule)
         self._groups = [dict(group) for group in optimizer.param_groups]
+        if getattr(self.trainer.precision_plugin, "scaler", None) is None:
+            # There is nothing to unscale; else Lightning would not clip for a fused optimizer.
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip as Lightning does, but with fused optimizers too.
-
-        Lightning refuses fused optimizers in mixed precision, since they unscale the gradients
-        themselves. In bf16-mixed there is nothing to unscale.
-        """
-        plugin = self.trainer.precision_plugin
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
-            kind = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
-            Precision.clip_gradients(plugin, optimizer, gradient_clip_val or 0.0, kind)
-        else:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the run's identity, and the values of the measure so far."""

@@ -124,7 +124,7 @@ class RunDirectory:
         last = self.path / LAST
         if status in ("running", "interrupted") and last.is_file() and not self._changed(cfg):
             checkpoint = checkpoint or last
-        continues = checkpoint and self.path.resolve() in checkpoint.resolve().parents
+        continues = checkpoint and checkpoint.resolve().parents[1] == self.path.resolve()
         moves = [name for name in left if name == METRICS or not continues]
         if moves and is_first_process():
             number = 1 + len(list((self.path / FORMER).glob("[0-9]*")))

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import json
-import logging
 import math
 import os
 import shutil
@@ -24,7 +23,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
@@ -55,8 +53,6 @@ QUIET = (
     "The epoch parameter in `scheduler.step",  # torch's own SequentialLR, before torch 2.10
     "Detected call of `lr_scheduler.step",  # of a resumed run, whose optimizer took these steps
 )
-# Lines of Lightning's log that tell a user nothing.
-NOISE = ("💡", "TPU avail", "HPU avail", "GPU avail", "Loading `train", "Restoring", "Restored")
 Train = Callable[[DictConfig, "Run"], None]
 
 
@@ -71,13 +67,12 @@ def task(train: Train) -> Callable[[DictConfig], float | None]:
     def wrapper(cfg: DictConfig) -> float | None:
         for message in QUIET:
             warnings.filterwarnings("ignore", message)
-        logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_tells)
         gc.collect()  # a sweep's former run, whose objects form cycles, may hold GPU memory
         run = Run(cfg)
         try:
             if not run.has_finished():
                 train(cfg, run)
-            curve = run.result[Measure.of(run.result).curve_key]
+            curve = run.result.get(Measure.of(run.result).curve_key)
             return curve[-1] if curve else None
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             run.stopped(error)
@@ -86,10 +81,6 @@ def task(train: Train) -> Callable[[DictConfig], float | None]:
             run.place.lock.release()
 
     return wrapper
-
-
-def _tells(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(NOISE)
 
 
 class Run:
@@ -226,11 +217,6 @@ class Run:
             status="finished",
             gpus=trainer.world_size * gpu,
         )
-        final = {f"hp/{key}": v for key, v in self.result.items() if key.startswith("test_")}
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.log_hyperparams(self.labels | self._settings, final)
-                logger.finalize("success")
         self._say_summary(model)
 
     @property
