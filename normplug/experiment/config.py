@@ -15,11 +15,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, validate_call
-from typing_extensions import (
-    NotRequired,
-    Required,
-    TypedDict,
-)  # pydantic cannot read those of Python < 3.12
+from typing_extensions import NotRequired, Required, TypedDict  # Python's need 3.12 here
 
 import normplug
 from normplug._swap.depth import ByDepth, Schedule

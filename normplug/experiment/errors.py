@@ -52,8 +52,7 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
         why = one_line(error).split(". ")[0][:200]  # what follows is advice for another program
         return (
             f"{WHO}: the checkpoint {checkpoint} cannot be restored ({type(error).__name__}: "
-            f"{why}). It is damaged, not from train.py, or of another model. Give another "
-            "ckpt_path."
+            f"{why}). Give a whole checkpoint of the same run, or change this run to match it."
         )
     return None
 

@@ -19,7 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from normplug.experiment.callbacks import is_measured, say
 from normplug.experiment.data import MODEL, Batch, stream_seed
-from normplug.experiment.errors import WHO, UserError
+from normplug.experiment.errors import WHO
 from normplug.experiment.graph import GraphedLoss
 from normplug.experiment.measure import ACCURACY, Measure
 
@@ -232,23 +232,16 @@ class Learner(LightningModule):
         """Restore the values; drop the schedule's state, which `on_train_start` recomputes.
 
         Raises:
-            UserError: the checkpoint has no optimizer, is of another run, or of a longer one.
+            ValueError: the checkpoint has no optimizer, is of another run, or of a longer one.
         """
-        done = checkpoint["run"]
+        done, epochs, limit = checkpoint["run"], checkpoint["epoch"] + 1, self.trainer.max_epochs
         for key, own in self.identity.items():
             if done.get(key) != own:
-                raise UserError(
-                    f"{WHO}: the checkpoint has {key} {done.get(key)!r}, this run has {own!r}. "
-                    f"Resume with the {key} of the checkpoint."
-                )
+                raise ValueError(f"it has {key} {done.get(key)!r}, this run has {own!r}")
         if not checkpoint["optimizer_states"]:
-            raise UserError(f"{WHO}: the checkpoint lacks its optimizer. Give another ckpt_path.")
-        epochs, limit = checkpoint["epoch"] + 1, self.trainer.max_epochs
+            raise ValueError("it lacks the optimizer")
         if limit is not None and 0 <= limit < epochs:
-            raise UserError(
-                f"{WHO}: the checkpoint was trained for {epochs} epochs, more than "
-                f"trainer.max_epochs={limit}. Set trainer.max_epochs={epochs} or more."
-            )
+            raise ValueError(f"it has {epochs} epochs, more than trainer.max_epochs={limit}")
         self.scores_by_epoch = list(checkpoint[self.measure.curve_key])
         checkpoint["lr_schedulers"] = []
 

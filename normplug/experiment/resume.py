@@ -105,9 +105,10 @@ class RunDirectory:
     def make_room(self, cfg: DictConfig) -> Path | None:
         """Return the checkpoint that the run goes on from, or None.
 
-        It is the last one of this same run, if that was interrupted or killed here; else
-        `ckpt_path`. What the run would overwrite is moved to `former/1`, `former/2`, ...: the files
-        of another unfinished run, or the metrics of the run that is continued.
+        It is the last one of this same run, if that was interrupted or killed here, unless
+        `ckpt_path` is another of this directory; else `ckpt_path`. What the run would overwrite is
+        moved to `former/1`, `former/2`, ...: the files of another unfinished run, or the metrics of
+        the run that is continued.
 
         Raises:
             UserError: there is no such checkpoint, or the directory has files of these names that
@@ -120,11 +121,11 @@ class RunDirectory:
                 f"{WHO}: {self.path} has {', '.join(left)}, but no {RESULT} of a run, so they "
                 f"stay as they are. Choose another directory: {PLACE}."
             )
-        checkpoint = self._given(cfg.ckpt_path)
-        last = self.path / LAST
-        if status in ("running", "interrupted") and last.is_file() and not self._changed(cfg):
-            checkpoint = checkpoint or last
-        continues = checkpoint and checkpoint.resolve().parents[1] == self.path.resolve()
+        checkpoint, last = self._given(cfg.ckpt_path), self.path / LAST
+        continues = checkpoint and checkpoint.resolve().parent.parent == self.path.resolve()
+        cut_short = status in ("running", "interrupted") and last.is_file()
+        if not continues and cut_short and not self._changed(cfg):
+            checkpoint = continues = last
         moves = [name for name in left if name == METRICS or not continues]
         if moves and is_first_process():
             number = 1 + len(list((self.path / FORMER).glob("[0-9]*")))

@@ -192,9 +192,8 @@ class Run:
     def finish(self, trainer: Trainer, model: Learner, data: Source) -> None:
         """Write the result, and print a summary."""
         gpu = trainer.strategy.root_device.type == "cuda"  # the model itself is back on the CPU
-        fused = 0
-        if fused_modules(model):
-            fused = sum(row.label is not None for row in normplug.fusions(model))
+        fusions = normplug.fusions(model) if fused_modules(model) else ()
+        fused = sum(row.label is not None for row in fusions)
         layers = dict(_convert.normplug_layers(model))
         items = data.items_per_batch * trainer.world_size
         # In a pre-norm model the inputs' variances are those of the residual stream by depth.
@@ -219,31 +218,26 @@ class Run:
         )
         self._say_summary(model)
 
-    @property
-    def _settings(self) -> dict[str, Any]:
-        rate = OmegaConf.select(self.cfg, "optimizer.lr")
-        overrides = list(HydraConfig.get().overrides.task)
-        return {"learning_rate": rate, "overrides": overrides}  # for `normplug.compare --best`
-
     def _write(self, *, gpus: int = 0, **values: Any) -> None:
         versions = stamp(gpus > 0, "scikit-learn", gpus=max(gpus, 1))
         where = {key: versions.pop(key) for key in ("date", "commit")}
         where["hardware"] = versions.pop("device")
-        self.result = self.labels | self._settings | self.result | values | where
+        rate = OmegaConf.select(self.cfg, "optimizer.lr")
+        settings = {  # for `normplug.compare --best`
+            "learning_rate": rate if isinstance(rate, (int, float)) else None,
+            "overrides": list(HydraConfig.get().overrides.task),
+        }
+        self.result = self.labels | settings | self.result | values | where
         self.result["versions"] = versions
         if self.result["status"] != "running":
             self.result.pop("process", None)
         self.place.write(RESULT, json.dumps(self.result, indent=2) + "\n")
 
     def _say_summary(self, model: Learner) -> None:
-        r, measure = self.result, model.measure
-        speed, peak, timed = (
-            r[measure.speed_key],
-            r["peak_memory_bytes"],
-            "not timed: too few steps",
-        )
-        if speed is not None:
+        r, measure, timed = self.result, model.measure, "not timed: too few steps"
+        if (speed := r[measure.speed_key]) is not None:
             timed = f"{speed:,.0f} {measure.speed_unit} (median step {r['step_ms']:.2f} ms)"
+        peak = r["peak_memory_bytes"]
         titled = {
             **model.headlines(),
             "trained": f"{r['epochs']} epochs",

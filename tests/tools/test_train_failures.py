@@ -10,7 +10,7 @@ from normplug.experiment.resume import LAST
 from training import PLAIN, SWEEP, TWO_PROCESSES, result_of, results
 
 TINY = [*SWEEP, "trainer.max_epochs=1", PLAIN]
-HAS = "the checkpoint has"
+HAS = "cannot be restored (ValueError: it has"
 
 
 def test_what_is_no_checkpoint_is_refused_before_anything_starts(refuses, sweep, tmp_path):
@@ -28,13 +28,13 @@ def test_what_is_no_checkpoint_is_refused_before_anything_starts(refuses, sweep,
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("text", "UnpicklingError: Weights only load failed). It is damaged, not"),
+        ("text", "UnpicklingError: Weights only load failed). Give a whole"),
         ("half", "PytorchStreamReader failed"),
         ("weights", "KeyError"),
         ("content['epoch'] = 'x'", "TypeError"),
         ("content['loops'] = [1]", "TypeError"),
         ("del content['optimizer_states']", "KeyError: 'optimizer_states'"),
-        ("content['optimizer_states'] = []", "the checkpoint lacks its optimizer"),
+        ("content['optimizer_states'] = []", "ValueError: it lacks the optimizer"),
         ("content['optimizer_states'][0]['state'] = 5", "Error"),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_sentence(
     output = refuses(*SWEEP, PLAIN, *more)
     (sentence,) = [line for line in output.splitlines() if line.startswith("normplug")]
     assert words in sentence
-    assert f"the checkpoint {path} cannot be restored (" in sentence or "optimizer" in words
+    assert f"the checkpoint {path} cannot be restored (" in sentence
     assert result_of(tmp_path / "run")["status"] == "failed"
 
 

@@ -158,7 +158,7 @@ def test_a_run_that_has_trained_all_epochs_is_only_evaluated(trains, tmp_path, s
 
 def test_a_checkpoint_of_more_epochs_is_refused(refuses, tmp_path, more):
     output = refuses(*TINY, f"hydra.run.dir={tmp_path / 'fewer'}", f"ckpt_path={more / LAST}")
-    assert "was trained for 4 epochs, more than trainer.max_epochs=3" in output
+    assert "it has 4 epochs, more than trainer.max_epochs=3" in output
 
 
 def test_a_disk_that_fills_leaves_the_former_checkpoint_and_one_line(refuses, trains, tmp_path):
