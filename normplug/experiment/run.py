@@ -53,10 +53,9 @@ QUIET = (
     "The epoch parameter in `scheduler.step",  # torch's own SequentialLR, before torch 2.10
     "Detected call of `lr_scheduler.step",  # of a resumed run, whose optimizer took these steps
 )
-Train = Callable[[DictConfig, "Run"], None]
 
 
-def task(train: Train) -> Callable[[DictConfig], float | None]:
+def task(train: Callable[[DictConfig, Run], None]) -> Callable[[DictConfig], float | None]:
     """Decorate `train(cfg, run)`: it is skipped if it has finished, and its end is recorded.
 
     The decorated function returns the last validation, which sweepers that search may optimise. See
