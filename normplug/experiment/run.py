@@ -88,6 +88,7 @@ class Run:
     Attributes:
         result: the content of `result.json`; {} before the training begins.
         labels: the part of it that names the run.
+        settings: the part of it that `normplug.compare --best` needs.
         gpu: whether the Trainer will take a GPU.
         fuses: whether the swapped norms are fused: as configured; if that is null, only on a GPU.
         checkpoint: where the run goes on from; None before it begins, and if it begins anew.
@@ -99,19 +100,25 @@ class Run:
         self.place = RunDirectory(self.directory)
         self.result: dict[str, Any] = {}
         self.checkpoint: Path | None = None
-        find = functools.partial(OmegaConf.select, cfg)
+        # A key whose interpolation fails is None here: `check` refuses it.
+        find = functools.partial(OmegaConf.select, cfg, throw_on_resolution_failure=False)
         kinds = ("auto", "gpu", "cuda")
         self.gpu = torch.cuda.is_available() and find("trainer.accelerator") in kinds
         self.fuses = self.gpu if find("fuse") is None else cfg.fuse
         keys = ("mode", "gamma0", "tag", "swap.autocast_output")
         choices = HydraConfig.get().runtime.choices
         data = str(choices.get("data"))
+        rate = find("optimizer.lr")
         path = find({"image_folder": "data.root", "text": "data.path"}.get(data, "none"))
         self.labels: dict[str, Any] = {
             "arm": arm_name(*map(find, keys)),
             "seed": find("seed"),
             "model": find("model.name") or choices.get("model"),
             "data": Path(str(path)).name if path else data,
+        }
+        self.settings: dict[str, Any] = {
+            "learning_rate": rate if isinstance(rate, (int, float)) else None,
+            "overrides": list(HydraConfig.get().overrides.task),
         }
         self._timer = StepTimer()
 
@@ -221,12 +228,7 @@ class Run:
         versions = stamp(gpus > 0, "scikit-learn", gpus=max(gpus, 1))
         where = {key: versions.pop(key) for key in ("date", "commit")}
         where["hardware"] = versions.pop("device")
-        rate = OmegaConf.select(self.cfg, "optimizer.lr")
-        settings = {  # for `normplug.compare --best`
-            "learning_rate": rate if isinstance(rate, (int, float)) else None,
-            "overrides": list(HydraConfig.get().overrides.task),
-        }
-        self.result = self.labels | settings | self.result | values | where
+        self.result = self.labels | self.settings | self.result | values | where
         self.result["versions"] = versions
         if self.result["status"] != "running":
             self.result.pop("process", None)
