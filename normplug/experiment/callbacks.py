@@ -1,8 +1,7 @@
-"""Lightning callbacks of every run: stop at a bad loss, time the steps, print lines, report."""
+"""What a run prints and measures: its log, the time of its steps, and its memory."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import statistics
@@ -10,17 +9,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
 
 from normplug.experiment.errors import WHO
-from normplug.lightning import VarianceLogger, norm_layers
+from normplug.lightning import VarianceLogger
 
 WARM_UP_STEPS = 5
 TIMED_STEPS = 1000  # at most, the latest of a run
@@ -37,109 +34,6 @@ def variance_loggers(trainer: Trainer) -> Iterator[VarianceLogger]:
 def is_measured(trainer: Trainer, step: int) -> bool:
     """Whether a `VarianceLogger` measures in this step, which then takes longer."""
     return any(logger.logged_step == step for logger in variance_loggers(trainer))
-
-
-class Diverged(RuntimeError):
-    """The loss became NaN or infinite.
-
-    Attributes:
-        step: the optimizer step of the failing forward, counted from 0 as in `metrics.csv`.
-    """
-
-    def __init__(self, message: str, step: int) -> None:
-        super().__init__(message)
-        self.step = step
-
-
-class FiniteLoss(Callback):
-    """Raise `Diverged`, in every process, before the optimizer uses a loss that is not finite.
-
-    `EarlyStopping(check_finite=True)` would look at the end of an epoch only. On a GPU, the loss is
-    read at the steps that are logged, where the host waits for the GPU anyway. Then the forward is
-    repeated to find the first norm whose input is not finite.
-    """
-
-    def __init__(self) -> None:
-        self._batch: Any = None
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Keep the batch, in case its forward must be repeated."""
-        self._batch = batch
-        self._is_read = pl_module.device.type == "cpu" or pl_module.is_logged(batch_idx)  # type: ignore[operator]
-
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
-        """Stop if the loss is not finite."""
-        if not self._is_read:
-            return
-        total = trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")
-        if math.isfinite(float(total)):
-            self._batch = None
-            return
-        causes = ["The loss of this process is finite; look at the others."]
-        if not _is_finite(loss):
-            batch = (
-                [] if _is_finite(self._batch[0]) else ["The images of the batch are not finite."]
-            )
-            norm = _first_norm(trainer, pl_module, self._batch[0])
-            causes = [*_bad_parameters(pl_module), *batch, norm]
-        raise _diverged(trainer, f"training loss is {float(total)}", causes)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop if the mean loss is not finite."""
-        self._check(trainer, pl_module, "validation")
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop if the mean loss is not finite."""
-        self._check(trainer, pl_module, "test")
-
-    def _check(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
-        loss = float(trainer.callback_metrics[f"{name.removesuffix('idation')}/loss"])
-        if not math.isfinite(loss):
-            raise _diverged(trainer, f"{name} loss is {loss}", _bad_parameters(pl_module))
-
-
-def _diverged(trainer: Trainer, what: str, causes: list[str]) -> Diverged:
-    step = trainer.global_step
-    epoch = trainer.current_epoch + (not trainer.testing)  # before a test, it is incremented
-    return Diverged(" ".join([f"{WHO}: the {what} at step {step} (epoch {epoch}).", *causes]), step)
-
-
-def _bad_parameters(pl_module: LightningModule) -> list[str]:
-    """Return a sentence about parameters that are not finite; none if all are."""
-    bad = [name for name, value in pl_module.named_parameters() if not _is_finite(value)]
-    if not bad:
-        return []
-    return [f"Parameters were not finite before this forward ({len(bad)}, first {bad[0]})."]
-
-
-def _first_norm(trainer: Trainer, pl_module: LightningModule, inputs: Tensor) -> str:
-    """Repeat the forward; return a sentence on the first norm with a non-finite input."""
-    found: list[str] = []
-
-    def check_inputs(path: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if not all(_is_finite(a) for a in arguments if isinstance(a, Tensor)):
-            found.append(f"{path} ({type(module).__name__})")
-
-    with contextlib.ExitStack() as stack:
-        for path, module in norm_layers(pl_module):
-            handle = module.register_forward_pre_hook(partial(check_inputs, path))
-            stack.callback(handle.remove)
-        stack.enter_context(torch.no_grad())
-        # Compiled code would not call the hooks.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(trainer.precision_plugin.forward_context())
-        pl_module(inputs)
-    if found:
-        return f"The first norm whose input is not finite is {found[0]}."
-    return "The input of every norm is finite."
-
-
-def _is_finite(values: Tensor) -> bool:
-    return not values.is_floating_point() or bool(torch.isfinite(values).all())
 
 
 class StepTimer(Callback):
@@ -161,19 +55,17 @@ class StepTimer(Callback):
         self._periods: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)  # to the next start
         self._waits: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)  # of the host, for a batch
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Choose the clock; reset the peak memory."""
         self._gpu = trainer.strategy.root_device.type == "cuda"
         if self._gpu:
             torch.cuda.reset_peak_memory_stats()
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
         """Forget the previous step: a validation lies between it and the first of this epoch."""
         self._previous = None
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Record the start, at which the period of the previous step ends."""
         self._step = trainer.global_step
         self._start = self._now()
@@ -182,7 +74,7 @@ class StepTimer(Callback):
             self._waits.append((self._ended, time.perf_counter()))
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the end, unless the step is left out."""
         self._seen += 1
@@ -235,63 +127,12 @@ def peak_memory_bytes(gpu: bool) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class EpochLines(Callback):
-    """Print a line per epoch, in place of a progress bar that would flood a log."""
-
-    def __init__(self) -> None:
-        self._loss: Any = 0.0  # summed over the epoch's steps, on the device
-        self._begun = 0.0
-        self._first = 0  # the first epoch of this fit
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
-        self._begun, self._first = time.perf_counter(), trainer.current_epoch
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the epoch's mean."""
-        self._loss, self._epoch = 0.0, time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Add the loss, without waiting for the GPU."""
-        self._loss = self._loss + outputs["loss"].detach().float()
-        self._steps, self._trained = batch_idx + 1, time.perf_counter()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Print the epoch, its mean training loss, the validation's measure, rate and time left."""
-        if trainer.sanity_checking:
-            return
-        done = trainer.current_epoch + 1
-        total = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None  # -1: no limit
-        measure = pl_module.measure
-        value = pl_module.describe(pl_module.score("val"), "val")
-        words = [
-            f"epoch {done:3d}" + (f" of {total}" if total else ""),
-            f"training loss {float(self._loss) / self._steps:.4f}",
-            f"validation {measure.name} {value}",
-            f"lr {trainer.optimizers[0].param_groups[0]['lr']:.2g}",
-            f"{self._steps / (self._trained - self._epoch):.3g} steps/s",
-        ]
-        if total:
-            each = (time.perf_counter() - self._begun) / (done - self._first)
-            words.append(f"{_duration(each * (total - done))} left")
-        say("  ".join(words))
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
+@rank_zero_only
 def report(trainer: Trainer, settings: dict[str, Any], result: dict[str, Any]) -> None:
     """Give TensorBoard the hyperparameters with the final metric, and the heat map of variances."""
-    for logger in trainer.loggers:
-        if not isinstance(logger, TensorBoardLogger):
-            continue
-        final = {key: value for key, value in result.items() if key.startswith("test_")}
-        logger.log_hyperparams(settings, {f"hp/{key}": value for key, value in final.items()})
+    final = {f"hp/{key}": value for key, value in result.items() if key.startswith("test_")}
+    for logger in (each for each in trainer.loggers if isinstance(each, TensorBoardLogger)):
+        logger.log_hyperparams(settings, final)
         for variances in variance_loggers(trainer):
             # One chart for a quantity, with a line for each norm.
             kinds = ("input", "output", "affine", "weight_rms")
@@ -302,24 +143,28 @@ def report(trainer: Trainer, settings: dict[str, Any], result: dict[str, Any]) -
             if picture and picture.is_file():
                 from matplotlib.image import imread
 
-                pixels = torch.from_numpy(imread(picture)).permute(2, 0, 1)
-                logger.experiment.add_image("variance", pixels[:3], trainer.global_step)
+                pixels = imread(picture)[..., :3]
+                logger.experiment.add_image(
+                    "variance", pixels, trainer.global_step, dataformats="HWC"
+                )
         logger.finalize("success")
 
 
-def variance_lines(trainer: Trainer) -> list[str]:
+def variance_lines(trainer: Trainer) -> dict[str, str]:
     """Two lines on the variances at the latest measured step, and the file that has all of them."""
-    lines = []
+    lines: dict[str, str] = {}
     for logger in variance_loggers(trainer):
         rows = [row for row in logger.last if math.isfinite(row.input_variance)]
         if not rows:
             continue
         low, high = (f(rows, key=lambda row: row.input_variance) for f in (min, max))
         off = max(rows, key=lambda row: abs(row.output_variance / row.target_variance - 1))
-        lines += [
-            f"norms' inputs        {rows[0].measure} from {low.input_variance:.3g} ({low.layer}) "
-            f"to {high.input_variance:.3g} ({high.layer}) at step {rows[0].step}",
-            f"norms' outputs       farthest from its target: {off.output_variance:.4g} for "
-            f"{off.target_variance:.4g} ({off.layer}); all in {logger.path}",
-        ]
+        lines["norms' inputs"] = (
+            f"{rows[0].measure} from {low.input_variance:.3g} ({low.layer}) "
+            f"to {high.input_variance:.3g} ({high.layer}) at step {rows[0].step}"
+        )
+        lines["norms' outputs"] = (
+            f"farthest from its target: {off.output_variance:.4g} for {off.target_variance:.4g} "
+            f"({off.layer}); all in {logger.path}"
+        )
     return lines

@@ -5,49 +5,58 @@ from __future__ import annotations
 import errno
 import re
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, InstantiationException
+from hydra.errors import CompactHydraException, HydraException, InstantiationException
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 WHO = "normplug.experiment"
 NAME = r"^[^/\\.][^/\\]{0,99}$"  # the pattern of a study or a tag
 PLACE = "hydra.run.dir=DIR, or study=NAME for a sweep"
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # full, over a limit, read-only
+SEE_HELP = "`python train.py --help` lists the keys."
+UNWRITABLE = {  # full, over a limit, no permission, or no place for a directory
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
+    errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG,
+}  # fmt: skip
 
 
 class UserError(CompactHydraException):
     """A mistake in the command: the message is one sentence, and no traceback follows."""
 
 
-def user_sentence(error: BaseException) -> str | None:
-    """Return the message for the user; None if the error is a bug, which needs its traceback."""
-    for cause in _causes(error):
+def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str | None:
+    """Return the message for the user; None if the error is a bug, which needs its traceback.
+
+    Args:
+        error: what a run, or Hydra before it, has raised.
+        checkpoint: where the run goes on from.
+    """
+    cause: BaseException | None = error
+    while cause is not None:  # the errors that Python's traceback shows
         # A worker of a DataLoader sends its traceback, which ends in the message.
         sentence = str(cause).rpartition("\nValueError: ")[2].strip()
         if sentence.startswith("normplug"):
             return sentence
-        if isinstance(cause, OSError) and cause.errno in DISK:
-            return unwritable(Path(cause.filename or HydraConfig.get().runtime.output_dir), cause)
+        if isinstance(cause, OSError) and cause.errno in UNWRITABLE:
+            return unwritable(Path(cause.filename or "a file of the run").absolute(), cause)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     if isinstance(error, InstantiationException):
         return _building_sentence(error)
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        # An error inside an interpolation is only in the text of the error that it causes.
+        own = re.search(r"normplug\.experiment: .*", str(error))
+        return own[0] if own else f"{WHO}: {one_line(error)}. {SEE_HELP}"
     frames = traceback.extract_tb(error.__traceback__)
-    if any(frame.filename.endswith("checkpoint_connector.py") for frame in frames):
+    if checkpoint and any(f.filename.endswith("checkpoint_connector.py") for f in frames):
+        why = one_line(error).split(". ")[0][:200]  # what follows is advice for another program
         return (
-            f"{WHO}: the checkpoint cannot be restored ({type(error).__name__}: {one_line(error)})."
-            " It is damaged, or was not written by train.py. Give another ckpt_path."
+            f"{WHO}: the checkpoint {checkpoint} cannot be restored ({type(error).__name__}: "
+            f"{why}). Give a whole checkpoint of the same run, or change this run to match it."
         )
     return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the errors that Python's traceback shows."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _building_sentence(error: InstantiationException) -> str:
@@ -58,34 +67,42 @@ def _building_sentence(error: InstantiationException) -> str:
         return broken_rule(where, error.__cause__)
     group = where.split(".")[0]
     overrides = HydraConfig.get().overrides.task
-    given = [text for text in overrides if re.match(rf"[+~]*{re.escape(group)}[.=]", text)]
-    got = f"; the command gives {', '.join(given)}" if given else ""
+    given = ", ".join(text for text in overrides if text.lstrip("+~").startswith(group))
     why = one_line(error.__cause__ or error)
-    return f"{WHO}: {where} cannot be built: {why}{got}. Change the keys of {group}."
+    return f"{WHO}: {where} cannot be built: {why}. Change the keys of {group} ({given})."
 
 
-def broken_rule(key: str, error: ValidationError, *value: Any) -> str:
-    """Return the message for a value that pydantic refuses; by default, an argument of `key`."""
+def broken_rule(where: str, error: ValidationError, values: Any = None) -> str:
+    """Return the message for the first value that pydantic refuses.
+
+    Args:
+        where: what has the values.
+        error: what pydantic raised.
+        values: a whole configuration, if that was validated, else the arguments of `where` were.
+    """
     errors = error.errors()
-    if errors[0]["type"].startswith(("unexpected", "missing", "extra")):
+    first = errors[0]
+    if first["type"].startswith(("unexpected", "missing", "extra")):
         what = "; ".join(f"{e['msg'].lower()}: {'.'.join(map(str, e['loc']))}" for e in errors)
         sizes = {e["loc"][-1] for e in errors} & {"num_classes", "vocabulary"}
-        pair = " Choose a model and data that match, such as model=gpt_tiny data=text."
-        return f"{WHO}: {key}: {what}.{pair if sizes else ''}"
-    if not value:
-        key, value = ".".join(map(str, [key, *errors[0]["loc"]])), (errors[0]["input"],)
+        pair = "Choose a model and data that match, such as model=gpt_tiny data=text."
+        return f"{WHO}: {where}: {what}. {pair if sizes else SEE_HELP}"
+    parts, value = [where, *first["loc"]], first["input"]
+    if values is not None:
+        parts, value = [], values
+        for part in first["loc"]:  # ends with the name of a type, if the value may have several
+            if not (isinstance(value, dict) and part in value):
+                break
+            parts.append(part)
+            value = value[part]
+        errors = [e for e in errors if e["loc"][: len(parts)] == tuple(parts)]
     kinds = (re.sub(r"^\w+ should ", "", e["msg"]) for e in errors)
     rules = " or ".join(dict.fromkeys(kinds)).replace(" or be ", " or ")
     in_words = "be a name: at most 100 characters, without slashes, not beginning with a dot"
     rules = rules.replace(f"match pattern '{NAME}'", in_words)
-    return f"{WHO}: {key} should {rules}; got {shown(value[0])}."
-
-
-def shown(value: Any) -> str:
-    """Format a value as a user would type it, and only the start of a long one."""
-    words = {"None": "null", "True": "true", "False": "false"}
-    text = words.get(repr(value), repr(value))
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    words = {"None": "null", "True": "true", "False": "false"}  # as a user types them
+    text = words.get(repr(value), repr(value))[:200]
+    return f"{WHO}: {'.'.join(map(str, parts))} should {rules}; got {text}."
 
 
 def unwritable(path: Path, error: OSError) -> str:

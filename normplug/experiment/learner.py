@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import warnings
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
-from normplug.experiment.callbacks import is_measured
+from normplug.experiment.callbacks import is_measured, say
 from normplug.experiment.data import MODEL, Batch, stream_seed
 from normplug.experiment.errors import WHO
 from normplug.experiment.graph import GraphedLoss
 from normplug.experiment.measure import ACCURACY, Measure
-from normplug.experiment.resume import steps_per_epoch
 
 
 def decay_groups(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
@@ -41,16 +38,16 @@ def decay_groups(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
 
 
 def make_scheduler(
-    optimizer: Optimizer, name: str, warmup: float, steps: int, cycle_momentum: bool = False
+    optimizer: Optimizer, steps: int, name: str, warmup: float, cycle_momentum: bool = False
 ) -> LRScheduler:
     """Return a learning-rate schedule, to be stepped after every optimizer step.
 
     Args:
         optimizer: its learning rates are the peaks of the schedule.
+        steps: of the whole training. Below 4 steps, "one_cycle" falls back to "cosine".
         name: "one_cycle" (Smith 2018, arXiv:1803.09820), or a linear warm-up followed by "cosine"
             annealing to 0 or a "constant" rate.
         warmup: fraction of all steps, 0 to 1, in which the learning rate rises.
-        steps: of the whole training. Below 4 steps, "one_cycle" falls back to "cosine".
         cycle_momentum: let "one_cycle" move the momentum, or Adam's first beta, from 0.95 to 0.85
             and back, whatever the optimizer's own is.
     """
@@ -71,14 +68,10 @@ def make_scheduler(
     return lr_scheduler.SequentialLR(optimizer, [rise, after], [rising])
 
 
-def move_to_step(scheduler: LRScheduler, step: int) -> None:
-    """Fast-forward a new scheduler to `step`; this takes 2 us per step."""
-    with warnings.catch_warnings():
-        # torch cannot see that the optimizer took these steps, in the run that is resumed.
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
-        for _ in range(step):
-            scheduler.step()
+class Diverged(RuntimeError):
+    """The loss became NaN or infinite, in the forward of the optimizer step `step`."""
+
+    step: int
 
 
 class Learner(LightningModule):
@@ -96,15 +89,10 @@ class Learner(LightningModule):
         optimizer: parameter groups -> optimizer, e.g. a partial `torch.optim.SGD`.
         seed: with the epoch and the process, seeds what the model draws (dropout) in an epoch, so a
             run that resumes draws the same numbers.
-        schedule: see `make_scheduler`.
-        warmup: see `make_scheduler`.
-        cycle_momentum: see `make_scheduler`.
+        schedule, warmup, cycle_momentum: see `make_scheduler`.
         label_smoothing: 0 to 1.
         graph: replay forward and backward of the training steps as CUDA graphs; see `GraphedLoss`.
         identity: what distinguishes the run, e.g. its arm; kept in checkpoints as "run".
-
-    Raises:
-        ValueError: the epochs of a checkpoint have another number of steps.
     """
 
     def __init__(
@@ -126,16 +114,15 @@ class Learner(LightningModule):
         self.measure = measure
         self.optimizer = optimizer
         self.seed = seed
-        self.schedule = schedule
-        self.warmup = warmup
-        self.cycle_momentum = cycle_momentum
+        self.schedule = (schedule, warmup, cycle_momentum)
         self.label_smoothing = label_smoothing
         self.graph = graph
         self.identity = dict(identity or {})
         self.scores_by_epoch: list[float] = []  # on the validation part
         self._graphed: GraphedLoss | None = None
-        self._resumed_steps: int | None = None  # steps per epoch of the checkpoint
-        self._hyperparameters: list[dict[str, Any]] = []  # of each parameter group, at step 0
+        self._losses, self._steps = torch.zeros(()), 0  # of the current epoch
+        self._is_logged = True  # whether the loss of the current step is
+        self._groups: list[dict[str, Any]] = []  # of the optimizer, at step 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The logits."""
@@ -147,23 +134,31 @@ class Learner(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of a batch, and log it."""
-        if self._graphed is None or is_measured(self.trainer, self.trainer.global_step):
+        step: int = self.trainer.global_step
+        if self._graphed is None or is_measured(self.trainer, step):
             loss = self._training_loss(*batch)
         else:
             loss = self._graphed(*batch)
         # Each call of `log` costs the host as much as dozens of launches, and a value for the bar
         # makes it wait for the GPU. So it is called only where the value is written or displayed.
-        if self.is_logged(batch_idx):
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self._is_logged = batch_idx == 0 or self.trainer.is_last_batch
+        self._is_logged |= every > 0 and (step + 1) % every == 0
+        self._losses, self._steps = self._losses + loss.detach().float(), self._steps + 1
+        if self._is_logged:
             bar = self.trainer.progress_bar_callback is not None
             self.log("train/loss", loss, prog_bar=bar)
         return loss
 
-    def is_logged(self, batch_idx: int) -> bool:
-        """Whether Lightning writes or displays the loss of this step."""
-        if batch_idx == 0 or self.trainer.is_last_batch:
-            return True
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return every > 0 and (self.trainer.global_step + 1) % every == 0
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Stop, in every process, before the optimizer uses a loss that is not finite.
+
+        On a GPU, only a logged loss is read: the host waits for it anyway.
+        `EarlyStopping(check_finite=True)` would look at the end of an epoch only.
+        """
+        if self._is_logged or self.device.type == "cpu":
+            total = self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")
+            self._check_finite("training", total)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log loss and measure on the validation part."""
@@ -185,9 +180,15 @@ class Learner(LightningModule):
         self.log(name, value, sync_dist=True, batch_size=count, **options)
 
     def on_validation_epoch_end(self) -> None:
-        """Keep the epoch's value for the report."""
+        """Keep the epoch's value for the report; stop if the mean loss is not finite."""
+        self._check_finite("validation", self.trainer.callback_metrics["val/loss"])
         if not self.trainer.sanity_checking:
             self.scores_by_epoch.append(self.score("val"))
+            self._say_epoch()
+
+    def on_test_epoch_end(self) -> None:
+        """Stop if the mean loss is not finite."""
+        self._check_finite("test", self.trainer.callback_metrics["test/loss"])
 
     def score(self, stage: str) -> float:
         """The latest value of the measure; `stage` is "val" or "test"."""
@@ -215,44 +216,12 @@ class Learner(LightningModule):
         """Return the optimizer, with weight decay on matrices only, and its schedule by step."""
         optimizer = self.optimizer(decay_groups(self.net.parameters()))
         steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = make_scheduler(
-            optimizer, self.schedule, self.warmup, steps, self.cycle_momentum
-        )
-        per_epoch = math.ceil(
-            self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
-        )
-        if self._resumed_steps not in (None, per_epoch):
-            raise ValueError(
-                f"{WHO}: an epoch of the checkpoint has {self._resumed_steps} steps, an epoch of "
-                f"this run has {per_epoch}. Resume with the data, batch size and number of devices "
-                "of the checkpoint."
-            )
-        self._hyperparameters = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip as Lightning does, but with fused optimizers too.
-
-        Lightning refuses fused optimizers in mixed precision, since they unscale the gradients
-        themselves. In bf16-mixed there is nothing to unscale.
-        """
-        plugin = self.trainer.precision_plugin
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
-            kind = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
-            Precision.clip_gradients(plugin, optimizer, gradient_clip_val or 0.0, kind)
-        else:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        scheduler = make_scheduler(optimizer, steps, *self.schedule)
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        if getattr(self.trainer.precision_plugin, "scaler", None) is None:
+            # There is nothing to unscale; else Lightning would not clip for a fused optimizer.
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the run's identity, and the values of the measure so far."""
@@ -260,9 +229,20 @@ class Learner(LightningModule):
         checkpoint[self.measure.curve_key] = list(self.scores_by_epoch)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the values; drop the schedule's state, which `on_train_start` recomputes."""
-        self.scores_by_epoch = list(checkpoint.get(self.measure.curve_key, []))
-        self._resumed_steps = steps_per_epoch(checkpoint)
+        """Restore the values; drop the schedule's state, which `on_train_start` recomputes.
+
+        Raises:
+            ValueError: the checkpoint has no optimizer, is of another run, or of a longer one.
+        """
+        done, epochs, limit = checkpoint["run"], checkpoint["epoch"] + 1, self.trainer.max_epochs
+        for key, own in self.identity.items():
+            if done.get(key) != own:
+                raise ValueError(f"it has {key} {done.get(key)!r}, this run has {own!r}")
+        if not checkpoint["optimizer_states"]:
+            raise ValueError("it lacks the optimizer")
+        if limit is not None and 0 <= limit < epochs:
+            raise ValueError(f"it has {epochs} epochs, more than trainer.max_epochs={limit}")
+        self.scores_by_epoch = list(checkpoint[self.measure.curve_key])
         checkpoint["lr_schedulers"] = []
 
     def on_fit_start(self) -> None:
@@ -278,19 +258,48 @@ class Learner(LightningModule):
 
     def on_train_start(self) -> None:
         """In a run that resumes, apply this command's hyperparameters and schedule at this step."""
+        self._begun, self._first = time.perf_counter(), self.trainer.current_epoch
         step = self.trainer.global_step
         if step == 0:
             return
         scheduler = self.lr_schedulers()
         assert isinstance(scheduler, LRScheduler)
-        for group, own in zip(scheduler.optimizer.param_groups, self._hyperparameters, strict=True):
+        for group, own in zip(scheduler.optimizer.param_groups, self._groups, strict=True):
             group.update(own)
-        move_to_step(scheduler, step)
+        for _ in range(step):  # which takes 2 us each
+            scheduler.step()
 
     def on_train_epoch_start(self) -> None:
-        """Seed torch's global generators, from which dropout draws."""
+        """Seed torch's global generators, from which dropout draws; start the mean loss."""
+        self._losses, self._steps = torch.zeros((), device=self.device), 0
         epoch, rank = self.trainer.current_epoch, self.trainer.global_rank
         torch.manual_seed(stream_seed(MODEL, self.seed, epoch, rank))
+
+    def _say_epoch(self) -> None:
+        """Print a line, in place of a progress bar that would flood a log."""
+        done, total = self.trainer.current_epoch + 1, self.trainer.max_epochs or -1  # -1: no limit
+        words = [
+            f"epoch {done:3d}" + (f" of {total}" if total > 0 else ""),
+            f"training loss {float(self._losses) / self._steps:.4f}",
+            f"validation {self.measure.name} {self.describe(self.scores_by_epoch[-1], 'val')}",
+            f"lr {self.trainer.optimizers[0].param_groups[0]['lr']:.2g}",
+        ]
+        if total > 0:
+            each = (time.perf_counter() - self._begun) / (done - self._first)
+            words.append(f"{timedelta(seconds=round(each * (total - done)))} left")
+        say("  ".join(words))
+
+    def _check_finite(self, name: str, loss: Tensor) -> None:
+        if torch.isfinite(loss):
+            return
+        step, epoch = self.trainer.global_step, self.trainer.current_epoch
+        error = Diverged(
+            f"{WHO}: the {name} loss is {float(loss)} at step {step} (epoch "
+            f"{epoch + (name != 'test')}). Lower optimizer.lr, clip with "
+            "trainer.gradient_clip_val=1, or find the operation with +trainer.detect_anomaly=true."
+        )
+        error.step = step
+        raise error
 
     def _training_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self.loss(inputs, targets, self.label_smoothing)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from normplug.experiment.config import KEYS, suggestion
-from normplug.experiment.errors import WHO, UserError, unwritable
+from normplug.experiment.config import Config
+from normplug.experiment.errors import SEE_HELP, WHO, UserError, unwritable, user_sentence
 from normplug.experiment.measure import REFUSAL
 from normplug.experiment.resume import is_first_process
 
@@ -49,51 +47,30 @@ def command(application: Callable[[], Any]) -> Callable[[], Any]:
         chosen = {text.partition("=")[0] for text in sys.argv[1:]}
         if "data=text" in sys.argv and not {"model", "experiment"} & chosen:
             sys.argv.append("model=gpt_tiny")
-        shows_all = os.environ.get("HYDRA_FULL_ERROR")
+        shows_all = "HYDRA_FULL_ERROR" in os.environ
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
         try:
             return application()
-        except (HydraException, OmegaConfBaseException, OSError) as error:
-            if shows_all:
+        except Exception as error:
+            sentence = user_sentence(error)
+            if sentence is None or shows_all:
                 raise
-            print(_sentence(error), file=sys.stderr)
+            if unknown := re.match(r"Could not override '([\w.]+)'", str(error)):
+                near = difflib.get_close_matches(unknown[1], Config.__annotations__, 1, cutoff=0.7)
+                advice = f"Did you mean {near[0]}?" if near else SEE_HELP
+                sentence = f"{WHO}: {unknown[1]} is not a key of the configuration. {advice}"
+            print(sentence, file=sys.stderr)
             sys.exit(1)
         finally:
-            os.environ.pop("HYDRA_FULL_ERROR")
-            if shows_all:
-                os.environ["HYDRA_FULL_ERROR"] = shows_all
+            if not shows_all:
+                del os.environ["HYDRA_FULL_ERROR"]
 
     return wrapper
-
-
-def _sentence(error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, OSError):  # of a directory that Hydra makes
-        return unwritable(Path(error.filename or "logs").absolute(), error)
-    if own := re.search(r"normplug.*", text):
-        return own[0]
-    if unknown := re.match(r"Could not override '([\w.]+)'", text):
-        key = unknown[1]
-        advice = "+ before it would add it." if "." in key else suggestion(key, KEYS)
-        return f"{WHO}: {key} is not a key of the configuration. {advice}"
-    return f"{WHO}: {' '.join(text.split())}"
 
 
 def is_sweep() -> bool:
     """Whether this run is part of a sweep (`-m`)."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def as_typed(directory: Path | None = None) -> str:
-    """Return this command as a user would type it, in `directory` if that is given."""
-    arguments = list(sys.argv)
-    if directory is not None:
-        value = str(directory)
-        if not re.fullmatch(r"[\w./-]+", value):  # Hydra parses these without quotes
-            value = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-        arguments = [a for a in arguments if not a.startswith("hydra.run.dir=")]
-        arguments.append(f"hydra.run.dir={value}")
-    return shlex.join(["python", *arguments])
 
 
 def new_directory(path: str) -> str:

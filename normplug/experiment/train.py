@@ -6,6 +6,7 @@ import hydra
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
 import normplug
@@ -19,8 +20,8 @@ from normplug.experiment.sweep import CONFIGS, command
 @command
 @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
 @task
-def main(cfg: DictConfig, run: Run) -> float | None:
-    """Train and test one arm; return its last validation."""
+def main(cfg: DictConfig, run: Run) -> None:
+    """Train and test one arm."""
     seed_everything(cfg.seed, workers=True, verbose=False)
     data = instantiate(cfg.data, _convert_="all")
     net = instantiate(cfg.model, **data.sizes, _convert_="all")
@@ -36,23 +37,30 @@ def main(cfg: DictConfig, run: Run) -> float | None:
     if cfg.compile:
         net.compile()
 
+    optimizer = instantiate(cfg.optimizer, _convert_="all")  # checkpoints have plain lists only
+    identity = {
+        **run.labels,
+        "optimizer": cfg.optimizer._target_,
+        "batch_size": data.batch_size,
+        "split": data.held_out,
+    }
     model = data.learner(
         net,
-        instantiate(cfg.optimizer, _convert_="all"),  # weights_only=True loads only plain lists
+        optimizer,
         seed=cfg.seed,
         schedule=cfg.schedule,
         warmup=cfg.warmup,
         cycle_momentum=cfg.cycle_momentum,
         label_smoothing=cfg.label_smoothing,
         graph=cfg.graph,
-        identity=run.identity,
+        identity=identity,
         channels_last=cfg.channels_last,
     )
-    loggers = run.build("logger")
-    trainer = run.trainer(run.build("callbacks"), loggers)
-    checkpoint = run.resume(model, loggers)
+    trainer = run.trainer()
+    checkpoint = run.begin()
     if cfg.train:
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
-        checkpoint = run.best(trainer)
+        kept = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        checkpoint = next((c.best_model_path for c in kept if c.monitor), None) or None
     trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
-    return run.finish(trainer, model, data)
+    run.finish(trainer, model, data)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
@@ -18,7 +17,6 @@ from normplug._ops import peers
 from normplug.experiment.callbacks import is_measured
 from normplug.experiment.errors import UserError
 from normplug.experiment.graph import GraphedLoss, refuse_graph
-from normplug.experiment.learner import Classifier
 from normplug.lightning import VarianceLogger, heat_map
 from sync_cases import ran
 from training import SMALL
@@ -81,16 +79,17 @@ def test_recording_leaves_running_statistics_and_random_numbers_as_they_were(rep
     assert graphed._step is None
 
 
-def test_the_gradients_of_fused_optimizers_are_clipped_in_bfloat16():
-    learner = Classifier(nn.Linear(4, 2), 2, partial(torch.optim.AdamW, fused=True))
-    trainer = SimpleNamespace(precision_plugin=MixedPrecision("bf16-mixed", "cpu"))
-    learner.trainer = trainer
-    optimizer = learner.optimizer(learner.net.parameters())
-    for p in learner.net.parameters():
-        p.grad = torch.ones_like(p)  # 10 values
-    learner.configure_gradient_clipping(optimizer, 1.0)
-    grads = [p.grad for p in learner.net.parameters()]
-    torch.testing.assert_close(torch.cat([g.flatten() for g in grads]).norm(), torch.tensor(1.0))
+def test_the_gradients_of_fused_optimizers_are_clipped_in_bfloat16(trains, tmp_path):
+    options = [*SMALL, "optimizer=sgd", "++optimizer.fused=true", "optimizer.weight_decay=0"]
+    options += ["trainer.precision=bf16-mixed", "callbacks.variance=null"]
+    weights = []
+    for value in ("trainer.gradient_clip_val=1e-12", "optimizer.lr=1e-12", "optimizer.lr=1e-2"):
+        run = tmp_path / value.replace("=", "_")
+        trains(*options, value, f"hydra.run.dir={run}")
+        checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+        weights.append(checkpoint["state_dict"]["net.class_token"])
+    assert torch.allclose(weights[0], weights[1], atol=1e-8)
+    assert not torch.allclose(weights[0], weights[2], atol=1e-8)
 
 
 @pytest.mark.gpu

@@ -7,14 +7,12 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 from filelock import FileLock
 
 import training
-from normplug.experiment import resume
 from normplug.experiment.compare.frame import find_runs
 from normplug.experiment.errors import UserError
 from normplug.experiment.resume import FORMER, LAST, LOCK, RunDirectory
@@ -83,24 +81,8 @@ def test_a_killed_process_frees_its_directory(tmp_path):
         place.take()
         with pytest.raises(UserError, match="still running"):
             RunDirectory(tmp_path).take()
-        place.release()
+        place.lock.release()
     RunDirectory(tmp_path).take()
-
-
-def test_other_processes_of_a_run_share_its_directory(tmp_path, monkeypatch):
-    first = RunDirectory(tmp_path)
-    first.take()
-    (tmp_path / "metrics.csv").write_text("of this run")
-    monkeypatch.setattr(resume.rank_zero_only, "rank", 1)
-    second = RunDirectory(tmp_path)
-    second.take()
-    second.write("config.yaml", "")
-    second.release()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "metrics.csv"]
-    monkeypatch.setattr(resume.rank_zero_only, "rank", 0)
-    with pytest.raises(UserError, match="still running"):
-        RunDirectory(tmp_path).take()
-    first.release()
 
 
 def test_what_a_dead_run_left_is_kept_and_found_again(trains, tmp_path):
@@ -118,9 +100,10 @@ def test_what_a_dead_run_left_is_kept_and_found_again(trains, tmp_path):
         record(run, status="interrupted")
     assert (run / FORMER / "1" / LAST).read_bytes() == last
     assert (run / FORMER / "1/variance.csv").exists()
-    output = trains(*options)  # the first command again
-    assert f"resuming: nothing is left to train: {run / FORMER / '1' / LAST}" in output
+    output = trains(*options, f"ckpt_path={run / FORMER / '1' / LAST}")  # goes on with the first
+    assert f"resuming: {run / FORMER / '1' / LAST}" in output
     assert (run / FORMER / "1" / LAST).read_bytes() == last
+    assert (run / FORMER / "3" / LAST).exists()
     assert (run / "notes.txt").read_text() == "mine"
     assert result_of(run)["status"] == "finished"
 
@@ -160,8 +143,8 @@ def test_a_run_that_resumes_keeps_the_files_that_it_continues(trains, tmp_path):
     record(run, status="running")
     resume = f"ckpt_path={run}/checkpoints/last.ckpt"
     output = trains(*SMALL, f"hydra.run.dir={run}", resume, "trainer.max_epochs=2")
-    assert "set aside" not in output
-    assert not (run / FORMER).exists()
+    assert f"set aside: {run / FORMER}/1 has" in output
+    assert [path.name for path in (run / FORMER / "1").iterdir()] == ["metrics.csv"]
     assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
 
 
@@ -231,17 +214,15 @@ def test_a_finished_result_of_another_configuration_is_a_failed_arm_and_stays(
     trains(*again)
     config = (arm / "config.yaml").read_bytes()
     result = (arm / "result.json").read_bytes()
-    for broken in (None, b"\xff", b"[1]", b"{", config.replace(b"warmup: 0.1", b"warmup: 0.2")):
-        (arm / "config.yaml").unlink(missing_ok=True)
-        if broken is not None:
-            (arm / "config.yaml").write_bytes(broken)
+    for broken in (b"\xff", b"[1]", b"{", config.replace(b"warmup: 0.1", b"warmup: 0.2")):
+        (arm / "config.yaml").write_bytes(broken)
         output = refuses(*again)
-        assert f"normplug.experiment: {arm} holds a finished run w" in output
+        assert f"normplug.experiment: {arm} holds a finished run whose config.yaml is" in output
         assert "Name this one: study=NAME" in output
     (arm / "config.yaml").unlink()
     output = refuses(*SMALL, "mode=golden,baseline", "-m")
     (line,) = [line for line in output.splitlines() if line.startswith("failed: ")]
-    assert "holds a finished run whose config.yaml cannot be read (" in line
+    assert "holds a finished run whose config.yaml is another or damaged (config.yaml)" in line
     assert "golden, seed 0: failed: normplug.experiment: " in output
     assert "| baseline |" in output
     assert (arm / "result.json").read_bytes() == result
@@ -267,27 +248,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
     run = tmp_path / "run"
     output = refuses(*SMALL, f"hydra.run.dir={run}")
-    assert f"{run} cannot be written: No space left on device. Free up space or make it" in output
+    assert f"{failing} cannot be written: No space left on device. Free up space or" in output
     assert contents(run).keys() <= {"config.yaml"}
-
-
-def test_a_disk_that_fills_while_a_run_trains_leaves_no_result_that_says_running(
-    refuses, tmp_path, monkeypatch
-):
-    real = RunDirectory.write
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.csv")
-
-    def write(place, name, text):
-        if name == "result.json" and '"running"' not in text:
-            raise full
-        real(place, name, text)
-
-    monkeypatch.setattr(RunDirectory, "write", write)
-    monkeypatch.setattr("normplug.experiment.train.instantiate", Mock(side_effect=full))
-    run = tmp_path / "run"
-    output = refuses(*SMALL, f"hydra.run.dir={run}")
-    assert "metrics.csv cannot be written: No space left on device" in output
-    assert not (run / "result.json").exists()
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -300,14 +262,14 @@ def test_a_disk_that_cannot_be_written_is_one_line(refuses, tmp_path, monkeypatc
         real(path, *arguments, **options)
 
     monkeypatch.setattr(os, "mkdir", mkdir)
-    output = refuses(*SMALL, *([] if single else ["-m"]))
+    more = [] if single else ["-m"]
+    output = refuses(*SMALL, *more)
     line = output.splitlines()[-1]
     assert line.startswith(f"normplug.experiment: {tmp_path}/logs")
     assert "cannot be written: Read-only file system. Free up space or make it" in line
     assert not list(tmp_path.iterdir())
-
-
-def test_a_place_that_can_be_no_directory_is_refused(refuses, tmp_path):
+    monkeypatch.undo()
     (tmp_path / "file").write_text("")
-    sentence = "cannot be written: Not a directory"
-    assert sentence in refuses(*SMALL, f"hydra.run.dir={tmp_path}/file/run")
+    place = f"hydra.run.dir={tmp_path}/file/run" if single else f"hydra.sweep.dir={tmp_path}/file"
+    why = "Not a directory" if single else "File exists"
+    assert f"cannot be written: {why}. Free up space" in refuses(*SMALL, place, *more)
