@@ -48,7 +48,8 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         # An error inside an interpolation is only in the text of the error that it causes.
         own = re.search(r"normplug\.experiment: .*", str(error))
-        return own[0] if own else f"{WHO}: {one_line(error)}. {SEE_HELP}"
+        text = re.sub(r" full_key: (\S+)( object_type=\w+)?", r" (\1)", one_line(error))
+        return own[0] if own else f"{WHO}: {text}. {SEE_HELP}"
     frames = traceback.extract_tb(error.__traceback__)
     if checkpoint and any(f.filename.endswith("checkpoint_connector.py") for f in frames):
         why = one_line(error).split(". ")[0][:200]  # what follows is advice for another program

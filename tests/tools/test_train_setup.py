@@ -133,7 +133,7 @@ MISTAKES |= {
     "+foo=1": "the configuration: extra inputs are not permitted: foo. `python train.py --help`",
     "~warmup": "the configuration: field required: warmup.",
     "warmup=???": "Missing mandatory value: warmup",
-    "warmup=${nowhere}": "Interpolation key 'nowhere' not found full_key: warmup",
+    "warmup=${nowhere}": "Interpolation key 'nowhere' not found (warmup)",
     "+swap.foo=1": "swap got an unexpected keyword argument 'foo'.",
     "+swap.mode=golden": "swap multiple values for argument 'mode'.",
     "+trainer.callbacks=[]": "trainer.callbacks comes from a group of its own.",
@@ -146,7 +146,7 @@ MISTAKES |= {
     "data._target_=nowhere.Data": "data cannot be built: Error loading 'nowhere.Data'",
     "~model.arch": "model: missing required argument: arch.",
     "+model.foo=1": "model: unexpected keyword argument: foo.",
-    "optimizer.lr=-1": "optimizer cannot be built: Invalid learning rate: -1",
+    "optimizer.lr=-1": "optimizer.lr should be greater than 0; got -1",
     "optimizer.weight_decay=-1": "optimizer cannot be built: Invalid weight_decay value: -1",
     "optimizer.momentum=0": "Nesterov momentum requires a momentum and zero dampening. Change the",
     "optimizer=adamw optimizer.betas=[2,2]": "optimizer cannot be built: Invalid bet",
@@ -237,7 +237,7 @@ def test_each_run_of_the_study_can_run(checked, line):
         ("trainer.devices=0", "keys of trainer (trainer.max_epochs=1, trainer.devices=0)."),
         ("trainer.accelerator=foo", "trainer cannot be built: You selected an invalid accelerator"),
         ("trainer.fast_dev_run=-1", "fast_dev_run=-1 is not a valid configuration"),
-        ("model.heads=3", "embed_dim must be divisible by num_heads; the command gives"),
+        ("model.heads=3", "embed_dim must be divisible by num_heads. Change the keys of model ("),
         ("model=resnet18 model.arch=vit_b_16", "model.arch must be one of resnet101"),
         ("data.num_images=5", "both parts of a split need an image"),
         ("callbacks.variance.every_n_steps=0", "every_n_steps must be at least 1; got 0"),
@@ -283,7 +283,7 @@ def test_an_image_folder_without_two_classes_is_refused(refuses, tmp_path):
     (tmp_path / "photos/train/cat").mkdir(parents=True)
     Image.new("L", (8, 8)).save(tmp_path / "photos/train/cat/a.png")
     for line, sentence in [
-        ("", "data.root: Missing mandatory value"),
+        ("", "Missing mandatory value: root (data.root). "),
         ("data.root=/no data.image_size=8", "data.root=/no must hold images in train/<class>/"),
         ("data.root=photos data.image_size=8", "the data must have at least two classes; got 1"),
     ]:
