@@ -86,19 +86,15 @@ class GroupNormSpec(NamedTuple):
         return stock.realigned(y)
 
     def _group_norm(self, t: Tensors) -> Tensor:
-        x, weight, bias = t.x, t.weight, t.bias
-        autocast = None if x.dtype == torch.float64 else self.autocast
-        if autocast is None:
-            x, weight, bias = stock.promoted(x, weight, bias)
-        if self.target_variance != 1.0:
-            dtype = x.dtype if bias is None else bias.dtype
-            weight = stock.scaled(weight, self.target_variance, (x.shape[1],), dtype, x.device)
+        autocast = None if t.x.dtype == torch.float64 else self.autocast
+        vectors, shape = (t.weight, t.bias), (t.x.shape[1],)
+        x, weight, bias = stock.prepared(
+            t.x, *vectors, self.target_variance, shape, promotes=autocast is None
+        )
         y = torch.group_norm(x, self.groups, weight, bias, self.eps, torch.backends.cudnn.enabled)
         if t.running_mean is not None and x.numel() > 0:
             self._watch(t)
-        if autocast is None:
-            return y if y.dtype == t.x.dtype else y.to(t.x.dtype)
-        return y.to(autocast) if self.autocast_output == "low" else y
+        return stock.cast(y, t.x.dtype, autocast, self.autocast_output)
 
     def _watch(self, t: Tensors) -> None:
         x = t.x.detach()

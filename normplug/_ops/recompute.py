@@ -22,29 +22,6 @@ from normplug._torch import saved_tensors_hooks_are_allowed, top_saved_tensors_h
 AVAILABLE = top_saved_tensors_hooks is not None
 
 
-class Recomputable(torch.autograd.Function):
-    """A norm, whose `ctx.plan` may be able to recompute its first result from the saved tensors."""
-
-    @staticmethod
-    def is_recomputable(node: Any) -> bool:
-        """Whether the norm with this `grad_fn` can be recomputed."""
-        return node.plan.is_recomputable
-
-    @staticmethod
-    def recompute(node: Any) -> Tensor:
-        """Recompute the first result.
-
-        Args:
-            node: the `grad_fn` of the result.
-
-        Raises:
-            RuntimeError: a saved tensor has been freed, or modified in place.
-        """
-        saved = node.saved_tensors
-        with torch.cuda.device_of(saved[0]):
-            return node.plan.recomputed(saved)
-
-
 def call(y: Tensor, module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call `module(*args, **kwargs)`, and recompute y, one of the arguments, in its backward.
 
@@ -80,10 +57,16 @@ def _recomputation(y: Any) -> Callable[[], Tensor] | None:
         return None
     if (known := native.recomputable_node(y)) is not None:
         return partial(native.recompute, known)
-    function: Any = getattr(node, "_forward_cls", object)
-    if issubclass(function, Recomputable) and y.output_nr == 0 and function.is_recomputable(node):
-        return partial(function.recompute, node)
+    plan = getattr(node, "plan", None)  # of a norm's node in Python
+    if y.output_nr == 0 and getattr(plan, "is_recomputable", False):
+        return partial(_by_plan, plan, node)
     return None
+
+
+def _by_plan(plan: Any, node: Any) -> Tensor:
+    saved = node.saved_tensors  # raises if one has been freed, or modified in place
+    with torch.cuda.device_of(saved[0]):
+        return plan.recomputed(saved)
 
 
 def _hook() -> Any:

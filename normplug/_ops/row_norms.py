@@ -121,13 +121,10 @@ class LayerNormSpec(NamedTuple):
 
     def _layer_norm(self, total: Tensor, t: Tensors) -> Tensor:
         h = total if t.input_bias is None else total + t.input_bias
-        weight, bias, shape = t.weight, t.bias, self.normalized_shape
-        autocast = None if total.dtype == torch.float64 else self.autocast
-        if autocast is None:
-            h, weight, bias = stock.promoted(h, weight, bias)
-        if self.target_variance != 1.0:
-            dtype = h.dtype if bias is None else bias.dtype
-            weight = stock.scaled(weight, self.target_variance, shape, dtype, h.device)
+        shape, autocast = self.normalized_shape, self._autocast_of(total)
+        h, weight, bias = stock.prepared(
+            h, t.weight, t.bias, self.target_variance, shape, promotes=autocast is None
+        )
         assert self.eps is not None
         y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, self.eps)
         if t.running_mean is not None and t.running_var is not None and total.numel() > 0:
@@ -135,29 +132,24 @@ class LayerNormSpec(NamedTuple):
             # and an ExportedProgram with one cannot be saved.
             statistics = h.detach(), len(shape), mean.detach(), rstd.detach(), self.eps
             running.update(t, self.momentum, *_row_statistics(*statistics))
-        return self._cast(y, total.dtype, autocast)
+        return stock.cast(y, total.dtype, autocast, self.autocast_output)
 
     def _rms_norm(self, total: Tensor, t: Tensors) -> Tensor:
-        h, weight, shape = total, t.weight, self.normalized_shape
+        shape, autocast = self.normalized_shape, self._autocast_of(total)
         if t.running_var is not None and total.numel() > 0:
-            rows = nested.rows(h.detach(), shape)
-            moment = rows.to(accumulator_dtype(h.dtype)).square().mean()
+            rows = nested.rows(total.detach(), shape)
+            moment = rows.to(accumulator_dtype(total.dtype)).square().mean()
             running.update(t, self.momentum, None, moment)
         if self.weight_offset or self.rounding is not None:
-            return composed_rms_norm(h, weight, self)
-        autocast, eps = None if total.dtype == torch.float64 else self.autocast, self.eps
-        if autocast is None or self.autocast_output == "low":
-            h, weight, _ = stock.promoted(h, weight, None)
-            if h.dtype != total.dtype:
-                eps = self.eps_of(total.dtype)
-        if self.target_variance != 1.0:
-            weight = stock.scaled(weight, self.target_variance, shape, h.dtype, h.device)
-        return self._cast(torch.rms_norm(h, shape, weight, eps), total.dtype, autocast)
+            return composed_rms_norm(total, t.weight, self)
+        promotes = autocast is None or self.autocast_output == "low"
+        h, weight, _ = stock.prepared(total, t.weight, None, self.target_variance, shape, promotes)
+        eps = self.eps if h.dtype == total.dtype else self.eps_of(total.dtype)
+        y = torch.rms_norm(h, shape, weight, eps)
+        return stock.cast(y, total.dtype, autocast, self.autocast_output)
 
-    def _cast(self, y: Tensor, total: torch.dtype, autocast: torch.dtype | None) -> Tensor:
-        if autocast is None:
-            return y if y.dtype == total else y.to(total)
-        return y.to(autocast) if self.autocast_output == "low" else y
+    def _autocast_of(self, total: Tensor) -> torch.dtype | None:
+        return None if total.dtype == torch.float64 else self.autocast
 
     # Normplug's kernels.
 
@@ -218,21 +210,10 @@ class LayerNormSpec(NamedTuple):
         ):
             x = x.flatten(0, -1 - row_dims)
             residual = None if residual is None else residual.flatten(0, -1 - row_dims)
-        numbers: tuple[Any, ...] = (
-            self.normalized_shape,
-            self.momentum,
-            self.eps,
-            self.target_variance,
-            self.autocast,
-            self.autocast_output,
-        )
-        plain, add = _plain, _add
-        if not self.centred:
-            plain, add, numbers = _rms, _add_rms, (*numbers, self.weight_offset, self.rounding)
         if residual is None:
-            y, _ = plain(x, None, *rest, *numbers)
+            y, _ = _plain(x, None, *rest, *self)
             return y.view(shape)
-        y, total, _ = add(x, residual, *rest, *numbers)
+        y, total, _ = _add(x, residual, *rest, *self)
         return y.view(shape), total.view(shape)
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
@@ -309,33 +290,20 @@ def _is_grid_of_rows(t: Tensor, row_dims: int) -> bool:
     return t.dim() > row_dims + 2 and t.is_contiguous()
 
 
-def _layer_norm_of(normalized_shape: list[int], *numbers: Any) -> LayerNormSpec:
+def _spec_of(normalized_shape: list[int], *numbers: Any) -> LayerNormSpec:
     return LayerNormSpec(tuple(normalized_shape), *numbers)
 
 
-def _rms_norm_of(normalized_shape: list[int], *numbers: Any) -> LayerNormSpec:
-    *shared, offset, rounding = numbers
-    return LayerNormSpec(tuple(normalized_shape), *shared, False, offset, rounding)  # type: ignore[call-arg]
-
-
-_AUTOCAST = "float target_variance, ScalarType? autocast, str autocast_output"
-_NUMBERS = f"int[] normalized_shape, float? momentum, float eps, {_AUTOCAST}"
-_RMS_NUMBERS = (
-    f"int[] normalized_shape, float? momentum, float? eps, {_AUTOCAST}, float weight_offset, "
-    "str? rounding"
+_NUMBERS = (
+    "int[] normalized_shape, float? momentum, float? eps, float target_variance, "
+    "ScalarType? autocast, str autocast_output, bool centred, float weight_offset, str? rounding"
 )
-PLAIN, ADD, RMS, ADD_RMS = (
-    NormOperators(name, numbers, ("stats",), make, has_total=has_total, updates_running=True)
-    for name, numbers, make, has_total in (
-        ("layer_norm", _NUMBERS, _layer_norm_of, False),
-        ("add_layer_norm", _NUMBERS, _layer_norm_of, True),
-        ("rms_norm", _RMS_NUMBERS, _rms_norm_of, False),
-        ("add_rms_norm", _RMS_NUMBERS, _rms_norm_of, True),
-    )
+PLAIN, ADD = (
+    NormOperators(name, _NUMBERS, ("stats",), _spec_of, has_total=has_total, updates_running=True)
+    for name, has_total in (("layer_norm", False), ("add_layer_norm", True))
 )
 # For torch.compile, which guards on each attribute that it reads.
 _plain, _add = PLAIN.differentiable, ADD.differentiable
-_rms, _add_rms = RMS.differentiable, ADD_RMS.differentiable
 
 
 class LayerNormPlan(Plan):
