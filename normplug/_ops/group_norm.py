@@ -23,7 +23,7 @@ from normplug.reference import accumulator_dtype
 
 
 class GroupNormSpec(NamedTuple):
-    """The non-tensor arguments of a GroupNorm call, or an InstanceNorm's: a group per channel.
+    """The non-tensor arguments of a GroupNorm or InstanceNorm call, and its `spec.Spec`.
 
     autocast, autocast_output: see `LayerNormSpec`.
     momentum: of the running statistics, if the call updates any. No kernel depends on it.
@@ -48,7 +48,6 @@ class GroupNormSpec(NamedTuple):
         return autocast_result(x, self.autocast, self.autocast_output) or x
 
     def check(self, caller: str, t: Tensors) -> None:
-        """Refuse an invalid call, by a ValueError or a TypeError."""
         _checks.tensors(caller, t.x, **others(t))
         _checks.eps(caller, self.eps)
         _checks.variance(caller, self.target_variance)
@@ -70,7 +69,6 @@ class GroupNormSpec(NamedTuple):
     # PyTorch's kernels.
 
     def by_torch(self, t: Tensors) -> Tensor:
-        """Run a call by PyTorch's kernels: any device, differentiable twice."""
         y = self._instance_norm(t) if self.instance else self._group_norm(t)
         return y if self.activation is None else _activations.apply(self.activation, y)
 
@@ -105,7 +103,6 @@ class GroupNormSpec(NamedTuple):
     # Normplug's kernels.
 
     def refusal(self, t: Tensors) -> str | None:
-        """Why the kernels cannot run a call; None if they can."""
         why = eligible.refusal_of(t)
         if why is not None:
             return why
@@ -115,17 +112,12 @@ class GroupNormSpec(NamedTuple):
             return "a group has nearly 2^31 values or more, or there are as many groups"
         return None
 
-    def apart(self) -> None:
-        """No operations but the norm's and its activation."""
-        return
-
     def laid_out(self, t: Tensors) -> tuple[Tensors, GroupNormSpec]:
         """The call with x dense."""
         x = dense(t.x)
         return (t if x is t.x else t._replace(x=x)), self
 
     def plan(self, t: Tensors) -> GroupNormPlan:
-        """The plan of a call that is laid out."""
         return GroupNormPlan(t, self)
 
     # The operator for compilers. Torch operations outside it update the running statistics.
@@ -135,7 +127,6 @@ class GroupNormSpec(NamedTuple):
         return False
 
     def operator(self, t: Tensors) -> Tensor:
-        """Run a call by the kernels, as an operator."""
         y, stats = OPERATORS.differentiable(
             t.x, None, t.weight, t.bias, None, None, None, None,
             self.groups, self.eps, self.target_variance, *_activations.parts(self.activation),
@@ -146,13 +137,11 @@ class GroupNormSpec(NamedTuple):
         return y
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
-        """The operator's outputs without values."""
         present = (each.dtype for each in (t.x, t.weight, t.bias) if each is not None)
         stats = t.x.new_empty(2 * t.x.shape[0] * self.groups, dtype=accumulator_dtype(*present))
         return torch.empty_like(dense(t.x), dtype=self.output_dtype(t.x.dtype)), stats
 
     def fake_dx(self, x: Tensor) -> Tensor:
-        """The gradient of x without values."""
         return dense(x)
 
     # The running statistics.
@@ -236,7 +225,6 @@ class GroupNormPlan(Plan):
         return y
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        """The program of y: one launch."""
         from normplug._kernels.group_norm import launches, schedule
 
         x, spec = t.x, self.spec
@@ -259,7 +247,6 @@ class GroupNormPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        """The program of the gradients: one launch."""
         from normplug._kernels.group_norm import launches, schedule
 
         assert dy is not None
@@ -292,7 +279,6 @@ class GroupNormPlan(Plan):
         )
 
     def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        """Plans for a layer that is called as `call`, each with its tensors, if t came first."""
         spec = self.spec._replace(activation=call.operations.activation, **dict(call.fields))
         for x in likely.images(t.x, *call.shape):
             weight, bias = (likely.vector(v, call.shape) for v in (t.weight, t.bias))
@@ -300,7 +286,6 @@ class GroupNormPlan(Plan):
             yield GroupNormPlan(other, spec), other
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
         x, _, weight, bias, _, _ = saved
         acc, spec = self.acc, self.spec
         vector = (1, -1, *[1] * (x.dim() - 2))

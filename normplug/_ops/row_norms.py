@@ -40,7 +40,7 @@ _ADD_OPERATOR_BYTES = 32 << 20
 
 
 class LayerNormSpec(NamedTuple):
-    """The non-tensor arguments of a norm of rows: of a LayerNorm or an RMSNorm call.
+    """The non-tensor arguments of a norm of rows, LayerNorm or RMSNorm, and its `spec.Spec`.
 
     eps: None only for an RMSNorm: see `reference.rms_eps`.
     autocast: the dtype that autocast has set on the device, or None where it is off or ignored.
@@ -92,7 +92,6 @@ class LayerNormSpec(NamedTuple):
         return torch.promote_types(self.rounds_to(total, weight) or total, weight)
 
     def check(self, caller: str, t: Tensors) -> None:
-        """Refuse an invalid call, by a ValueError or a TypeError."""
         _checks.tensors(caller, t.x, **others(t))
         _checks.shape(caller, self.normalized_shape)
         _checks.eps(caller, self.eps, none=not self.centred)
@@ -114,7 +113,6 @@ class LayerNormSpec(NamedTuple):
     # PyTorch's kernels.
 
     def by_torch(self, t: Tensors) -> Any:
-        """Run a call by PyTorch's kernels: any device, differentiable twice."""
         total = t.x if t.residual is None else t.x + t.residual
         y = self._layer_norm(total, t) if self.centred else self._rms_norm(total, t)
         return y if t.residual is None else (y, total)
@@ -154,7 +152,6 @@ class LayerNormSpec(NamedTuple):
     # Normplug's kernels.
 
     def refusal(self, t: Tensors) -> str | None:
-        """Why the kernels cannot run a call; None if they can."""
         if t.x.is_nested:
             return "the input is a nested tensor"
         why = eligible.refusal_of(t)
@@ -163,10 +160,6 @@ class LayerNormSpec(NamedTuple):
             if eligible.is_too_long(width, t.x.numel() // width):
                 why = "a row has nearly 2^31 values or more, or there are as many rows"
         return why
-
-    def apart(self) -> None:
-        """No operations but the norm's and an addition before it."""
-        return
 
     def laid_out(self, t: Tensors) -> tuple[Tensors, LayerNormSpec]:
         """The call with dense rows, where one launch can read the rows of x and of the residual."""
@@ -183,7 +176,6 @@ class LayerNormSpec(NamedTuple):
         return (t if same else t._replace(x=x, residual=residual)), self
 
     def plan(self, t: Tensors) -> LayerNormPlan:
-        """The plan of a call that is laid out."""
         return LayerNormPlan(t, self)
 
     # The operators for compilers. They update the running statistics. Outside them, a compiler
@@ -202,7 +194,6 @@ class LayerNormSpec(NamedTuple):
         return (t.input_bias is not None or slow) and size >= _OPERATOR_BYTES
 
     def operator(self, t: Tensors) -> Any:
-        """Run a call by the kernels, as an operator."""
         x, residual, *rest = t
         shape, row_dims = x.shape, len(self.normalized_shape)
         if _is_grid_of_rows(x, row_dims) and (
@@ -217,7 +208,6 @@ class LayerNormSpec(NamedTuple):
         return y.view(shape), total.view(shape)
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
-        """The operator's outputs without values."""
         x, residual, weight, bias, input_bias, *_ = t
         present = (each for each in (x, residual, weight, bias, input_bias) if each is not None)
         acc = accumulator_dtype(*(each.dtype for each in present))
@@ -229,7 +219,6 @@ class LayerNormSpec(NamedTuple):
         return (y, stats) if residual is None else (y, x.new_empty(x.shape, dtype=dtype), stats)
 
     def fake_dx(self, x: Tensor) -> Tensor:
-        """The gradient of x without values."""
         from normplug._ops.spacing import lies_dense, row_spacing
 
         row_dims = len(self.normalized_shape)
@@ -362,7 +351,6 @@ class LayerNormPlan(Plan):
         self._normalised = self._x_spacing if residual is None else self._width
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        """The program of y, and of the total if there is a residual: one launch."""
         from normplug._kernels.layer_norm import launches
 
         spec = self.spec
@@ -401,7 +389,6 @@ class LayerNormPlan(Plan):
         )
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        """The program that recomputes y from the total and the rows' statistics."""
         from normplug._kernels.layer_norm import launches
 
         flags = self._flags(bias=self._has_bias, given=True, stats=False)
@@ -418,7 +405,6 @@ class LayerNormPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        """The program of the gradients: one launch."""
         from normplug._ops.spacing import lies_dense, spacing_after
 
         given = {"dy": dy, "dtotal": dtotal}
@@ -461,7 +447,7 @@ class LayerNormPlan(Plan):
     def usual_gradients(
         self, t: Tensors, dy: Tensor, dtotal: Tensor | None
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """The gradients that a backward usually gets, the likeliest first.
+        """See `Plan`.
 
         If nothing else reads the total, it has no gradient. If the rows of x or of the residual lie
         in another order, as after an attention, so may the rows of dy.
@@ -478,7 +464,7 @@ class LayerNormPlan(Plan):
         return [(each, total) for each in usual for total in totals]
 
     def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        """Plans for a layer that is called as `call`, each with its tensors, if t came first.
+        """See `Plan`.
 
         Under autocast the branches of a model have its dtype. The stream that they are added to has
         the dtype of x, or from the first norm on the branches' dtype. The latter holds for all
@@ -528,7 +514,6 @@ class LayerNormPlan(Plan):
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
     ) -> Gradients:
-        """The gradients by torch operations, which autograd can differentiate again."""
         if not self.has_total:
             return super().composed_backward(saved, dy, None, needs)
         if dy is None:
@@ -540,7 +525,6 @@ class LayerNormPlan(Plan):
         return self._of_total(through, needs, dweight, dbias)
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
         x, _, weight, _, input_bias, _ = saved
         acc, root = self.acc, math.sqrt(self.spec.target_variance)
         bias = None
