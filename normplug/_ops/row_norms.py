@@ -30,7 +30,6 @@ from normplug._ops.spec import Tensors, autocast_result, others
 from normplug.reference import accumulator_dtype, rms_eps
 
 if TYPE_CHECKING:
-    from normplug._kernels.launch import Launch
     from normplug._kernels.layer_norm import launches, schedule
     from normplug._kernels.layer_norm.launches import Spacing
 
@@ -312,14 +311,14 @@ class LayerNormPlan(Plan):
         from normplug._ops.spacing import spacing_of
 
         super().__init__(t, spec)
-        x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
+        x, residual, weight, bias, input_bias, running_mean, running_var, _ = t
         self._dtype = x.dtype
         self._residual_dtype = None if residual is None else residual.dtype
         self._total_dtype = (
             x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         )
-        self._weight_dtype = None if weight is None else weight.dtype
-        self._output_dtype = spec.output_dtype(self._total_dtype, self._weight_dtype)
+        weight_dtype = None if weight is None else weight.dtype
+        self._output_dtype = spec.output_dtype(self._total_dtype, weight_dtype)
         vectors = (t if t is None else t.dtype for t in (weight, bias, input_bias))
         self.acc = accumulator_dtype(self._total_dtype, *vectors)
         self._shape, self._row = x.shape, spec.normalized_shape
@@ -331,15 +330,13 @@ class LayerNormPlan(Plan):
             Flags,
             centred=spec.centred,
             offset=float(spec.weight_offset),
-            rounded=spec.rounds_to(self._total_dtype, self._weight_dtype),
+            rounded=spec.rounds_to(self._total_dtype, weight_dtype),
             weight=weight is not None,
         )
-        self._has_bias, self._has_input_bias = bias is not None, input_bias is not None
-        self._numbers = (spec.eps_of(self._total_dtype), spec.target_variance)
-        self._stats_size = 2 * self._rows if spec.centred else self._rows
-        self._running = running_var is not None and (running_mean is not None or not spec.centred)
-        self._tracked = self._running and tracked is not None
         self._bias_dtype = None if bias is None else bias.dtype
+        self._has_input_bias = input_bias is not None
+        self._numbers = (spec.eps_of(self._total_dtype), spec.target_variance)
+        self._running = running_var is not None and (running_mean is not None or not spec.centred)
         # The widest value that a thread holds decides how a row is tiled.
         widest = max(self._total_dtype.itemsize, self._output_dtype.itemsize)
         self._itemsize = 8 if self.acc == torch.float64 else widest
@@ -355,12 +352,12 @@ class LayerNormPlan(Plan):
 
         spec = self.spec
         flags = self._flags(
-            bias=self._has_bias,
+            bias=self._bias_dtype is not None,
             input_bias=self._has_input_bias,
             residual=self.has_total,
             stats=keep,
             running=self._running,
-            tracked=self._tracked,
+            tracked=self._running and t.tracked is not None,
             cumulative=self._running and spec.momentum is None,
         )
         strides = launches.Strides(self._x_spacing, residual=self._residual_spacing)
@@ -370,7 +367,7 @@ class LayerNormPlan(Plan):
         dense = (self._shape, contiguous(self._shape))
         empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
         if keep:
-            empties["stats"] = ((self._stats_size,), (1,), self.acc)
+            empties["stats"] = (((1 + spec.centred) * self._rows,), (1,), self.acc)
         saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
         results = [Result(SLOT["y"])]
         if self.has_total:
@@ -391,7 +388,7 @@ class LayerNormPlan(Plan):
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
         from normplug._kernels.layer_norm import launches
 
-        flags = self._flags(bias=self._has_bias, given=True, stats=False)
+        flags = self._flags(bias=self._bias_dtype is not None, given=True, stats=False)
         strides = launches.Strides(self._width)  # of the total
         shape = self._forward_shape(strides, False)
         launch = launches.forward_launch(shape, self.acc, flags, strides, 0.0, *self._numbers)
@@ -405,27 +402,31 @@ class LayerNormPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
+        from normplug._kernels.layer_norm import launches, schedule
         from normplug._ops.spacing import lies_dense, spacing_after
 
-        given = {"dy": dy, "dtotal": dtotal}
         if dy is None:  # y was not used
             results = self._results("dtotal", needs)
             return Program(saved, empties={}, launches=[], results=results)
-        x = saved["x"]
-        before: list[Spacing] = [self._normalised]
-        copies = {}
+        x, given = saved["x"], {"dy": dy} if dtotal is None else {"dy": dy, "dtotal": dtotal}
+        copies: dict[str, tuple[int, ...]] = {}
+        spacings: dict[str, Spacing] = {}
         for name, t in given.items():
-            if t is not None:
-                spacing = spacing_after(t, self._row_dims, self._width, *before)
-                if spacing is None:
-                    copies[name], spacing = contiguous(self._shape), self._width
-                before.append(spacing)
+            before = (self._normalised, *spacings.values())
+            spacing = spacing_after(t, self._row_dims, self._width, *before)
+            if spacing is None:
+                copies[name], spacing = contiguous(self._shape), self._width
+            spacings[name] = spacing
         wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
         results = self._results("dx", needs)
         if not any(wanted):
             return Program(saved, empties={}, launches=[], results=results)
-        _, dy_spacing, *others = before
-        launch, scratch = self._backward_launch(wanted, dy_spacing, *others)
+        flags = self._flags(input_bias=self._has_input_bias)
+        strides = launches.Strides(self._normalised, **spacings)
+        sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
+        shape = schedule.layer_norm_backward(*sizes, flags.input_bias, *self._machine)
+        tv = self.spec.target_variance
+        launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
         # If the rows of x are dense, in any order, dx has the strides of x.
         is_dense = lies_dense(self._normalised, self._rows, self._width)
         rows = {
@@ -436,12 +437,12 @@ class LayerNormPlan(Plan):
         }
         pairs = zip(rows.items(), wanted, strict=True)
         return Program(
-            {**saved, "dy": dy, **({} if dtotal is None else {"dtotal": dtotal})},
+            {**saved, **given},
             empties={name: layout for (name, layout), want in pairs if want},
             launches=[(launch, {})],
             results=results,
             copies=copies,
-            scratch=scratch,
+            scratch=launches.backward_scratch(shape, wanted),
         )
 
     def usual_gradients(
@@ -516,13 +517,18 @@ class LayerNormPlan(Plan):
     ) -> Gradients:
         if not self.has_total:
             return super().composed_backward(saved, dy, None, needs)
-        if dy is None:
-            return self._of_total(dtotal, needs, None, None)
-        both = (needs[0] or needs[1], False, *needs[2:])
-        through, _, dweight, dbias, _ = super().composed_backward(saved, dy, None, both)
-        if through is not None and dtotal is not None:
-            through = through + dtotal
-        return self._of_total(through, needs, dweight, dbias)
+        through = dweight = dbias = None
+        needed = needs[0] or needs[1]  # x and the residual have the same gradient, `through`
+        if dy is not None:
+            both = (needed, False, *needs[2:])
+            through, _, dweight, dbias, _ = super().composed_backward(saved, dy, None, both)
+        if needed and dtotal is not None:
+            through = dtotal if through is None else through + dtotal
+        dx, dresidual = (
+            through.to(dtype) if need and through is not None else None
+            for need, dtype in zip(needs, (self._dtype, self._residual_dtype), strict=False)
+        )
+        return dx, dresidual, dweight, dbias, None
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         x, _, weight, _, input_bias, _ = saved
@@ -546,23 +552,6 @@ class LayerNormPlan(Plan):
             y = y + bias.to(acc)
         return (x, None, weight, bias, input_bias), y, dy.to(acc)
 
-    def _of_total(
-        self,
-        through: Tensor | None,
-        needs: Sequence[bool],
-        dweight: Tensor | None,
-        dbias: Tensor | None,
-    ) -> Gradients:
-        """The gradients. x and the residual have the same one, `through`."""
-        if through is None:
-            return None, None, dweight, dbias, None
-        dx = dresidual = through
-        if through.dtype != self._dtype:
-            dx = through.to(self._dtype)
-        if through.dtype != self._residual_dtype:
-            dresidual = through.to(self._residual_dtype)
-        return dx if needs[0] else None, dresidual if needs[1] else None, dweight, dbias, None
-
     def _forward_shape(
         self, strides: launches.Strides, running: bool
     ) -> schedule.Rows | schedule.WideForward:
@@ -572,26 +561,3 @@ class LayerNormPlan(Plan):
         return schedule.layer_norm_forward(
             self._rows, self._width, unit, self._itemsize, running, self._machine[0]
         )
-
-    def _backward_launch(
-        self,
-        wanted: tuple[bool, bool, bool, bool],
-        dy: Spacing,
-        dtotal: Spacing | None = None,
-    ) -> tuple[Launch, tuple[int, int]]:
-        """The backward's launch, and the scratch memory that it needs."""
-        from normplug._kernels.layer_norm import launches, schedule
-
-        flags = self._flags(input_bias=self._has_input_bias)
-        strides = launches.Strides(self._normalised, dy=dy, dtotal=dtotal)
-        shape = schedule.layer_norm_backward(
-            self._rows,
-            self._width,
-            strides.unit(self._width),
-            self._itemsize,
-            flags.input_bias,
-            *self._machine,
-        )
-        tv = self.spec.target_variance
-        launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
-        return launch, launches.backward_scratch(shape, wanted)

@@ -64,9 +64,8 @@ def prepared(
         for v in (weight, bias):
             if v is not None and v.dtype != dtype:
                 dtype = torch.promote_types(dtype, v.dtype)
-        h, weight, bias = (
-            v if v is None or v.dtype == dtype else v.to(dtype) for v in (h, weight, bias)
-        )
+        h = h if h.dtype == dtype else h.to(dtype)
+        weight, bias = (v if v is None or v.dtype == dtype else v.to(dtype) for v in (weight, bias))
     dtype = h.dtype if bias is None else bias.dtype
     return h, scaled(weight, target_variance, shape, dtype, h.device), bias
 
