@@ -28,7 +28,6 @@ import normplug
 import pool_cases
 import routes
 import row_cases
-from accuracy import assert_same_bits
 from calls import case_id
 from normplug import functional, native
 from normplug._kernels.launch import Launch
@@ -100,23 +99,6 @@ CASES = [
 def test_both_paths_give_the_same_bits(cases, case):
     tensors = cases.make(case)
     both_ways(lambda: cases.run(case, tensors, "triton"))
-
-
-@pytest.mark.parametrize(
-    ("layout", "residual"),
-    [("channels_last", "contiguous"), ("contiguous", "channels_last"), ("contiguous", "expanded")],
-)
-def test_an_operator_whose_residual_has_another_layout(layout, residual, monkeypatch):
-    case = Batch(IMAGES, layout=layout, residual=residual, activation="silu")
-    tensors = kernel_cases.make(case)
-
-    def compute():
-        results = kernel_cases.run(case, tensors, "triton")
-        return {name: results[name] for name in ("y", "dx", "dresidual", "dweight", "dbias")}
-
-    eager = compute()
-    routes.use_operators(monkeypatch)
-    assert_same_bits(compute(), eager)
 
 
 @pytest.mark.parametrize(
@@ -308,20 +290,6 @@ def test_a_subset_of_the_gradients_can_be_requested(norm, asked):
 
 
 @NORMS
-def test_frozen_inputs_get_no_gradient(norm):
-    for frozen in range(4):
-
-        def compute(frozen=frozen):
-            given = leaves()
-            given[frozen].requires_grad_(False)
-            norm(*given).square().sum().backward()
-            assert given[frozen].grad is None
-            return named([t.grad for i, t in enumerate(given) if i != frozen])
-
-        both_ways(compute)
-
-
-@NORMS
 @pytest.mark.parametrize("layout", ["expanded", "transposed", "every second"])
 def test_the_gradient_of_the_output_may_have_any_layout(norm, layout):
     def compute():
@@ -338,18 +306,13 @@ def test_the_gradient_of_the_output_may_have_any_layout(norm, layout):
     both_ways(compute)
 
 
-@pytest.mark.parametrize("which", ["y", "total", "both", "one after the other"])
-def test_gradients_flow_through_y_and_the_total(which):
+def test_gradients_flow_through_the_total_and_then_through_y():
     def compute():
         given = leaves()
         x, weight, bias, residual = given
         y, total = functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")
-        if which == "one after the other":
-            first = torch.autograd.grad(total.square().sum(), [x, residual], retain_graph=True)
-            return named([*first, *torch.autograd.grad(y.square().sum(), given)])
-        loss = {"y": y, "total": total}.get(which, y * total).square().sum()
-        found = torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)
-        return named(found)
+        first = torch.autograd.grad(total.square().sum(), [x, residual], retain_graph=True)
+        return named([*first, *torch.autograd.grad(y.square().sum(), given)])
 
     both_ways(compute)
 
