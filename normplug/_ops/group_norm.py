@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -217,7 +216,7 @@ class GroupNormPlan(Plan):
 
     def bound(self, t: Tensors) -> Any:
         """`run`; if there are running statistics, torch operations update them after it."""
-        return self.run if t.running_mean is None else partial(self._run_and_update)
+        return self.run if t.running_mean is None else self._run_and_update
 
     def _run_and_update(self, t: Tensors) -> Tensor:
         y, (stats,) = self.run_with_state(t)

@@ -75,23 +75,17 @@ def _hook() -> Any:
     return (top_saved_tensors_hooks(True) or (None,))[0]
 
 
-class _Recipe:
-    """How to make a saved tensor from y: y itself, a copy of it, or a view of either."""
+def _recipe(
+    make: Callable[[], Tensor], copy: Callable[[Tensor], Tensor] | None, t: Tensor
+) -> Callable[[], Tensor]:
+    """The function that makes t: the y that `make` returns, a copy of it, or a view of either."""
+    view = (t.size(), t.stride(), t.storage_offset())
 
-    def __init__(
-        self,
-        make: Callable[[], Tensor],
-        copy: Callable[[Tensor], Tensor] | None,
-        t: Tensor,
-    ) -> None:
-        self._make, self._copy = make, copy
-        self._view = (t.size(), t.stride(), t.storage_offset())
+    def made() -> Tensor:
+        y = make()
+        return (y if copy is None else copy(y)).as_strided(*view)
 
-    def __call__(self) -> Tensor:
-        t = self._make()
-        if self._copy is not None:
-            t = self._copy(t)
-        return t.as_strided(*self._view)
+    return made
 
 
 def _cast(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, y: Tensor) -> Tensor:
@@ -111,7 +105,7 @@ class _Pack:
         self._node, self._version, self._outer = y.grad_fn, y._version, outer
         self._make = _recomputation(y)
 
-    def __call__(self, t: Tensor) -> _Recipe | tuple[Tensor, int]:
+    def __call__(self, t: Tensor) -> Callable[[], Tensor] | tuple[Tensor, int]:
         if t.is_leaf:
             return t, t._version
         if type(t) is Tensor and t.layout is torch.strided:
@@ -124,7 +118,7 @@ class _Pack:
         # Detached, since a node that saves its own result would be a reference cycle.
         return t.detach(), t._version
 
-    def _recipe(self, t: Tensor) -> _Recipe | None:
+    def _recipe(self, t: Tensor) -> Callable[[], Tensor] | None:
         y = self.y
         assert y is not None
         assert self._make is not None
@@ -132,12 +126,12 @@ class _Pack:
             return None
         if t.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
             unchanged = t.dtype == y.dtype and t._version == y._version
-            return _Recipe(self._make, None, t) if unchanged else None
+            return _recipe(self._make, None, t) if unchanged else None
         source = t if t._base is None else t._base
         if source._version != 0 or source.dtype != t.dtype or source.device != y.device:
             return None
         copy = self._copy(source, y.dtype)
-        return None if copy is None else _Recipe(self._make, copy, t)
+        return None if copy is None else _recipe(self._make, copy, t)
 
     def _copy(self, source: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """The function that makes `source` from y, whose dtype is `dtype`; None if none does."""
@@ -176,8 +170,8 @@ def _is_a(node: Any, name: str) -> bool:
     return node is not None and node.name() == name
 
 
-def _unpack(kept: _Recipe | tuple[Tensor, int]) -> Tensor:
-    if isinstance(kept, _Recipe):
+def _unpack(kept: Callable[[], Tensor] | tuple[Tensor, int]) -> Tensor:
+    if callable(kept):
         return kept()
     t, version = kept
     # Autograd leaves this check to the hooks.

@@ -268,11 +268,6 @@ def recompute(node: Any) -> Any:
     return _extension.recompute(node)
 
 
-def plan_of(y: Any) -> Any:
-    """The Python plan of y's autograd node, if that is a C++ node; else None."""
-    return None if _extension is None or y.grad_fn is None else _extension.plan_of(y)
-
-
 def _plan_of(extension: ModuleType, plan: Any) -> Any:
     known = _plans.get(plan)
     if known is None:

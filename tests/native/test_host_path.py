@@ -174,13 +174,13 @@ def test_the_node_is_written_in_cpp(norm):
 
 
 @NORMS
-def test_hooks_see_the_saved_tensors_in_the_same_order(norm):
+def test_hooks_see_the_saved_tensors_in_the_same_order_and_what_they_return_is_used(norm):
     def compute():
         seen = []
 
         def pack(t):
             seen.append(t.detach().clone())
-            return len(seen) - 1, t
+            return len(seen) - 1, t * 2
 
         def unpack(kept):
             seen.append(torch.tensor(kept[0]))
@@ -192,17 +192,6 @@ def test_hooks_see_the_saved_tensors_in_the_same_order(norm):
         return named([*torch.autograd.grad(y.square().sum(), given), *seen])
 
     assert len(both_ways(compute)) >= 10
-
-
-@NORMS
-def test_the_tensors_that_hooks_return_are_used(norm):
-    def compute():
-        given = leaves()
-        with saved_tensors_hooks(lambda t: t * 2, lambda t: t):
-            y = norm(*given)
-        return named(torch.autograd.grad(y.sum(), given))
-
-    both_ways(compute)
 
 
 @NORMS
@@ -583,7 +572,7 @@ from normplug import functional, native
 def step():
     x = torch.linspace(-1, 2, 24).view(4, 6).requires_grad_()
     y = functional.layer_norm(x, (6,), backend="triton")
-    assert native.plan_of(y) is not None
+    assert y.grad_fn.name() == "NormBackward"
     return (y, *torch.autograd.grad(y.square().sum(), x))
 
 before = step()
