@@ -60,7 +60,6 @@ class Status(NamedTuple):
 
 
 _NOT_STARTED = Status("Python", "no kernel has been needed yet", None)
-_OFF = Status("Python", "NORMPLUG_NATIVE is 0", None)
 
 _loaded: ModuleType | None = None
 _paused = 0  # how many `python_way` contexts are open
@@ -146,7 +145,7 @@ def _start() -> None:
             "these, or unset it."
         )
     if wanted == "0":
-        _set_status(_OFF, logging.DEBUG)
+        _set_status(Status("Python", "NORMPLUG_NATIVE is 0", None), logging.DEBUG)
     elif wanted == "1":
         _load(build())
     else:
