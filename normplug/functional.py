@@ -92,8 +92,7 @@ def batch_norm(
 
     Raises:
         ValueError: mismatched shapes or devices, one value per channel in training, evaluation
-            without running statistics, an unknown mode, activation or
-            backend.
+            without running statistics, an unknown mode, activation or backend.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
 
@@ -190,9 +189,7 @@ def layer_norm(
         autocast_output: the dtype of the result under autocast. "float32" follows
             `torch.nn.functional.layer_norm` (float32 on CUDA); "low" is the autocast dtype, which
             the next linear layer would cast to anyway. Sums are float32 in both.
-        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes
-            whichever was measured to be faster, if it can run; the environment variable
-            `NORMPLUG_BACKEND` overrides "auto".
+        backend: as in `batch_norm`.
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
@@ -201,10 +198,8 @@ def layer_norm(
 
     Raises:
         ValueError: mismatched shapes or devices, one running statistic without the other, a
-            momentum of None without a counter, an unknown mode, autocast_output or
-            backend.
-        TypeError: an argument of another type, or tensors that are not floating point.
-        NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
+            momentum of None without a counter, an unknown mode, autocast_output or backend.
+        TypeError, NotImplementedError: as in `batch_norm`.
 
     Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
     and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv) and
@@ -250,21 +245,10 @@ def add_layer_norm(
 
         total = x + residual        y = layer_norm(total)
 
-    Args:
-        x: (*rows, *normalized_shape), a block's output.
-        residual: shaped like `x`: the stream that `x` is added to. If the rows of both have two
-            strides, the kernels copy `residual` unless it is laid out as `x`.
-        normalized_shape: as in `layer_norm`.
-        weight: as in `layer_norm`.
-        bias: as in `layer_norm`.
-        eps: as in `layer_norm`.
-        mode: as in `layer_norm`.
-        running_mean: as in `layer_norm`, of total.
-        running_var: as in `layer_norm`, of total.
-        num_batches_tracked: as in `layer_norm`.
-        momentum: as in `layer_norm`.
-        autocast_output: as in `layer_norm`.
-        backend: as in `layer_norm`.
+    `x`, (*rows, *normalized_shape), is a block's output; `residual`, shaped like `x`, the stream
+    that it is added to. If the rows of both have two strides, the kernels copy `residual` unless it
+    is laid out as `x`. The other arguments and the errors are those of `layer_norm`; the running
+    statistics describe total.
 
     Returns:
         (y, total), both shaped like `x`, in the promoted dtype of `x` and `residual` (y under
@@ -272,8 +256,6 @@ def add_layer_norm(
 
     Raises:
         ValueError: as in `layer_norm`, and if `residual` is not shaped like `x`.
-        TypeError: as in `layer_norm`.
-        NotImplementedError: as in `layer_norm`.
 
     Twice differentiable in `x`, `residual`, `weight` and `bias`. The kernels do both steps in one
     launch, and save `total` for the backward.
@@ -333,11 +315,9 @@ def rms_norm(
         num_batches_tracked: integer scalar tensor, incremented when `running_var` is updated, or
             None.
         momentum: weight of the new batch in `running_var`; None averages over all batches equally.
-        autocast_output: the dtype of the result under autocast. "float32" follows
-            `torch.nn.functional.rms_norm` (on CUDA: float32 in torch 2.15, the dtype of `input` in
-            2.11); "low" is the autocast dtype, which the next linear layer would cast to anyway.
-        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes the
-            kernels if they can run; the environment variable `NORMPLUG_BACKEND` overrides "auto".
+        autocast_output: as in `layer_norm`; "float32" follows `torch.nn.functional.rms_norm` (on
+            CUDA: float32 in torch 2.15, the dtype of `input` in 2.11).
+        backend: as in `batch_norm`; "auto" takes the kernels if they can run.
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
@@ -346,8 +326,7 @@ def rms_norm(
     Raises:
         ValueError: mismatched shapes or devices, a momentum of None without a counter, an unknown
             mode, backend or autocast_output.
-        TypeError: an argument of another type, or tensors that are not floating point.
-        NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
+        TypeError, NotImplementedError: as in `batch_norm`.
 
     Precision: sums are float32 (float64 for float64 input), and the result is rounded once. With tv
     other than 1, the torch backend rounds weight * sqrt(tv) to the dtype of `weight`; the kernels
@@ -386,19 +365,8 @@ def add_rms_norm(
 
         total = x + residual        y = rms_norm(total)
 
-    Args:
-        x: (*rows, *normalized_shape), a block's output.
-        residual: shaped like `x`: the stream that `x` is added to; strides as in `add_layer_norm`.
-        normalized_shape: as in `rms_norm`.
-        weight: as in `rms_norm`.
-        eps: as in `rms_norm`.
-        mode: as in `rms_norm`.
-        weight_offset: as in `rms_norm`.
-        running_var: as in `rms_norm`, of total.
-        num_batches_tracked: as in `rms_norm`.
-        momentum: as in `rms_norm`.
-        autocast_output: as in `rms_norm`.
-        backend: as in `rms_norm`.
+    `x`, `residual`, their strides and the results are as in `add_layer_norm`. The other arguments
+    and the errors are those of `rms_norm`; the running statistic describes total.
 
     Returns:
         (y, total), both shaped like `x`, in the promoted dtype of `x` and `residual` (y under
@@ -406,8 +374,6 @@ def add_rms_norm(
 
     Raises:
         ValueError: as in `rms_norm`, and if `residual` is not shaped like `x`.
-        TypeError: as in `rms_norm`.
-        NotImplementedError: as in `rms_norm`.
 
     Twice differentiable in `x`, `residual` and `weight`. The kernels do both steps in one launch,
     and save `total` for the backward.
@@ -452,14 +418,9 @@ def group_norm(
         bias: (C,), or None for zeros.
         eps: added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu". A
-            pair such as ("leaky_relu", 0.2) sets the slope below 0; the default is 0.01.
-        autocast_output: the dtype of the result under autocast. "float32" follows
-            `torch.nn.functional.group_norm` (float32 on CUDA); "low" is the autocast dtype. Sums
-            are float32 in both.
-        backend: "auto", "triton" (normplug's kernels) or "torch" (PyTorch's). "auto" takes
-            whichever was measured to be faster, if it can run; the environment variable
-            `NORMPLUG_BACKEND` overrides "auto".
+        activation: as in `batch_norm`.
+        autocast_output: as in `layer_norm`; "float32" follows `torch.nn.functional.group_norm`.
+        backend: as in `batch_norm`.
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
@@ -467,10 +428,9 @@ def group_norm(
 
     Raises:
         ValueError: mismatched shapes or devices, a `num_groups` that does not divide C, a single
-            sample with one value per group, an unknown mode, activation,
-            autocast_output or backend.
-        TypeError: an argument of another type, or tensors that are not floating point.
-        NotImplementedError: `backend` is "triton" and the kernels cannot run; the message says why.
+            sample with one value per group, or an unknown mode, activation, autocast_output or
+            backend.
+        TypeError, NotImplementedError: as in `batch_norm`.
 
     Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
     and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv). The
@@ -534,8 +494,7 @@ def instance_norm(
     Raises:
         ValueError: as in `group_norm`; a single spatial position, whose variance is always 0; no
             running statistics without `use_input_stats`.
-        TypeError: as in `group_norm`.
-        NotImplementedError: as in `group_norm`.
+        TypeError, NotImplementedError: as in `batch_norm`.
 
     Precision and gradients: see `group_norm`, with one group per channel. But the torch backend
     does not promote, since PyTorch accepts float32 parameters with a half `input`.
@@ -572,9 +531,8 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
         plan, its kernels with the number of warps of each, and whether C++ or Python launches them.
 
     Raises:
-        ValueError: the function cannot be explained, or as in the call.
-        TypeError: as in the call.
-        NotImplementedError: as in the call.
+        ValueError, TypeError, NotImplementedError: as in the call; or a ValueError if the function
+            cannot be explained.
 
     Examples:
         >>> import torch

@@ -184,7 +184,7 @@ def fold(model: nn.Module, paths: list[str]) -> nn.Module:
         elif id(module.weight) not in done:
             done.add(id(module.weight))
             with torch.no_grad():
-                offset = _convert.weight_offset(module)
+                offset = _convert.declared(module)._weight_offset
                 module.weight.copy_((module.weight + offset) * GOLDEN - offset)  # type: ignore[operator]
     return model
 

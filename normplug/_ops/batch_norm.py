@@ -28,7 +28,7 @@ _LAST = torch.channels_last
 
 
 class BatchNormSpec(NamedTuple):
-    """The non-tensor arguments of a BatchNorm call.
+    """The non-tensor arguments of a BatchNorm call, and its `spec.Spec`.
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
     peers: the `peers.Peers` of the processes over whose joined batch the norm is; None if alone.
@@ -60,10 +60,7 @@ class BatchNormSpec(NamedTuple):
         )  # fmt: skip
 
     def check(self, caller: str, t: Tensors, *, joined: bool = False) -> None:
-        """Refuse an invalid call, by a ValueError or a TypeError.
-
-        joined: whether x is only a process's part of the batch, which may have one value a channel.
-        """
+        """With `joined`, x is a process's part of the batch, and may have one value a channel."""
         _checks.tensors(caller, t.x, **others(t))
         _checks.flags(caller, training=self.training)
         _checks.eps(caller, self.eps)
@@ -82,7 +79,6 @@ class BatchNormSpec(NamedTuple):
     # PyTorch's kernels.
 
     def by_torch(self, t: Tensors) -> Tensor:
-        """Run a call by PyTorch's kernels: any device, any dtype, differentiable twice."""
         like = None if self.instance else t.running_mean
         x, weight = t.x, stock.scaled_channels(t, self.target_variance, like)
         if x.numel() == 0:
@@ -130,7 +126,6 @@ class BatchNormSpec(NamedTuple):
     # Normplug's kernels.
 
     def refusal(self, t: Tensors) -> str | None:
-        """Why the kernels cannot run a call; None if they can."""
         if self.pool is not None:
             from normplug._ops import batch_norm_pool
 
@@ -153,10 +148,6 @@ class BatchNormSpec(NamedTuple):
             why = "a channel has 2^31 values or more"
         return why
 
-    def apart(self) -> tuple[BatchNormSpec, Pool] | None:
-        """The norm alone, and the pooling after it; None if there is none."""
-        return None if self.pool is None else (self.without_pool(), self.pool)
-
     def laid_out(self, t: Tensors) -> tuple[Tensors, BatchNormSpec]:
         """The call with x dense, and the residual in the layout of x."""
         x, residual = t.x, t.residual
@@ -174,7 +165,6 @@ class BatchNormSpec(NamedTuple):
         return t._replace(x=x, residual=residual), spec
 
     def plan(self, t: Tensors) -> Plan:
-        """The plan of a call that is laid out."""
         if self.pool is None:
             return BatchNormPlan(t, self)
         from normplug._ops.batch_norm_pool import PooledPlan
@@ -194,7 +184,6 @@ class BatchNormSpec(NamedTuple):
         return (fuses or isolated) and eligible.size_of(t.x) >= _OPERATOR_BYTES
 
     def operator(self, t: Tensors) -> Tensor:
-        """Run a call by the kernels, as an operator."""
         return self.joined_operator(t, 0)[0]
 
     def joined_operator(self, t: Tensors, number: int) -> tuple[Tensor, Tensor]:
@@ -233,7 +222,6 @@ class BatchNormSpec(NamedTuple):
         return self.activation is None
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
-        """The operator's outputs without values."""
         n, c, *space = t.x.shape
         joins = int(self.peers is not None)
         stats = t.x.new_empty(2 * c + joins, dtype=accumulator_dtype(t.x.dtype))
@@ -253,7 +241,6 @@ class BatchNormSpec(NamedTuple):
         return torch.empty_like(x), stats, x.new_empty(count, dtype=torch.uint8)
 
     def fake_dx(self, x: Tensor) -> Tensor:
-        """The gradient of x without values."""
         if self.pool is not None:
             return x.contiguous(memory_format=torch.channels_last)
         return dense(x)
@@ -325,7 +312,6 @@ class BatchNormPlan(Plan):
         self._machine = machine_of(x, spec.peers is None)
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        """The program of y: one launch."""
         from normplug._kernels.batch_norm import launches, schedule
 
         x, spec = t.x, self.spec
@@ -352,7 +338,6 @@ class BatchNormPlan(Plan):
         )
 
     def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        """Plans for a layer that is called as `call`, each with its tensors, if t came first."""
         return likely_plans(t, self.spec, call)
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
@@ -381,7 +366,6 @@ class BatchNormPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        """The program of the gradients: one launch."""
         from normplug._kernels.batch_norm import launches, schedule
 
         x, plain = saved["x"], self.spec.activation is None
@@ -421,7 +405,6 @@ class BatchNormPlan(Plan):
         )
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
         x, residual, weight, bias, _, stats, bits = saved
         spec, activation = self.spec, self.spec.activation
         if spec.peers is not None:
@@ -515,7 +498,7 @@ class StatisticsPlan(BasePlan):
         )
 
     def forward_of(self, t: Sequence[Tensor | None], keep: bool) -> Program:
-        """The program, whatever the arguments. The host path in C++ calls this by name."""
+        # Whatever the arguments. The host path in C++ calls this by name.
         return self._program
 
     def run(self, t: Tensors) -> Tensor:

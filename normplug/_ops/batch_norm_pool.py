@@ -100,7 +100,6 @@ class PooledPlan(Plan):
         return launch, launches.scratch(geometry)
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        """The program of y, and of peaks and places if a backward may follow."""
         spec, (height, width) = self.spec, self._pooled
         steps: list[tuple[Launch, dict[str, str]]] = []
         scratch = (0, 0)
@@ -194,7 +193,6 @@ class PooledPlan(Plan):
         return Result(SLOT[f"d{name}"], None if dtype == self.acc else dtype)
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
         x, _, weight, bias, _, stats, *_ = saved
         if self._joined:
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)

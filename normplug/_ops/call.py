@@ -119,11 +119,10 @@ def choose(
     if not eligible.is_asked_for(backend, t.x):
         return Way(spec.by_torch, t, spec, f"the input is on {t.x.device}")
     why = eligible.refusal_now() or spec.refusal(t)
-    if why is not None and (parts := spec.apart()) is not None:
-        norm, rest = parts  # there may be kernels for the norm alone
-        way = choose(caller, t, norm, backend, isolated)
+    if why is not None and (pool := getattr(spec, "pool", None)) is not None:
+        way = choose(caller, t, spec.without_pool(), backend, isolated)  # may have kernels alone
         run = way.run
-        return way._replace(run=lambda t: rest(run(t)))
+        return way._replace(run=lambda t: pool(run(t)))
     if why is not None:
         if backend == "triton":
             raise _checks.no_kernel(caller, why)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from normplug.reference import accumulator_dtype
 
 
 class GroupNormSpec(NamedTuple):
-    """The non-tensor arguments of a GroupNorm call, or an InstanceNorm's: a group per channel.
+    """The non-tensor arguments of a GroupNorm or InstanceNorm call, and its `spec.Spec`.
 
     autocast, autocast_output: see `LayerNormSpec`.
     momentum: of the running statistics, if the call updates any. No kernel depends on it.
@@ -48,7 +47,6 @@ class GroupNormSpec(NamedTuple):
         return autocast_result(x, self.autocast, self.autocast_output) or x
 
     def check(self, caller: str, t: Tensors) -> None:
-        """Refuse an invalid call, by a ValueError or a TypeError."""
         _checks.tensors(caller, t.x, **others(t))
         _checks.eps(caller, self.eps)
         _checks.variance(caller, self.target_variance)
@@ -70,7 +68,6 @@ class GroupNormSpec(NamedTuple):
     # PyTorch's kernels.
 
     def by_torch(self, t: Tensors) -> Tensor:
-        """Run a call by PyTorch's kernels: any device, differentiable twice."""
         y = self._instance_norm(t) if self.instance else self._group_norm(t)
         return y if self.activation is None else _activations.apply(self.activation, y)
 
@@ -86,19 +83,15 @@ class GroupNormSpec(NamedTuple):
         return stock.realigned(y)
 
     def _group_norm(self, t: Tensors) -> Tensor:
-        x, weight, bias = t.x, t.weight, t.bias
-        autocast = None if x.dtype == torch.float64 else self.autocast
-        if autocast is None:
-            x, weight, bias = stock.promoted(x, weight, bias)
-        if self.target_variance != 1.0:
-            dtype = x.dtype if bias is None else bias.dtype
-            weight = stock.scaled(weight, self.target_variance, (x.shape[1],), dtype, x.device)
+        autocast = None if t.x.dtype == torch.float64 else self.autocast
+        vectors, shape = (t.weight, t.bias), (t.x.shape[1],)
+        x, weight, bias = stock.prepared(
+            t.x, *vectors, self.target_variance, shape, promotes=autocast is None
+        )
         y = torch.group_norm(x, self.groups, weight, bias, self.eps, torch.backends.cudnn.enabled)
         if t.running_mean is not None and x.numel() > 0:
             self._watch(t)
-        if autocast is None:
-            return y if y.dtype == t.x.dtype else y.to(t.x.dtype)
-        return y.to(autocast) if self.autocast_output == "low" else y
+        return stock.cast(y, t.x.dtype, autocast, self.autocast_output)
 
     def _watch(self, t: Tensors) -> None:
         x = t.x.detach()
@@ -109,7 +102,6 @@ class GroupNormSpec(NamedTuple):
     # Normplug's kernels.
 
     def refusal(self, t: Tensors) -> str | None:
-        """Why the kernels cannot run a call; None if they can."""
         why = eligible.refusal_of(t)
         if why is not None:
             return why
@@ -119,17 +111,12 @@ class GroupNormSpec(NamedTuple):
             return "a group has nearly 2^31 values or more, or there are as many groups"
         return None
 
-    def apart(self) -> None:
-        """No operations but the norm's and its activation."""
-        return
-
     def laid_out(self, t: Tensors) -> tuple[Tensors, GroupNormSpec]:
         """The call with x dense."""
         x = dense(t.x)
         return (t if x is t.x else t._replace(x=x)), self
 
     def plan(self, t: Tensors) -> GroupNormPlan:
-        """The plan of a call that is laid out."""
         return GroupNormPlan(t, self)
 
     # The operator for compilers. Torch operations outside it update the running statistics.
@@ -139,7 +126,6 @@ class GroupNormSpec(NamedTuple):
         return False
 
     def operator(self, t: Tensors) -> Tensor:
-        """Run a call by the kernels, as an operator."""
         y, stats = OPERATORS.differentiable(
             t.x, None, t.weight, t.bias, None, None, None, None,
             self.groups, self.eps, self.target_variance, *_activations.parts(self.activation),
@@ -150,13 +136,11 @@ class GroupNormSpec(NamedTuple):
         return y
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
-        """The operator's outputs without values."""
         present = (each.dtype for each in (t.x, t.weight, t.bias) if each is not None)
         stats = t.x.new_empty(2 * t.x.shape[0] * self.groups, dtype=accumulator_dtype(*present))
         return torch.empty_like(dense(t.x), dtype=self.output_dtype(t.x.dtype)), stats
 
     def fake_dx(self, x: Tensor) -> Tensor:
-        """The gradient of x without values."""
         return dense(x)
 
     # The running statistics.
@@ -232,7 +216,7 @@ class GroupNormPlan(Plan):
 
     def bound(self, t: Tensors) -> Any:
         """`run`; if there are running statistics, torch operations update them after it."""
-        return self.run if t.running_mean is None else partial(self._run_and_update)
+        return self.run if t.running_mean is None else self._run_and_update
 
     def _run_and_update(self, t: Tensors) -> Tensor:
         y, (stats,) = self.run_with_state(t)
@@ -240,7 +224,6 @@ class GroupNormPlan(Plan):
         return y
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        """The program of y: one launch."""
         from normplug._kernels.group_norm import launches, schedule
 
         x, spec = t.x, self.spec
@@ -263,7 +246,6 @@ class GroupNormPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        """The program of the gradients: one launch."""
         from normplug._kernels.group_norm import launches, schedule
 
         assert dy is not None
@@ -296,7 +278,6 @@ class GroupNormPlan(Plan):
         )
 
     def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        """Plans for a layer that is called as `call`, each with its tensors, if t came first."""
         spec = self.spec._replace(activation=call.operations.activation, **dict(call.fields))
         for x in likely.images(t.x, *call.shape):
             weight, bias = (likely.vector(v, call.shape) for v in (t.weight, t.bias))
@@ -304,7 +285,6 @@ class GroupNormPlan(Plan):
             yield GroupNormPlan(other, spec), other
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
         x, _, weight, bias, _, _ = saved
         acc, spec = self.acc, self.spec
         vector = (1, -1, *[1] * (x.dim() - 2))

@@ -19,7 +19,6 @@ from normplug import native
 from normplug._layouts import readable
 from normplug._ops import likely
 from normplug._ops.program import SLOT, SLOTS, Program
-from normplug._ops.recompute import Recomputable
 from normplug._ops.spec import Tensors
 from normplug._torch import (
     applier,
@@ -317,7 +316,7 @@ def run_backward(ctx: Any, dy: Tensor, other: Any) -> tuple[Tensor | None, ...]:
     return (*backward(saved, dy, other, needs), None)
 
 
-class _Norm(Recomputable):
+class _Norm(torch.autograd.Function):
     # Each tensor argument costs host time, so those without gradients are only in `call`.
     @staticmethod
     def forward(

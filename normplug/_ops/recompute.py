@@ -22,29 +22,6 @@ from normplug._torch import saved_tensors_hooks_are_allowed, top_saved_tensors_h
 AVAILABLE = top_saved_tensors_hooks is not None
 
 
-class Recomputable(torch.autograd.Function):
-    """A norm, whose `ctx.plan` may be able to recompute its first result from the saved tensors."""
-
-    @staticmethod
-    def is_recomputable(node: Any) -> bool:
-        """Whether the norm with this `grad_fn` can be recomputed."""
-        return node.plan.is_recomputable
-
-    @staticmethod
-    def recompute(node: Any) -> Tensor:
-        """Recompute the first result.
-
-        Args:
-            node: the `grad_fn` of the result.
-
-        Raises:
-            RuntimeError: a saved tensor has been freed, or modified in place.
-        """
-        saved = node.saved_tensors
-        with torch.cuda.device_of(saved[0]):
-            return node.plan.recomputed(saved)
-
-
 def call(y: Tensor, module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call `module(*args, **kwargs)`, and recompute y, one of the arguments, in its backward.
 
@@ -80,10 +57,16 @@ def _recomputation(y: Any) -> Callable[[], Tensor] | None:
         return None
     if (known := native.recomputable_node(y)) is not None:
         return partial(native.recompute, known)
-    function: Any = getattr(node, "_forward_cls", object)
-    if issubclass(function, Recomputable) and y.output_nr == 0 and function.is_recomputable(node):
-        return partial(function.recompute, node)
+    plan = getattr(node, "plan", None)  # of a norm's node in Python
+    if y.output_nr == 0 and getattr(plan, "is_recomputable", False):
+        return partial(_by_plan, plan, node)
     return None
+
+
+def _by_plan(plan: Any, node: Any) -> Tensor:
+    saved = node.saved_tensors  # raises if one has been freed, or modified in place
+    with torch.cuda.device_of(saved[0]):
+        return plan.recomputed(saved)
 
 
 def _hook() -> Any:
@@ -92,23 +75,17 @@ def _hook() -> Any:
     return (top_saved_tensors_hooks(True) or (None,))[0]
 
 
-class _Recipe:
-    """How to make a saved tensor from y: y itself, a copy of it, or a view of either."""
+def _recipe(
+    make: Callable[[], Tensor], copy: Callable[[Tensor], Tensor] | None, t: Tensor
+) -> Callable[[], Tensor]:
+    """The function that makes t: the y that `make` returns, a copy of it, or a view of either."""
+    view = (t.size(), t.stride(), t.storage_offset())
 
-    def __init__(
-        self,
-        make: Callable[[], Tensor],
-        copy: Callable[[Tensor], Tensor] | None,
-        t: Tensor,
-    ) -> None:
-        self._make, self._copy = make, copy
-        self._view = (t.size(), t.stride(), t.storage_offset())
+    def made() -> Tensor:
+        y = make()
+        return (y if copy is None else copy(y)).as_strided(*view)
 
-    def __call__(self) -> Tensor:
-        t = self._make()
-        if self._copy is not None:
-            t = self._copy(t)
-        return t.as_strided(*self._view)
+    return made
 
 
 def _cast(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, y: Tensor) -> Tensor:
@@ -128,7 +105,7 @@ class _Pack:
         self._node, self._version, self._outer = y.grad_fn, y._version, outer
         self._make = _recomputation(y)
 
-    def __call__(self, t: Tensor) -> _Recipe | tuple[Tensor, int]:
+    def __call__(self, t: Tensor) -> Callable[[], Tensor] | tuple[Tensor, int]:
         if t.is_leaf:
             return t, t._version
         if type(t) is Tensor and t.layout is torch.strided:
@@ -141,7 +118,7 @@ class _Pack:
         # Detached, since a node that saves its own result would be a reference cycle.
         return t.detach(), t._version
 
-    def _recipe(self, t: Tensor) -> _Recipe | None:
+    def _recipe(self, t: Tensor) -> Callable[[], Tensor] | None:
         y = self.y
         assert y is not None
         assert self._make is not None
@@ -149,12 +126,12 @@ class _Pack:
             return None
         if t.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
             unchanged = t.dtype == y.dtype and t._version == y._version
-            return _Recipe(self._make, None, t) if unchanged else None
+            return _recipe(self._make, None, t) if unchanged else None
         source = t if t._base is None else t._base
         if source._version != 0 or source.dtype != t.dtype or source.device != y.device:
             return None
         copy = self._copy(source, y.dtype)
-        return None if copy is None else _Recipe(self._make, copy, t)
+        return None if copy is None else _recipe(self._make, copy, t)
 
     def _copy(self, source: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """The function that makes `source` from y, whose dtype is `dtype`; None if none does."""
@@ -193,8 +170,8 @@ def _is_a(node: Any, name: str) -> bool:
     return node is not None and node.name() == name
 
 
-def _unpack(kept: _Recipe | tuple[Tensor, int]) -> Tensor:
-    if isinstance(kept, _Recipe):
+def _unpack(kept: Callable[[], Tensor] | tuple[Tensor, int]) -> Tensor:
+    if callable(kept):
         return kept()
     t, version = kept
     # Autograd leaves this check to the hooks.

@@ -30,7 +30,6 @@ from normplug._ops.spec import Tensors, autocast_result, others
 from normplug.reference import accumulator_dtype, rms_eps
 
 if TYPE_CHECKING:
-    from normplug._kernels.launch import Launch
     from normplug._kernels.layer_norm import launches, schedule
     from normplug._kernels.layer_norm.launches import Spacing
 
@@ -40,7 +39,7 @@ _ADD_OPERATOR_BYTES = 32 << 20
 
 
 class LayerNormSpec(NamedTuple):
-    """The non-tensor arguments of a norm of rows: of a LayerNorm or an RMSNorm call.
+    """The non-tensor arguments of a norm of rows, LayerNorm or RMSNorm, and its `spec.Spec`.
 
     eps: None only for an RMSNorm: see `reference.rms_eps`.
     autocast: the dtype that autocast has set on the device, or None where it is off or ignored.
@@ -92,7 +91,6 @@ class LayerNormSpec(NamedTuple):
         return torch.promote_types(self.rounds_to(total, weight) or total, weight)
 
     def check(self, caller: str, t: Tensors) -> None:
-        """Refuse an invalid call, by a ValueError or a TypeError."""
         _checks.tensors(caller, t.x, **others(t))
         _checks.shape(caller, self.normalized_shape)
         _checks.eps(caller, self.eps, none=not self.centred)
@@ -114,20 +112,16 @@ class LayerNormSpec(NamedTuple):
     # PyTorch's kernels.
 
     def by_torch(self, t: Tensors) -> Any:
-        """Run a call by PyTorch's kernels: any device, differentiable twice."""
         total = t.x if t.residual is None else t.x + t.residual
         y = self._layer_norm(total, t) if self.centred else self._rms_norm(total, t)
         return y if t.residual is None else (y, total)
 
     def _layer_norm(self, total: Tensor, t: Tensors) -> Tensor:
         h = total if t.input_bias is None else total + t.input_bias
-        weight, bias, shape = t.weight, t.bias, self.normalized_shape
-        autocast = None if total.dtype == torch.float64 else self.autocast
-        if autocast is None:
-            h, weight, bias = stock.promoted(h, weight, bias)
-        if self.target_variance != 1.0:
-            dtype = h.dtype if bias is None else bias.dtype
-            weight = stock.scaled(weight, self.target_variance, shape, dtype, h.device)
+        shape, autocast = self.normalized_shape, self._autocast_of(total)
+        h, weight, bias = stock.prepared(
+            h, t.weight, t.bias, self.target_variance, shape, promotes=autocast is None
+        )
         assert self.eps is not None
         y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, self.eps)
         if t.running_mean is not None and t.running_var is not None and total.numel() > 0:
@@ -135,34 +129,28 @@ class LayerNormSpec(NamedTuple):
             # and an ExportedProgram with one cannot be saved.
             statistics = h.detach(), len(shape), mean.detach(), rstd.detach(), self.eps
             running.update(t, self.momentum, *_row_statistics(*statistics))
-        return self._cast(y, total.dtype, autocast)
+        return stock.cast(y, total.dtype, autocast, self.autocast_output)
 
     def _rms_norm(self, total: Tensor, t: Tensors) -> Tensor:
-        h, weight, shape = total, t.weight, self.normalized_shape
+        shape, autocast = self.normalized_shape, self._autocast_of(total)
         if t.running_var is not None and total.numel() > 0:
-            rows = nested.rows(h.detach(), shape)
-            moment = rows.to(accumulator_dtype(h.dtype)).square().mean()
+            rows = nested.rows(total.detach(), shape)
+            moment = rows.to(accumulator_dtype(total.dtype)).square().mean()
             running.update(t, self.momentum, None, moment)
         if self.weight_offset or self.rounding is not None:
-            return composed_rms_norm(h, weight, self)
-        autocast, eps = None if total.dtype == torch.float64 else self.autocast, self.eps
-        if autocast is None or self.autocast_output == "low":
-            h, weight, _ = stock.promoted(h, weight, None)
-            if h.dtype != total.dtype:
-                eps = self.eps_of(total.dtype)
-        if self.target_variance != 1.0:
-            weight = stock.scaled(weight, self.target_variance, shape, h.dtype, h.device)
-        return self._cast(torch.rms_norm(h, shape, weight, eps), total.dtype, autocast)
+            return composed_rms_norm(total, t.weight, self)
+        promotes = autocast is None or self.autocast_output == "low"
+        h, weight, _ = stock.prepared(total, t.weight, None, self.target_variance, shape, promotes)
+        eps = self.eps if h.dtype == total.dtype else self.eps_of(total.dtype)
+        y = torch.rms_norm(h, shape, weight, eps)
+        return stock.cast(y, total.dtype, autocast, self.autocast_output)
 
-    def _cast(self, y: Tensor, total: torch.dtype, autocast: torch.dtype | None) -> Tensor:
-        if autocast is None:
-            return y if y.dtype == total else y.to(total)
-        return y.to(autocast) if self.autocast_output == "low" else y
+    def _autocast_of(self, total: Tensor) -> torch.dtype | None:
+        return None if total.dtype == torch.float64 else self.autocast
 
     # Normplug's kernels.
 
     def refusal(self, t: Tensors) -> str | None:
-        """Why the kernels cannot run a call; None if they can."""
         if t.x.is_nested:
             return "the input is a nested tensor"
         why = eligible.refusal_of(t)
@@ -171,10 +159,6 @@ class LayerNormSpec(NamedTuple):
             if eligible.is_too_long(width, t.x.numel() // width):
                 why = "a row has nearly 2^31 values or more, or there are as many rows"
         return why
-
-    def apart(self) -> None:
-        """No operations but the norm's and an addition before it."""
-        return
 
     def laid_out(self, t: Tensors) -> tuple[Tensors, LayerNormSpec]:
         """The call with dense rows, where one launch can read the rows of x and of the residual."""
@@ -191,7 +175,6 @@ class LayerNormSpec(NamedTuple):
         return (t if same else t._replace(x=x, residual=residual)), self
 
     def plan(self, t: Tensors) -> LayerNormPlan:
-        """The plan of a call that is laid out."""
         return LayerNormPlan(t, self)
 
     # The operators for compilers. They update the running statistics. Outside them, a compiler
@@ -210,7 +193,6 @@ class LayerNormSpec(NamedTuple):
         return (t.input_bias is not None or slow) and size >= _OPERATOR_BYTES
 
     def operator(self, t: Tensors) -> Any:
-        """Run a call by the kernels, as an operator."""
         x, residual, *rest = t
         shape, row_dims = x.shape, len(self.normalized_shape)
         if _is_grid_of_rows(x, row_dims) and (
@@ -218,25 +200,13 @@ class LayerNormSpec(NamedTuple):
         ):
             x = x.flatten(0, -1 - row_dims)
             residual = None if residual is None else residual.flatten(0, -1 - row_dims)
-        numbers: tuple[Any, ...] = (
-            self.normalized_shape,
-            self.momentum,
-            self.eps,
-            self.target_variance,
-            self.autocast,
-            self.autocast_output,
-        )
-        plain, add = _plain, _add
-        if not self.centred:
-            plain, add, numbers = _rms, _add_rms, (*numbers, self.weight_offset, self.rounding)
         if residual is None:
-            y, _ = plain(x, None, *rest, *numbers)
+            y, _ = _plain(x, None, *rest, *self)
             return y.view(shape)
-        y, total, _ = add(x, residual, *rest, *numbers)
+        y, total, _ = _add(x, residual, *rest, *self)
         return y.view(shape), total.view(shape)
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
-        """The operator's outputs without values."""
         x, residual, weight, bias, input_bias, *_ = t
         present = (each for each in (x, residual, weight, bias, input_bias) if each is not None)
         acc = accumulator_dtype(*(each.dtype for each in present))
@@ -248,7 +218,6 @@ class LayerNormSpec(NamedTuple):
         return (y, stats) if residual is None else (y, x.new_empty(x.shape, dtype=dtype), stats)
 
     def fake_dx(self, x: Tensor) -> Tensor:
-        """The gradient of x without values."""
         from normplug._ops.spacing import lies_dense, row_spacing
 
         row_dims = len(self.normalized_shape)
@@ -309,33 +278,20 @@ def _is_grid_of_rows(t: Tensor, row_dims: int) -> bool:
     return t.dim() > row_dims + 2 and t.is_contiguous()
 
 
-def _layer_norm_of(normalized_shape: list[int], *numbers: Any) -> LayerNormSpec:
+def _spec_of(normalized_shape: list[int], *numbers: Any) -> LayerNormSpec:
     return LayerNormSpec(tuple(normalized_shape), *numbers)
 
 
-def _rms_norm_of(normalized_shape: list[int], *numbers: Any) -> LayerNormSpec:
-    *shared, offset, rounding = numbers
-    return LayerNormSpec(tuple(normalized_shape), *shared, False, offset, rounding)  # type: ignore[call-arg]
-
-
-_AUTOCAST = "float target_variance, ScalarType? autocast, str autocast_output"
-_NUMBERS = f"int[] normalized_shape, float? momentum, float eps, {_AUTOCAST}"
-_RMS_NUMBERS = (
-    f"int[] normalized_shape, float? momentum, float? eps, {_AUTOCAST}, float weight_offset, "
-    "str? rounding"
+_NUMBERS = (
+    "int[] normalized_shape, float? momentum, float? eps, float target_variance, "
+    "ScalarType? autocast, str autocast_output, bool centred, float weight_offset, str? rounding"
 )
-PLAIN, ADD, RMS, ADD_RMS = (
-    NormOperators(name, numbers, ("stats",), make, has_total=has_total, updates_running=True)
-    for name, numbers, make, has_total in (
-        ("layer_norm", _NUMBERS, _layer_norm_of, False),
-        ("add_layer_norm", _NUMBERS, _layer_norm_of, True),
-        ("rms_norm", _RMS_NUMBERS, _rms_norm_of, False),
-        ("add_rms_norm", _RMS_NUMBERS, _rms_norm_of, True),
-    )
+PLAIN, ADD = (
+    NormOperators(name, _NUMBERS, ("stats",), _spec_of, has_total=has_total, updates_running=True)
+    for name, has_total in (("layer_norm", False), ("add_layer_norm", True))
 )
 # For torch.compile, which guards on each attribute that it reads.
 _plain, _add = PLAIN.differentiable, ADD.differentiable
-_rms, _add_rms = RMS.differentiable, ADD_RMS.differentiable
 
 
 class LayerNormPlan(Plan):
@@ -355,14 +311,14 @@ class LayerNormPlan(Plan):
         from normplug._ops.spacing import spacing_of
 
         super().__init__(t, spec)
-        x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
+        x, residual, weight, bias, input_bias, running_mean, running_var, _ = t
         self._dtype = x.dtype
         self._residual_dtype = None if residual is None else residual.dtype
         self._total_dtype = (
             x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         )
-        self._weight_dtype = None if weight is None else weight.dtype
-        self._output_dtype = spec.output_dtype(self._total_dtype, self._weight_dtype)
+        weight_dtype = None if weight is None else weight.dtype
+        self._output_dtype = spec.output_dtype(self._total_dtype, weight_dtype)
         vectors = (t if t is None else t.dtype for t in (weight, bias, input_bias))
         self.acc = accumulator_dtype(self._total_dtype, *vectors)
         self._shape, self._row = x.shape, spec.normalized_shape
@@ -374,15 +330,13 @@ class LayerNormPlan(Plan):
             Flags,
             centred=spec.centred,
             offset=float(spec.weight_offset),
-            rounded=spec.rounds_to(self._total_dtype, self._weight_dtype),
+            rounded=spec.rounds_to(self._total_dtype, weight_dtype),
             weight=weight is not None,
         )
-        self._has_bias, self._has_input_bias = bias is not None, input_bias is not None
-        self._numbers = (spec.eps_of(self._total_dtype), spec.target_variance)
-        self._stats_size = 2 * self._rows if spec.centred else self._rows
-        self._running = running_var is not None and (running_mean is not None or not spec.centred)
-        self._tracked = self._running and tracked is not None
         self._bias_dtype = None if bias is None else bias.dtype
+        self._has_input_bias = input_bias is not None
+        self._numbers = (spec.eps_of(self._total_dtype), spec.target_variance)
+        self._running = running_var is not None and (running_mean is not None or not spec.centred)
         # The widest value that a thread holds decides how a row is tiled.
         widest = max(self._total_dtype.itemsize, self._output_dtype.itemsize)
         self._itemsize = 8 if self.acc == torch.float64 else widest
@@ -394,17 +348,16 @@ class LayerNormPlan(Plan):
         self._normalised = self._x_spacing if residual is None else self._width
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        """The program of y, and of the total if there is a residual: one launch."""
         from normplug._kernels.layer_norm import launches
 
         spec = self.spec
         flags = self._flags(
-            bias=self._has_bias,
+            bias=self._bias_dtype is not None,
             input_bias=self._has_input_bias,
             residual=self.has_total,
             stats=keep,
             running=self._running,
-            tracked=self._tracked,
+            tracked=self._running and t.tracked is not None,
             cumulative=self._running and spec.momentum is None,
         )
         strides = launches.Strides(self._x_spacing, residual=self._residual_spacing)
@@ -414,7 +367,7 @@ class LayerNormPlan(Plan):
         dense = (self._shape, contiguous(self._shape))
         empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
         if keep:
-            empties["stats"] = ((self._stats_size,), (1,), self.acc)
+            empties["stats"] = (((1 + spec.centred) * self._rows,), (1,), self.acc)
         saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
         results = [Result(SLOT["y"])]
         if self.has_total:
@@ -433,10 +386,9 @@ class LayerNormPlan(Plan):
         )
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        """The program that recomputes y from the total and the rows' statistics."""
         from normplug._kernels.layer_norm import launches
 
-        flags = self._flags(bias=self._has_bias, given=True, stats=False)
+        flags = self._flags(bias=self._bias_dtype is not None, given=True, stats=False)
         strides = launches.Strides(self._width)  # of the total
         shape = self._forward_shape(strides, False)
         launch = launches.forward_launch(shape, self.acc, flags, strides, 0.0, *self._numbers)
@@ -450,28 +402,31 @@ class LayerNormPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        """The program of the gradients: one launch."""
+        from normplug._kernels.layer_norm import launches, schedule
         from normplug._ops.spacing import lies_dense, spacing_after
 
-        given = {"dy": dy, "dtotal": dtotal}
         if dy is None:  # y was not used
             results = self._results("dtotal", needs)
             return Program(saved, empties={}, launches=[], results=results)
-        x = saved["x"]
-        before: list[Spacing] = [self._normalised]
-        copies = {}
+        x, given = saved["x"], {"dy": dy} if dtotal is None else {"dy": dy, "dtotal": dtotal}
+        copies: dict[str, tuple[int, ...]] = {}
+        spacings: dict[str, Spacing] = {}
         for name, t in given.items():
-            if t is not None:
-                spacing = spacing_after(t, self._row_dims, self._width, *before)
-                if spacing is None:
-                    copies[name], spacing = contiguous(self._shape), self._width
-                before.append(spacing)
+            before = (self._normalised, *spacings.values())
+            spacing = spacing_after(t, self._row_dims, self._width, *before)
+            if spacing is None:
+                copies[name], spacing = contiguous(self._shape), self._width
+            spacings[name] = spacing
         wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
         results = self._results("dx", needs)
         if not any(wanted):
             return Program(saved, empties={}, launches=[], results=results)
-        _, dy_spacing, *others = before
-        launch, scratch = self._backward_launch(wanted, dy_spacing, *others)
+        flags = self._flags(input_bias=self._has_input_bias)
+        strides = launches.Strides(self._normalised, **spacings)
+        sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
+        shape = schedule.layer_norm_backward(*sizes, flags.input_bias, *self._machine)
+        tv = self.spec.target_variance
+        launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
         # If the rows of x are dense, in any order, dx has the strides of x.
         is_dense = lies_dense(self._normalised, self._rows, self._width)
         rows = {
@@ -482,18 +437,18 @@ class LayerNormPlan(Plan):
         }
         pairs = zip(rows.items(), wanted, strict=True)
         return Program(
-            {**saved, "dy": dy, **({} if dtotal is None else {"dtotal": dtotal})},
+            {**saved, **given},
             empties={name: layout for (name, layout), want in pairs if want},
             launches=[(launch, {})],
             results=results,
             copies=copies,
-            scratch=scratch,
+            scratch=launches.backward_scratch(shape, wanted),
         )
 
     def usual_gradients(
         self, t: Tensors, dy: Tensor, dtotal: Tensor | None
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """The gradients that a backward usually gets, the likeliest first.
+        """See `Plan`.
 
         If nothing else reads the total, it has no gradient. If the rows of x or of the residual lie
         in another order, as after an attention, so may the rows of dy.
@@ -510,7 +465,7 @@ class LayerNormPlan(Plan):
         return [(each, total) for each in usual for total in totals]
 
     def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        """Plans for a layer that is called as `call`, each with its tensors, if t came first.
+        """See `Plan`.
 
         Under autocast the branches of a model have its dtype. The stream that they are added to has
         the dtype of x, or from the first norm on the branches' dtype. The latter holds for all
@@ -560,19 +515,22 @@ class LayerNormPlan(Plan):
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
     ) -> Gradients:
-        """The gradients by torch operations, which autograd can differentiate again."""
         if not self.has_total:
             return super().composed_backward(saved, dy, None, needs)
-        if dy is None:
-            return self._of_total(dtotal, needs, None, None)
-        both = (needs[0] or needs[1], False, *needs[2:])
-        through, _, dweight, dbias, _ = super().composed_backward(saved, dy, None, both)
-        if through is not None and dtotal is not None:
-            through = through + dtotal
-        return self._of_total(through, needs, dweight, dbias)
+        through = dweight = dbias = None
+        needed = needs[0] or needs[1]  # x and the residual have the same gradient, `through`
+        if dy is not None:
+            both = (needed, False, *needs[2:])
+            through, _, dweight, dbias, _ = super().composed_backward(saved, dy, None, both)
+        if needed and dtotal is not None:
+            through = dtotal if through is None else through + dtotal
+        dx, dresidual = (
+            through.to(dtype) if need and through is not None else None
+            for need, dtype in zip(needs, (self._dtype, self._residual_dtype), strict=False)
+        )
+        return dx, dresidual, dweight, dbias, None
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
         x, _, weight, _, input_bias, _ = saved
         acc, root = self.acc, math.sqrt(self.spec.target_variance)
         bias = None
@@ -594,23 +552,6 @@ class LayerNormPlan(Plan):
             y = y + bias.to(acc)
         return (x, None, weight, bias, input_bias), y, dy.to(acc)
 
-    def _of_total(
-        self,
-        through: Tensor | None,
-        needs: Sequence[bool],
-        dweight: Tensor | None,
-        dbias: Tensor | None,
-    ) -> Gradients:
-        """The gradients. x and the residual have the same one, `through`."""
-        if through is None:
-            return None, None, dweight, dbias, None
-        dx = dresidual = through
-        if through.dtype != self._dtype:
-            dx = through.to(self._dtype)
-        if through.dtype != self._residual_dtype:
-            dresidual = through.to(self._residual_dtype)
-        return dx if needs[0] else None, dresidual if needs[1] else None, dweight, dbias, None
-
     def _forward_shape(
         self, strides: launches.Strides, running: bool
     ) -> schedule.Rows | schedule.WideForward:
@@ -620,26 +561,3 @@ class LayerNormPlan(Plan):
         return schedule.layer_norm_forward(
             self._rows, self._width, unit, self._itemsize, running, self._machine[0]
         )
-
-    def _backward_launch(
-        self,
-        wanted: tuple[bool, bool, bool, bool],
-        dy: Spacing,
-        dtotal: Spacing | None = None,
-    ) -> tuple[Launch, tuple[int, int]]:
-        """The backward's launch, and the scratch memory that it needs."""
-        from normplug._kernels.layer_norm import launches, schedule
-
-        flags = self._flags(input_bias=self._has_input_bias)
-        strides = launches.Strides(self._normalised, dy=dy, dtotal=dtotal)
-        shape = schedule.layer_norm_backward(
-            self._rows,
-            self._width,
-            strides.unit(self._width),
-            self._itemsize,
-            flags.input_bias,
-            *self._machine,
-        )
-        tv = self.spec.target_variance
-        launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
-        return launch, launches.backward_scratch(shape, wanted)

@@ -32,11 +32,7 @@ def run(caller: str, t: Tensors, free: tuple[int, ...], call: Callable[[Tensors]
     Weights that are not DTensors count as replicated. Gradients of weights are summed over all
     shards. Each process updates the running statistics from its own shard.
 
-    Args:
-        caller: for errors.
-        t: the call's tensors.
-        free: the dimensions of x along which the call can be split.
-        call: runs the call on plain tensors.
+    call: runs the call on plain tensors.
 
     Raises:
         ValueError: running statistics that are sharded.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -84,7 +83,8 @@ class Spec(Protocol):
     """A norm: what it checks, and each way to run its calls.
 
     It is a named tuple of a call's non-tensor arguments, hashable, since it is part of the key by
-    which calls are stored. `call.call` takes the methods from here.
+    which calls are stored. `call.call` takes the methods from here. A spec may have a `pool`, and
+    then `without_pool`, the spec of the norm alone.
     """
 
     def check(self, caller: str, t: Tensors) -> None:
@@ -98,9 +98,6 @@ class Spec(Protocol):
 
     def refusal(self, t: Tensors) -> str | None:
         """Why the kernels cannot run a call; None if they can."""
-
-    def apart(self) -> tuple[Spec, Callable[[Any], Any]] | None:
-        """The norm alone, and the operation after it, which it also runs; None if there is none."""
 
     def laid_out(self, t: Tensors) -> tuple[Tensors, Spec]:
         """The call, with copies of tensors whose layout the kernels cannot read; `t` if none."""

@@ -45,22 +45,36 @@ def scaled_channels(t: Tensors, target_variance: float, like: Tensor | None) -> 
     return scaled(t.weight, target_variance, (t.x.shape[1],), dtype, t.x.device)
 
 
-def promoted(
-    h: Tensor, weight: Tensor | None, bias: Tensor | None
+def prepared(
+    h: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    target_variance: float,
+    shape: Sequence[int],
+    promotes: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Cast all three to their common dtype, since not every device's kernel mixes dtypes."""
+    """The input, scaled weight and bias for a stock norm.
+
+    promotes: whether to cast all three to their common dtype, since not every device's kernel mixes
+        dtypes.
+    """
     dtype = h.dtype
-    # Only if they differ: torch.export of torch 2.6 cannot save a graph with `promote_types`.
-    others = [v.dtype for v in (weight, bias) if v is not None and v.dtype != dtype]
-    if not others:
-        return h, weight, bias
-    for other in others:
-        dtype = torch.promote_types(dtype, other)
-    return (
-        h.to(dtype),
-        None if weight is None else weight.to(dtype),
-        None if bias is None else bias.to(dtype),
-    )
+    if promotes:
+        # Only if they differ: torch.export of torch 2.6 cannot save a graph with `promote_types`.
+        for v in (weight, bias):
+            if v is not None and v.dtype != dtype:
+                dtype = torch.promote_types(dtype, v.dtype)
+        h = h if h.dtype == dtype else h.to(dtype)
+        weight, bias = (v if v is None or v.dtype == dtype else v.to(dtype) for v in (weight, bias))
+    dtype = h.dtype if bias is None else bias.dtype
+    return h, scaled(weight, target_variance, shape, dtype, h.device), bias
+
+
+def cast(y: Tensor, dtype: torch.dtype, autocast: torch.dtype | None, output: str) -> Tensor:
+    """The result of a stock norm of an input of `dtype`; autocast, output: see `LayerNormSpec`."""
+    if autocast is None:
+        return y if y.dtype == dtype else y.to(dtype)
+    return y.to(autocast) if output == "low" else y
 
 
 def realigned(y: Tensor) -> Tensor:

@@ -60,7 +60,6 @@ class Status(NamedTuple):
 
 
 _NOT_STARTED = Status("Python", "no kernel has been needed yet", None)
-_OFF = Status("Python", "NORMPLUG_NATIVE is 0", None)
 
 _loaded: ModuleType | None = None
 _paused = 0  # how many `python_way` contexts are open
@@ -146,7 +145,7 @@ def _start() -> None:
             "these, or unset it."
         )
     if wanted == "0":
-        _set_status(_OFF, logging.DEBUG)
+        _set_status(Status("Python", "NORMPLUG_NATIVE is 0", None), logging.DEBUG)
     elif wanted == "1":
         _load(build())
     else:
@@ -266,11 +265,6 @@ def recompute(node: Any) -> Any:
     """Recompute the first result of a node that `recomputable_node` returned."""
     assert _extension is not None
     return _extension.recompute(node)
-
-
-def plan_of(y: Any) -> Any:
-    """The Python plan of y's autograd node, if that is a C++ node; else None."""
-    return None if _extension is None or y.grad_fn is None else _extension.plan_of(y)
 
 
 def _plan_of(extension: ModuleType, plan: Any) -> Any:

@@ -13,23 +13,15 @@ namespace normplug {
 
 namespace driver {
 
-using Launch = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                       void*, void**, void**);
-using LaunchCooperative = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                                  unsigned, void*, void**);
-using ParamInfo = int (*)(void*, size_t, size_t*, size_t*);
-using GetDevice = int (*)(int*, int);
-using RetainContext = int (*)(void**, int);
-using SetContext = int (*)(void*);
-using CurrentStream = int (*)(int32_t, void**);
-
-inline Launch launch = nullptr;
-inline LaunchCooperative launch_cooperative = nullptr;
-inline ParamInfo param_info = nullptr;
-inline GetDevice get_device = nullptr;
-inline RetainContext retain_context = nullptr;
-inline SetContext set_context = nullptr;
-inline CurrentStream current_stream = nullptr;  // torch's
+inline int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                     void*, void**, void**) = nullptr;
+inline int (*launch_cooperative)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                 unsigned, void*, void**) = nullptr;
+inline int (*param_info)(void*, size_t, size_t*, size_t*) = nullptr;
+inline int (*get_device)(int*, int) = nullptr;
+inline int (*retain_context)(void**, int) = nullptr;
+inline int (*set_context)(void*) = nullptr;
+inline int (*current_stream)(int32_t, void**) = nullptr;  // torch's
 
 template <typename F>
 void find(void* library, const char* name, F& function) {

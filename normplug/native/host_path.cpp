@@ -150,16 +150,6 @@ PyObject* recompute(PyObject*, PyObject* capsule) {
   END_HANDLE_TH_ERRORS
 }
 
-// plan_of(y): the Python plan of y's node; None if that is not a NormBackward.
-PyObject* plan_of_node(PyObject*, PyObject* y) {
-  HANDLE_TH_ERRORS
-  NodePtr node = torch::autograd::impl::gradient_edge(THPVariable_Unpack(y)).function;
-  auto* norm = dynamic_cast<NormBackward*>(node.get());
-  if (norm == nullptr) Py_RETURN_NONE;
-  return py::object(norm->plan->python).release().ptr();
-  END_HANDLE_TH_ERRORS
-}
-
 PyMethodDef methods[] = {
     {"plan", make_plan, METH_O, "Make the plan of a Python plan."},
     {"call", reinterpret_cast<PyCFunction>(call), METH_FASTCALL, "Run a stored call."},
@@ -170,7 +160,6 @@ PyMethodDef methods[] = {
     {"forget", forget, METH_NOARGS, "Drop all stored calls."},
     {"node", recomputable_node, METH_O, "The node that can recompute a tensor, or None."},
     {"recompute", recompute, METH_O, "Recompute the result of a node."},
-    {"plan_of", plan_of_node, METH_O, "The plan of a tensor's node, or None."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "normplug_host_path", nullptr, -1, methods};

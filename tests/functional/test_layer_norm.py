@@ -1,14 +1,10 @@
-import math
-
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import normplug
 from accuracy import leaf
-from calls import check_one_graph
 from layer_norm_cases import CASES, DTYPES, compare, make, run
 from normplug import functional, reference, target_variance
 
@@ -61,42 +57,6 @@ def test_forward_and_gradients_match_the_reference():
     torch.testing.assert_close(got, (*expected, expected.dx.sum((0, 1))))
 
 
-def test_add_layer_norm_returns_the_sum_and_gradients_flow_through_both_outputs():
-    x, row, weight, bias = make((3, 5, 8), 1, torch.float64)
-    leaves = [leaf(t) for t in (x, torch.randn_like(x), weight, bias)]
-    y, total = functional.add_layer_norm(*leaves[:2], row, *leaves[2:], mode="golden")
-    dy, dtotal = torch.randn_like(x), torch.randn_like(x)
-    got = torch.autograd.grad((y, total), leaves, (dy, dtotal))
-    exact = leaves[0] + leaves[1]
-    torch.testing.assert_close(total, exact)
-    scale = math.sqrt(target_variance("golden"))
-    y = F.layer_norm(exact, row, leaves[2] * scale, leaves[3])
-    expected = torch.autograd.grad((y, exact), leaves, (dy, dtotal))
-    torch.testing.assert_close(got, expected)
-
-
-def test_second_derivatives_are_right():
-    x, row, weight, bias = make((3, 4), 1, torch.float64, offset=0.5)
-    leaves = [leaf(t) for t in (x, weight, bias, torch.randn(4).double())]
-
-    def norm(x, weight, bias, input_bias):
-        return functional.layer_norm(x, row, weight, bias, input_bias=input_bias)
-
-    assert torch.autograd.gradcheck(norm, leaves)
-    assert torch.autograd.gradgradcheck(norm, leaves)
-
-
-@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_mixed_dtypes_are_promoted_and_rounded_once(input_dtype):
-    params = torch.float64 if input_dtype == torch.float32 else torch.float32
-    x, row, weight, bias = make((5, 16), 1, torch.float64)
-    x, weight, bias = x.to(input_dtype), weight.to(params), bias.to(params)
-    y = functional.layer_norm(x, row, weight, bias, mode="standard")
-    exact = F.layer_norm(x.double(), row, weight.double(), bias.double())
-    assert y.dtype == input_dtype
-    torch.testing.assert_close(y, exact.to(input_dtype))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("momentum", [0.25, None])
 def test_running_statistics_average_the_mean_and_variance_of_the_rows(dtype, momentum):
@@ -115,59 +75,6 @@ def test_running_statistics_average_the_mean_and_variance_of_the_rows(dtype, mom
     assert count == 3
     torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(var.double(), expected_var, rtol=1e-4, atol=1e-6)
-
-
-def test_an_empty_batch_leaves_the_statistics_unchanged_and_gives_zero_gradients():
-    mean, var, count = torch.tensor(2.0), torch.tensor(3.0), torch.tensor(5)
-    x, weight = leaf(torch.randn(0, 4)), leaf(torch.randn(4))
-    y = functional.layer_norm(
-        x, (4,), weight, running_mean=mean, running_var=var, num_batches_tracked=count
-    )
-    dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
-    assert dx.shape == (0, 4)
-    assert torch.equal(dweight, torch.zeros(4))
-    assert (mean, var, count) == (2.0, 3.0, 5)
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"), [("low", torch.bfloat16), ("float32", torch.float32)]
-)
-def test_autocast_output_sets_the_dtype_under_autocast(asked, expected):
-    x, weight = torch.randn(4, 8), torch.ones(8)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = functional.layer_norm(x, (8,), weight, autocast_output=asked)
-        double = functional.layer_norm(x.double(), (8,), weight.double(), autocast_output=asked)
-    assert y.dtype == expected
-    assert double.dtype == torch.float64
-    assert functional.layer_norm(x, (8,), weight, autocast_output=asked).dtype == torch.float32
-
-
-X = torch.randn(4, 6)
-RUNNING = {"running_mean": torch.zeros(()), "running_var": torch.ones(())}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        ((X, (5,)), {}, ValueError, r"normalized_shape=\(5,\); got input of shape \(4, 6\)"),
-        ((X, (6,), torch.ones(1)), {}, ValueError, r"weight must be .* \(6,\); got \(1,\)"),
-        ((X, (6,)), {"input_bias": torch.ones(4, 6)}, ValueError, "input_bias must be of shape"),
-        ((X, (6,)), {"autocast_output": "half"}, ValueError, "'low', 'float32'; got 'half'"),
-        ((X, (6,)), {"backend": "triton"}, NotImplementedError, "but.*(on cpu|triton is not)"),
-        ((X, (6,)), {"running_mean": torch.zeros(())}, ValueError, "go together"),
-        ((X, (6,)), {**RUNNING, "momentum": None}, ValueError, "needs num_batches_tracked"),
-    ],
-)
-def test_an_invalid_call_raises_an_error_with_the_rule_and_the_values(
-    arguments, options, error, message
-):
-    with pytest.raises(error, match=message):
-        functional.layer_norm(*arguments, **options)
-
-
-def test_one_compiled_graph_serves_every_number_of_rows():
-    layer, eager = normplug.LayerNorm(16), normplug.LayerNorm(16)
-    check_one_graph(layer, eager, [torch.randn(rows, 5, 16) for rows in (3, 8, 6)], "aot_eager")
 
 
 def test_a_compiled_layer_notices_a_new_mode():

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 import normplug
 from accuracy import assert_no_worse, leaf
 from batch_norm_cases import double, with_gradients
-from calls import check_one_graph
 from layer_norm_cases import DTYPES, make
 from normplug import functional, reference, target_variance
 from normplug._ops.call import call
@@ -78,28 +77,6 @@ def test_forward_and_gradients_match_the_reference(offset, eps):
     torch.testing.assert_close(torch.autograd.grad(y, leaves, dy), expected)
 
 
-def test_add_rms_norm_returns_the_sum_and_gradients_flow_through_both_outputs():
-    x, row, weight, _ = make((3, 5, 8), 1, torch.float64)
-    leaves = [leaf(t) for t in (x, torch.randn_like(x), weight)]
-    y, total = functional.add_rms_norm(*leaves[:2], row, leaves[2], 1e-6, mode="golden")
-    dy, dtotal = torch.randn_like(x), torch.randn_like(x)
-    got = torch.autograd.grad((y, total), leaves, (dy, dtotal))
-    exact = leaves[0] + leaves[1]
-    torch.testing.assert_close(total, exact)
-    y = F.rms_norm(exact, row, leaves[2] * math.sqrt(TV), 1e-6)
-    torch.testing.assert_close(got, torch.autograd.grad((y, exact), leaves, (dy, dtotal)))
-
-
-def test_second_derivatives_are_right():
-    x, row, weight, _ = make((3, 4), 1, torch.float64, offset=0.5)
-
-    def norm(x, weight):
-        return functional.rms_norm(x, row, weight, 1e-3, weight_offset=1.0)
-
-    assert torch.autograd.gradcheck(norm, [leaf(x), leaf(weight)])
-    assert torch.autograd.gradgradcheck(norm, [leaf(x), leaf(weight)])
-
-
 def llama(x, weight):
     h = x.float()
     return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
@@ -145,44 +122,6 @@ def test_the_running_statistic_averages_the_second_moment(momentum):
     functional.rms_norm(x[:0], (32,), **running, momentum=momentum)
     assert count == 3
     torch.testing.assert_close(moment.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-X = torch.randn(4, 6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        ((X, (5,)), {}, ValueError, r"rms_norm: input must .*\(5,\); got input of shape \(4, 6\)"),
-        ((X, (6,), torch.ones(1)), {}, ValueError, r"weight must be .* \(6,\); got \(1,\)"),
-        ((X, (6,), None, "1"), {}, TypeError, r"eps must be a number; got '1'"),
-        ((X, (6,)), {"weight_offset": "1"}, TypeError, "weight_offset must be a number"),
-        ((X, (6,)), {"running_var": X[0, 0], "momentum": None}, ValueError, "num_batches_tracked"),
-        ((X, (6,)), {"backend": "triton"}, NotImplementedError, "but.*(on cpu|triton is not)"),
-    ],
-)
-def test_an_invalid_call_raises_an_error_with_the_rule_and_the_values(
-    arguments, options, error, message
-):
-    with pytest.raises(error, match=message):
-        functional.rms_norm(*arguments, **options)
-
-
-def test_autocast_output_low_gives_the_dtype_of_autocast():
-    x, weight = torch.randn(4, 8), torch.ones(8)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = functional.rms_norm(x, (8,), weight, autocast_output="low")
-        double = functional.rms_norm(x.double(), (8,), weight.double(), autocast_output="low")
-        # This must not warn: pytest turns warnings into errors.
-        mixed = functional.rms_norm(x.bfloat16(), (8,), weight, autocast_output="low")
-        plain = functional.rms_norm(x, (8,), weight, mode="standard")
-        assert torch.equal(plain, F.rms_norm(x, (8,), weight))
-    assert (y.dtype, double.dtype, mixed.dtype) == (torch.bfloat16, torch.float64, torch.bfloat16)
-
-
-def test_one_compiled_graph_serves_every_number_of_rows():
-    layer, eager = (normplug.RMSNorm(16, track_running_stats=True) for _ in range(2))
-    check_one_graph(layer, eager, [torch.randn(rows, 5, 16) for rows in (3, 8, 6)], "aot_eager")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")

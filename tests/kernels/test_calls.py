@@ -276,7 +276,7 @@ def test_the_fake_backward_returns_the_strides_of_the_real_gradients(layout):
     stats = torch.zeros(2 * 24)
     inputs = (tensors.dy, None, tensors.x, None, tensors.weight, None, None, stats)
     needs = (True, False, True, False, False)
-    numbers = (False, [6], 0.1, 1e-5, 1.0, None, "float32", needs)
+    numbers = (False, [6], 0.1, 1e-5, 1.0, None, "float32", True, 0.0, None, needs)
     backward = torch.ops.normplug.layer_norm_backward
     real = backward(*inputs, *numbers)
     with torch._subclasses.FakeTensorMode() as mode:

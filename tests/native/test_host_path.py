@@ -295,18 +295,13 @@ def test_the_gradient_of_the_output_may_have_any_layout(norm, layout):
     both_ways(compute)
 
 
-@pytest.mark.parametrize("which", ["y", "total", "both", "one after the other"])
-def test_gradients_flow_through_y_and_the_total(which):
+def test_gradients_flow_through_the_total_and_then_through_y():
     def compute():
         given = leaves()
         x, weight, bias, residual = given
         y, total = functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")
-        if which == "one after the other":
-            first = torch.autograd.grad(total.square().sum(), [x, residual], retain_graph=True)
-            return named([*first, *torch.autograd.grad(y.square().sum(), given)])
-        loss = {"y": y, "total": total}.get(which, y * total).square().sum()
-        found = torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)
-        return named(found)
+        first = torch.autograd.grad(total.square().sum(), [x, residual], retain_graph=True)
+        return named([*first, *torch.autograd.grad(y.square().sum(), given)])
 
     both_ways(compute)
 
@@ -576,7 +571,7 @@ from normplug import functional, native
 def step():
     x = torch.linspace(-1, 2, 24).view(4, 6).requires_grad_()
     y = functional.layer_norm(x, (6,), backend="triton")
-    assert native.plan_of(y) is not None
+    assert y.grad_fn.name() == "NormBackward"
     return (y, *torch.autograd.grad(y.square().sum(), x))
 
 before = step()

@@ -129,6 +129,7 @@ OPERATOR_CASES = [
     Case((6, 5), activation="relu", residual="contiguous"),
     Case((4, 5, 6, 3), **HALF, layout="channels_last", residual="contiguous", activation="gelu"),
     Case((4, 5, 6, 3), layout="strided", affine="weight", residual="contiguous"),
+    Case((3, 4, 2, 5), residual="expanded", activation="silu"),
     Case((2, 3, 11, 13), affine="", activation="relu", residual="channels_last", mode="standard"),
     Case(
         (2, 3, 11, 13),

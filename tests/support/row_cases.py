@@ -235,18 +235,15 @@ OPERATOR_CASES = [
 
 def check_operators(case: Case, device: str) -> None:
     """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
-    from normplug._ops.row_norms import ADD, ADD_RMS, PLAIN, RMS
+    from normplug._ops.row_norms import ADD, PLAIN
 
     tensors = make(case, device)
     running = tensors.running()
     count = running.pop("num_batches_tracked", None)
     t = routes.Tensors(**tensors.inputs(case.needs), **running, tracked=count)
-    target = target_variance(case.mode)
-    numbers = (list(case.row), case.momentum, case.eps, target, None, "float32")
+    kind = (target_variance(case.mode), None, "float32", case.centred, case.weight_offset, None)
+    numbers = (list(case.row), case.momentum, case.eps, *kind)
     operators = PLAIN if tensors.residual is None else ADD
-    if not case.centred:
-        numbers = (*numbers, case.weight_offset, None)
-        operators = RMS if tensors.residual is None else ADD_RMS
     routes.check_operators(operators, t, numbers, tensors.dy, tensors.dtotal)
 
 

@@ -1,0 +1,167 @@
+"""What all norms have in common, by PyTorch's kernels."""
+
+import math
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import normplug
+from accuracy import leaf
+from calls import check_one_graph
+from normplug import functional, target_variance
+
+HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+X, ONES, SCALAR = torch.randn(4, 6), torch.ones(6), torch.ones(())
+WHY = "is on cpu" if find_spec("triton") else "triton is not installed"
+# Ours, torch's, and the argument after the input, for 6 features or channels.
+NORMS = {
+    "layer_norm": (functional.layer_norm, F.layer_norm, (6,)),
+    "rms_norm": (functional.rms_norm, F.rms_norm, (6,)),
+    "group_norm": (functional.group_norm, F.group_norm, 2),
+}
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, w, b, i: functional.layer_norm(x, (6,), w, b, input_bias=i),
+        lambda x, w, b, i: functional.rms_norm(x, (6,), w, 1e-3, weight_offset=1.0) + b * i,
+        lambda x, w, b, i: functional.group_norm(x, 2, w, b, activation="silu") * i,
+        lambda x, w, b, i: functional.instance_norm(x, weight=w, bias=b, activation="silu") * i,
+    ],
+    ids=["layer_norm", "rms_norm", "group_norm", "instance_norm"],
+)
+def test_second_derivatives_are_right(norm):
+    torch.manual_seed(0)
+    x, vectors = torch.randn(2, 6, 6).double() + 0.5, torch.rand(3, 6).double() + 0.5
+    leaves = [leaf(t) for t in (x, *vectors)]
+    assert torch.autograd.gradcheck(norm, leaves)
+    assert torch.autograd.gradgradcheck(norm, leaves)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_adding_first_returns_the_sum_and_gradients_flow_through_both_outputs(name):
+    _, stock, row = NORMS[name]
+    weight = torch.rand(6).double()
+    leaves = [leaf(t) for t in (X.double(), X.double().flip(0), weight)]
+    y, total = getattr(functional, f"add_{name}")(*leaves[:2], row, leaves[2], mode="golden")
+    dy, dtotal = torch.randn(2, 4, 6).double()
+    got = torch.autograd.grad((y, total), leaves, (dy, dtotal))
+    exact = leaves[0] + leaves[1]
+    torch.testing.assert_close(total, exact)
+    expected = stock(exact, row, leaves[2] * math.sqrt(target_variance("golden")))
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(got, torch.autograd.grad((expected, exact), leaves, (dy, dtotal)))
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "group_norm"])
+@pytest.mark.parametrize("dtype", [HALF, torch.float16, FLOAT], ids=str)
+def test_mixed_dtypes_are_promoted_and_rounded_once(dtype, name):
+    norm, stock, shape = NORMS[name]
+    x = X.to(dtype)
+    weight, bias = torch.rand(2, 6).to(DOUBLE if dtype == FLOAT else FLOAT)
+    y = norm(x, shape, weight, bias, mode="standard")
+    assert y.dtype == dtype
+    exact = stock(x.double(), shape, weight.double(), bias.double())
+    torch.testing.assert_close(y, exact.to(dtype))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_autocast_output_sets_the_dtype_under_autocast(name):
+    norm, stock, shape = NORMS[name]
+    with torch.autocast("cpu", HALF):
+        assert torch.equal(norm(X, shape, ONES), stock(X, shape, ONES))
+        for x, dtype in ((X, HALF), (X.bfloat16(), HALF), (X.double(), DOUBLE)):
+            weight = ONES.double() if dtype == DOUBLE else ONES
+            # This must not warn: pytest turns warnings into errors.
+            assert norm(x, shape, weight, autocast_output="low").dtype == dtype
+        assert norm(X.double(), shape, ONES.double()).dtype == DOUBLE
+        assert functional.instance_norm(X[None], weight=ONES[:4]).dtype == FLOAT
+    assert norm(X, shape, ONES, autocast_output="low").dtype == FLOAT
+
+
+@pytest.mark.parametrize(
+    ("norm", "size", "updated"),
+    [
+        (partial(functional.layer_norm, normalized_shape=(6,)), (), ("mean", "var", "count")),
+        (partial(functional.rms_norm, normalized_shape=(6,)), (), ("var", "count")),
+        (partial(functional.group_norm, num_groups=2), (), ()),
+        (functional.instance_norm, (6,), ("mean", "var")),
+    ],
+    ids=["layer_norm", "rms_norm", "group_norm", "instance_norm"],
+)
+def test_an_empty_batch_leaves_the_statistics_unchanged_and_gives_zero_gradients(
+    norm, size, updated
+):
+    x, weight = leaf(torch.randn(0, 6, 6)), leaf(torch.randn(6))
+    mean, var, count = torch.full(size, 2.0), torch.full(size, 3.0), torch.tensor(5)
+    given = {"mean": ("running_mean", mean), "var": ("running_var", var)}
+    given["count"] = ("num_batches_tracked", count)
+    y = norm(x, weight=weight, **dict(given[name] for name in updated))
+    dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
+    assert y.shape == dx.shape == (0, 6, 6)
+    assert torch.equal(dweight, torch.zeros(6))
+    assert (mean == 2).all()
+    assert (var == 3).all()
+    assert count == 5
+
+
+@pytest.mark.parametrize("cls", [normplug.LayerNorm, normplug.RMSNorm])
+def test_one_compiled_graph_serves_every_number_of_rows(cls):
+    layer, eager = (cls(16, track_running_stats=True) for _ in range(2))
+    check_one_graph(layer, eager, [torch.randn(rows, 5, 16) for rows in (3, 8, 6)], "aot_eager")
+
+
+none = {"running_mean": None, "running_var": None}
+batch_norm = partial(functional.batch_norm, input=X, training=True, **none)
+layer_norm = partial(functional.layer_norm, input=X, normalized_shape=(6,))
+rms_norm = partial(functional.rms_norm, input=X, normalized_shape=(6,))
+group_norm = partial(functional.group_norm, input=X, num_groups=2)
+instance_norm = partial(functional.instance_norm, input=X[None])
+RUNNING = {"running_mean": ONES, "running_var": ONES}
+SCALARS = {"running_mean": SCALAR, "running_var": SCALAR}
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "error", "message"),
+    [
+        (batch_norm, {"input": X.long()}, TypeError, r"got torch.int64.*input.float\(\)"),
+        (batch_norm, {"input": X[0]}, ValueError, r"\(N, C\).*shape \(6,\)"),
+        (batch_norm, {"input": X[:1]}, ValueError, r"more than one value per .*\(1, 6\)"),
+        (batch_norm, {"weight": ONES[:4]}, ValueError, r"must be \(C,\) = \(6,\).*got \(4,\)"),
+        (batch_norm, {"running_mean": ONES}, ValueError, "go together; got only running_mean"),
+        (batch_norm, {"training": False}, ValueError, "training=False normalises by running_mean"),
+        (batch_norm, {"backend": "cuda"}, ValueError, "'auto', 'triton', 'torch'; got 'cuda'"),
+        (batch_norm, {**RUNNING, "momentum": None}, ValueError, "num_batches_tracked to count"),
+        (layer_norm, {"normalized_shape": (5,)}, ValueError, r"=\(5,\); got .* \(4, 6\)"),
+        (layer_norm, {"weight": ONES[:1]}, ValueError, r"weight must be .* \(6,\); got \(1,\)"),
+        (layer_norm, {"input_bias": X}, ValueError, "input_bias must be of shape"),
+        (layer_norm, {"autocast_output": "half"}, ValueError, "'low', 'float32'; got 'half'"),
+        (layer_norm, {"running_mean": SCALAR}, ValueError, "go together"),
+        (layer_norm, {**SCALARS, "momentum": None}, ValueError, "needs num_batches_tracked"),
+        (rms_norm, {"normalized_shape": (5,)}, ValueError, r"input must .*\(5,\); got .* \(4, 6\)"),
+        (rms_norm, {"running_var": SCALAR, "momentum": None}, ValueError, "num_batches_tracked"),
+        (group_norm, {"num_groups": 4}, ValueError, "must be a divisor of the 6 .* got 4"),
+        (group_norm, {"input": X[0]}, ValueError, r"input must be \(N, C\)"),
+        (group_norm, {"input": X[:1], "num_groups": 6}, ValueError, "than one value per group"),
+        (instance_norm, {"input": X}, ValueError, "more than one spatial position"),
+        (instance_norm, {"input": X[..., None]}, ValueError, "more than one spatial position"),
+        (instance_norm, {"input": X[0]}, ValueError, r"input must be \(N, C\)"),
+        (instance_norm, {"running_mean": ONES[:4]}, ValueError, "go together"),
+        (instance_norm, RUNNING, ValueError, r"= \(4,\) for"),
+        (instance_norm, {"use_input_stats": False}, ValueError, "which are None. Pass"),
+        *(
+            (call, {"backend": "triton"}, NotImplementedError, f"{WHY}.*Use backend='auto'")
+            for call in (batch_norm, layer_norm, rms_norm, group_norm)
+        ),
+    ],
+)
+def test_an_invalid_call_raises_an_error_with_the_rule_and_the_values(
+    call, options, error, message
+):
+    name = call.func.__name__
+    with pytest.raises(error, match=rf"normplug.functional.{name}: .*{message}"):
+        call(**options)
