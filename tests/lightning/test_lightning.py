@@ -18,7 +18,7 @@ from lightning_cases import trainer
 from normplug import target_variance
 from normplug._fuse.fuse import fused_modules
 from normplug.lightning import SwapNorms, VarianceLogger
-from normplug.lightning.variance_table import MEASURED
+from normplug.lightning.variance_logger import MEASURED
 from normplug.modules.probe import Probe, averages
 
 STEPS = 6
