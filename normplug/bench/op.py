@@ -76,7 +76,6 @@ def measure_op(
         "shape": "x".join(map(str, case.shape)),
         "eps": problem.eps,
         "mode": str(mode),
-        "threads": None if gpu else torch.get_num_threads(),
         "copy_gbps": timing.copy_gbps() if gpu else None,
         **stamp(gpu, "liger-kernel", "flag_gems", "quack-kernels", "apex"),
     }
@@ -91,7 +90,7 @@ def measure_op(
         medians = {name: statistics.median(samples) for name, samples in times.items()}
         for name, us in medians.items():
             row = facts | {"direction": direction, "provider": name, "floor_passes": passes}
-            row |= timing.spread("us", times[name]) | {"repetitions": len(times[name])}
+            row |= timing.spread("us", times[name])
             row |= {"wall_us": statistics.median(walls[name]), "gbps": size / us / 1e3}
             for peer in (EAGER, COMPILED):
                 other = None if peer == name else medians.get(peer)
