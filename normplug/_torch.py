@@ -49,16 +49,6 @@ transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_activ
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-def interposed() -> bool:
-    """Whether a transform, a mode or a tracer sees torch's operations, and would miss a kernel."""
-    return (
-        transforms_active()
-        or forward_ad._current_level >= 0
-        or dispatch_modes() > 0
-        or torch._C._get_tracing_state() is not None
-    )
-
-
 def is_tracing() -> bool:
     """Whether `torch.jit.trace` is recording. The public function checks more."""
     return torch._C._get_tracing_state() is not None
@@ -67,6 +57,17 @@ def is_tracing() -> bool:
 def in_forward_ad() -> bool:
     """Whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
+
+
+def interposed() -> bool:
+    """Whether a transform, a mode or a tracer sees torch's operations, and would miss a kernel."""
+    # Calls of `in_forward_ad` and `is_tracing` would cost every call.
+    return (
+        transforms_active()
+        or forward_ad._current_level >= 0
+        or dispatch_modes() > 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 # Dynamo evaluates `torch.compiler.is_exporting()` to True whenever it compiles. So without the
@@ -166,10 +167,6 @@ def has_hooks(module: nn.Module) -> bool:
         or module._compiled_call_impl is not None
         or is_patched(module)
     )
-
-
-def _assert(condition: Any, message: str) -> None:
-    assert condition, message
 
 
 # --- Measuring, for normplug.bench ---

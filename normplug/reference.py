@@ -107,16 +107,16 @@ def batch_norm_backward(
     var: Tensor,
     *,
     training: bool = True,
-    **options: float,
+    **options: Any,
 ) -> Gradients:
     """The gradients of `batch_norm` for dy, which is shaped like `x`; `options` are the forward's.
 
     `mean` and `var` are constants if `training` is False; otherwise they came from `x`. dx has the
     dtype of `x`; dweight and dbias, (C,), have the accumulator's.
     """
-    given = {} if training else {"mean": mean, "var": var}
-    forward = partial(batch_norm, **given, **options)
-    return _gradients(forward, dy, x, weight, x.shape[1:2])
+    if not training:
+        options |= {"mean": mean, "var": var}
+    return _gradients(partial(batch_norm, **options), dy, x, weight, x.shape[1:2])
 
 
 def group_norm(

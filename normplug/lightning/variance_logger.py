@@ -146,16 +146,16 @@ class VarianceLogger(Callback):
         values = averages([layer._probe for _, layer in layers if layer._probe is not None])
         self.last = [
             LayerVariance(
-                self.logged_step,
-                trainer.current_epoch,
-                name,
-                depth,
-                _convert.plain_class(layer).__name__,
-                layer.target_variance,
-                *measured,
-                trainer.global_rank,
-                trainer.world_size,
-                layer._measure,
+                step=self.logged_step,
+                epoch=trainer.current_epoch,
+                layer=name,
+                depth=depth,
+                kind=_convert.plain_class(layer).__name__,
+                target_variance=layer.target_variance,
+                **dict(zip(MEASURED, measured, strict=True)),
+                rank=trainer.global_rank,
+                world_size=trainer.world_size,
+                measure=layer._measure,
             )
             for depth, ((name, layer), measured) in enumerate(zip(layers, values, strict=True))
         ]
