@@ -57,20 +57,6 @@ def test_swap_norms_swaps_even_layers_of_configure_model_before_the_optimizer(tm
     assert any(p is module.net[0].weight for p in optimizer.param_groups[0]["params"])
 
 
-def test_swap_norms_keeps_its_mode_in_the_checkpoint_and_refuses_another(tmp_path):
-    path = tmp_path / "last.ckpt"
-    run = trainer(tmp_path, SwapNorms("golden"))
-    run.fit(Module(), loader())
-    run.save_checkpoint(path)
-    trainer(tmp_path, SwapNorms("golden"), max_epochs=2).fit(Module(), loader(), ckpt_path=path)
-    resumed = trainer(tmp_path, SwapNorms(0.5), max_epochs=2)
-    with (
-        pytest.warns(UserWarning, match="checkpoint of mode golden is loaded"),
-        pytest.raises(ValueError, match=r"trained in mode golden; this run's mode is 0\.5"),
-    ):
-        resumed.fit(Module(), loader(), ckpt_path=path)
-
-
 @pytest.mark.filterwarnings("ignore:normplug. a checkpoint of mode:UserWarning")
 def test_swap_norms_keeps_the_mode_of_each_layer_in_the_checkpoint(tmp_path):
     path, modes = tmp_path / "last.ckpt", {"net.0": 0.5, "*": "golden"}

@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from normplug.compare import PLOTS, compare
-from normplug.compare.__main__ import main
+from normplug.experiment.compare.__main__ import main
 from normplug.experiment.compare.frame import label, mean_variance, read_variance
 from normplug.experiment.compare.stats import adjusted_ps, intervals
 from normplug.experiment.measure import ACCURACY
