@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +94,7 @@ def batch_norm(
         var, mean = torch.var_mean(x_acc, dim=channel_dims(x), correction=0)
     mean, var = mean.to(x_acc.dtype), var.to(x_acc.dtype)
     xhat = (x_acc - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
-    y = _affine(xhat * math.sqrt(target_variance), weight, bias, channels=True)
+    y = _affine(xhat * math.sqrt(target_variance), weight, bias, (-1, *[1] * (x.dim() - 2)))
     return Normalized(y.to(x.dtype), mean, var)
 
 
@@ -116,7 +115,7 @@ def batch_norm_backward(
     """
     if not training:
         options |= {"mean": mean, "var": var}
-    return _gradients(partial(batch_norm, **options), dy, x, weight, x.shape[1:2])
+    return Gradients(*_gradients(batch_norm, dy, x, weight, x.shape[1:2], **options))
 
 
 def group_norm(
@@ -144,22 +143,19 @@ def group_norm(
     by_group = x.shape[0], groups, math.prod(x.shape[1:]) // groups
     rows = x.to(accumulator_dtype(x.dtype)).reshape(by_group)
     y, mean, var = layer_norm(rows, by_group[2:], eps=eps, target_variance=target_variance)
-    y = _affine(y.reshape(x.shape), weight, bias, channels=True)
+    y = _affine(y.reshape(x.shape), weight, bias, (-1, *[1] * (x.dim() - 2)))
     return Normalized(y.to(x.dtype), mean, var)
 
 
 def group_norm_backward(
-    dy: Tensor, x: Tensor, groups: int, weight: Tensor | None, **options: float
+    dy: Tensor, x: Tensor, groups: int, weight: Tensor | None, **options: Any
 ) -> Gradients:
     """The gradients of `group_norm` for dy, which is shaped like `x`; `options` are the forward's.
 
     dx has the dtype of `x`; dweight and dbias, (C,), have the accumulator's.
     """
-
-    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Normalized:
-        return group_norm(x, groups, weight, bias, **options)
-
-    return _gradients(forward, dy, x, weight, x.shape[1:2])
+    options["groups"] = groups
+    return Gradients(*_gradients(group_norm, dy, x, weight, x.shape[1:2], **options))
 
 
 def instance_norm(
@@ -208,23 +204,20 @@ def layer_norm(
     x_acc = x.to(accumulator_dtype(x.dtype))
     var, mean = torch.var_mean(x_acc, dim=dims, correction=0, keepdim=True)
     y = (x_acc - mean) * torch.rsqrt(var + eps) * math.sqrt(target_variance)
-    y = _affine(y, weight, bias, channels=False)
+    y = _affine(y, weight, bias, normalized_shape)
     rows = x.shape[: x.dim() - len(dims)]
     return Normalized(y.to(x.dtype), mean.reshape(rows), var.reshape(rows))
 
 
 def layer_norm_backward(
-    dy: Tensor, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, **options: float
+    dy: Tensor, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, **options: Any
 ) -> Gradients:
     """The gradients of `layer_norm` for dy, which is shaped like `x`; `options` are the forward's.
 
     dx has the dtype of `x`; dweight and dbias, `normalized_shape`, have the accumulator's.
     """
-
-    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Normalized:
-        return layer_norm(x, normalized_shape, weight, bias, **options)
-
-    return _gradients(forward, dy, x, weight, normalized_shape)
+    options["normalized_shape"] = normalized_shape
+    return Gradients(*_gradients(layer_norm, dy, x, weight, normalized_shape, **options))
 
 
 def rms_norm(
@@ -268,13 +261,11 @@ def rms_norm_backward(
 
     dx has the dtype of `x`; dweight, `normalized_shape`, has the accumulator's.
     """
+    options["normalized_shape"] = normalized_shape
     if weight is None:
         options["weight_offset"] = 0.0
-
-    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Rescaled:
-        return rms_norm(x, normalized_shape, weight, **options)
-
-    return _gradients(forward, dy, x, weight, normalized_shape)[:2]
+    dx, dweight = _gradients(rms_norm, dy, x, weight, normalized_shape, **options)
+    return dx, dweight
 
 
 def rms_eps(dtype: torch.dtype, eps: float | None) -> float:
@@ -333,30 +324,31 @@ def per_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.reshape(1, -1, *[1] * (x.dim() - 2))
 
 
-def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, channels: bool) -> Tensor:
-    """Scale and shift channels or elements of rows."""
+def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """Scale and shift by vectors of this shape."""
     if weight is not None:
-        weight = weight.to(y.dtype)
-        y = y * (per_channel(weight, y) if channels else weight)
+        y = y * weight.to(y.dtype).reshape(shape)
     if bias is not None:
-        bias = bias.to(y.dtype)
-        y = y + (per_channel(bias, y) if channels else bias)
+        y = y + bias.to(y.dtype).reshape(shape)
     return y
 
 
 def _gradients(
-    forward: Callable[[Tensor, Tensor, Tensor], Normalized | Rescaled],
+    norm: Callable[..., Normalized | Rescaled],
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
     shape: Sequence[int],
-) -> Gradients:
-    """The gradients of `forward` at x, weight (None for ones) and a bias of zeros."""
+    **arguments: Any,
+) -> list[Tensor]:
+    """The gradients of x, the weight (None for ones) and the bias, if the norm has one."""
     acc = accumulator_dtype(x.dtype)
-    bias = torch.zeros(shape, dtype=acc, device=x.device)
-    inputs = (x.to(acc), bias + 1 if weight is None else weight.to(acc), bias)
+    zeros = torch.zeros(shape, dtype=acc, device=x.device)
+    inputs = {"x": x.to(acc), "weight": zeros + 1 if weight is None else weight.to(acc)}
+    if norm is not rms_norm:
+        inputs["bias"] = zeros
     with torch.enable_grad():
-        leaves = [each.detach().requires_grad_() for each in inputs]
-        y, *_ = forward(*leaves)
-        dx, *others = torch.autograd.grad(y, leaves, dy.to(acc), allow_unused=True)
-    return Gradients(dx.to(x.dtype), *others)
+        leaves = {name: each.detach().requires_grad_() for name, each in inputs.items()}
+        y = norm(**leaves, **arguments)[0]
+        dx, *others = torch.autograd.grad(y, list(leaves.values()), dy.to(acc))
+    return [dx.to(x.dtype), *others]
