@@ -22,7 +22,7 @@ import normplug
 from nets import encoder
 from normplug._results import stamp
 from normplug.bench.rows import Row, Rows, add_to_file
-from normplug.bench.timing import spread, wall_us
+from normplug.bench.timing import back_to_back, in_turns, spread
 
 COLUMNS = {
     "what": ("what", "{}"),
@@ -72,7 +72,7 @@ def measure(what: str, turns: int) -> Iterator[Row]:
         "standard, watched": normplug.swap(copy.deepcopy(stock), **watched),
     }
     calls = {name: partial(_step, module, x) for name, module in modules.items()}
-    times = wall_us(calls, turns)
+    times = in_turns({name: back_to_back(call) for name, call in calls.items()}, turns)
     origin = stamp(gpu=False)
     for name, samples in times.items():
         ratios = [ours / theirs for ours, theirs in zip(samples, times["stock"], strict=True)]

@@ -100,7 +100,7 @@ def measure(case: Case, device: torch.device) -> Iterator[Row]:
     expected = both(EAGER)[:compared]
     for name in (OURS, PYTHON):
         for found, theirs in zip(both(name)[:compared], expected, strict=True):
-            far = error(found.detach(), theirs.detach())
+            far = error(found, theirs)
             assert far <= FAR, f"{name}, {case}: a result differs from eager's by {far:.3g}"
     for direction, call in (("F", forward), ("F+B", both)):
         times = in_turns({name: _turn(name, partial(call, name), direction) for name in calls})

@@ -118,7 +118,7 @@ def selected(names: Sequence[str], batch: int | None) -> Iterator[tuple[str, int
             yield name, size
 
 
-def measure(name: str, batch: int, names: Sequence[str], rounds: int | None, device: Any) -> Rows:
+def measure(name: str, batch: int, names: Sequence[str], rounds: int, device: Any) -> Rows:
     """A row for each arm, with the GPU's time by groups of kernels."""
     torch.manual_seed(0)
     model, data, loss = nets.NETS[name].make(batch=batch)
@@ -140,7 +140,8 @@ OPTIONS: dict[str, Any] = {
     "--batch": {"type": int, "help": "samples a step; default: each model's own"},
     "--arms": {"nargs": "+", "choices": (ALL, *ARMS), "default": USUAL, "metavar": "NAME"},
 }
-main = partial(script.main, __doc__, _measure_all, OPTIONS | {"--rounds": {"type": int}})
+ROUNDS = {"--rounds": {"type": int, "default": models.ROUNDS}}
+main = partial(script.main, __doc__, _measure_all, OPTIONS | ROUNDS)
 
 if __name__ == "__main__":
     main()

@@ -88,16 +88,6 @@ def jobs_of(t: Any) -> dict[str, Any] | None:
     return None
 
 
-def interposed() -> bool:
-    """Whether a transform, a mode or a tracer sees torch's operations, and would miss a kernel."""
-    return (
-        transforms_active()
-        or forward_ad._current_level >= 0
-        or (_dispatch_modes() > 0 and dispatch_modes() > 0)
-        or torch._C._get_tracing_state() is not None
-    )
-
-
 def is_tracing() -> bool:
     """Whether `torch.jit.trace` is recording. The public function checks more."""
     return torch._C._get_tracing_state() is not None
@@ -106,6 +96,17 @@ def is_tracing() -> bool:
 def in_forward_ad() -> bool:
     """Whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
+
+
+def interposed() -> bool:
+    """Whether a transform, a mode or a tracer sees torch's operations, and would miss a kernel."""
+    # Calls of `in_forward_ad` and `is_tracing` would cost every call.
+    return (
+        transforms_active()
+        or forward_ad._current_level >= 0
+        or (_dispatch_modes() > 0 and dispatch_modes() > 0)
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 # Dynamo evaluates `torch.compiler.is_exporting()` to True whenever it compiles. So without the
@@ -205,10 +206,6 @@ def has_hooks(module: nn.Module) -> bool:
         or module._compiled_call_impl is not None
         or is_patched(module)
     )
-
-
-def _assert(condition: Any, message: str) -> None:
-    assert condition, message
 
 
 # --- Measuring, for normplug.bench ---

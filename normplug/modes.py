@@ -41,10 +41,8 @@ class NormMode:
     @property
     def name(self) -> str:
         """`"golden"`, `"standard"`, or the number."""
-        for name, value in _NAMED.items():
-            if value == self.target_variance:
-                return name
-        return repr(self.target_variance)
+        names = (name for name, value in _NAMED.items() if value == self.target_variance)
+        return next(names, repr(self.target_variance))
 
     def __str__(self) -> str:
         return self.name
@@ -84,8 +82,11 @@ def target_variance(mode: ModeLike) -> float:
     if isinstance(mode, str):
         if mode in _NAMED:
             return _NAMED[mode]
-    elif isinstance(mode, float) or _is_number(mode):
-        value = _as_float(mode)
+    elif isinstance(mode, float) or (isinstance(mode, numbers.Real) and mode is not True):
+        try:
+            value = float(mode)
+        except OverflowError:
+            value = math.inf
         if 0.0 < value < math.inf:
             return value
     raise ValueError(
@@ -100,17 +101,6 @@ def shown(value: Any) -> str:
         return reprlib.repr(value)
     except ValueError:  # Python prints no integers of more than 4,300 digits
         return f"an integer of {value.bit_length()} bits"
-
-
-def _is_number(mode: Any) -> bool:
-    return isinstance(mode, numbers.Real) and not isinstance(mode, bool)
-
-
-def _as_float(number: float) -> float:
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf
 
 
 NormMode.GOLDEN = NormMode(_NAMED["golden"])

@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", metavar="N", type=int, help="samples; default: 8, or the function's own")
     add("--autocast", choices=("none", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
     add("--channels-last", action="store_true", help="channels_last memory")
-    add("--rounds", metavar="N", type=int, help="turns of each arm; default: 10, slow models 3")
+    add("--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns of each arm")
 
     add = command(_op, "time one operation, and compare it with PyTorch's", "golden")
     add("name", choices=OPS, metavar="NAME", help=", ".join(OPS))

@@ -28,8 +28,7 @@ Change = Callable[[Any], Any]  # takes a model, and returns it or another
 Loss = Callable[[nn.Module, Any], Tensor]
 
 WARM_UPS = 4  # steps after the first
-ROUNDS, TURN = 10, 5  # rounds of turns; steps in a turn
-SLOW_MS, SLOW_ROUNDS, SLOW_TURN = 500, 3, 1  # of a model with slower steps
+ROUNDS = 10
 COLUMNS = {
     "arm": ("arm", "{}"),
     "median ms": ("ms", "{:.2f}"),
@@ -74,7 +73,7 @@ def measure(
     *,
     mode: Any = "standard",
     autocast: torch.dtype | None = None,
-    rounds: int | None = None,
+    rounds: int = ROUNDS,
 ) -> Rows:
     """Time training steps of a model: eager, compiled, swapped, fused, and fused and compiled.
 
@@ -89,7 +88,7 @@ def measure(
             output if it has one, and otherwise the mean square of all floating-point outputs.
         mode: the mode to swap in.
         autocast: the dtype of autocast in the forward; None for no autocast.
-        rounds: how many turns each arm gets; by default 10, and 3 for slow models.
+        rounds: how many turns each arm gets.
 
     Returns:
         A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, the peak
@@ -108,7 +107,7 @@ def measure_arms(
     variants: Mapping[str, Arm],
     *,
     autocast: torch.dtype | None = None,
-    rounds: int | None = None,
+    rounds: int = ROUNDS,
     profile: Callable[[list[timing.Event]], Row] | None = None,
 ) -> list[Row]:
     """As `measure`, for any arms; `profile` makes fields of a row of an arm's events on the GPU."""
@@ -128,12 +127,9 @@ def measure_arms(
         if warmed is not None:
             steps[name], facts = warmed
             rows[name] |= facts
-    timers = {name: timing.timer(step) for name, step in steps.items()}
-    slow = bool(timers) and _turn_ms(next(iter(timers.values())), 1)[0] > SLOW_MS
-    count, usual = (SLOW_TURN, SLOW_ROUNDS) if slow else (TURN, ROUNDS)
-    turns = {name: partial(_turn_ms, timer, count) for name, timer in timers.items()}
-    for name, samples in timing.in_turns(turns, rounds or usual).items():
-        rows[name] |= timing.spread("ms", samples) | {"turns": len(samples)}
+    turns = {name: timing.back_to_back(step) for name, step in steps.items()}
+    for name, samples in timing.in_turns(turns, rounds).items():
+        rows[name] |= timing.spread("ms", [us / 1e3 for us in samples])
         if gpu:
             what = f"{name}, profile"
             events, _ = timing.attempt(what, partial(timing.gpu_events, steps[name]))
@@ -146,11 +142,6 @@ def measure_arms(
         row | {"over_eager": eager and row.get("ms") and eager / row["ms"]} | origin
         for row in rows.values()
     ]
-
-
-def _turn_ms(timer: Any, count: int) -> list[float]:
-    """The milliseconds of a step in `count` steps back to back."""
-    return [timer.timeit(count).median * 1e3]
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import sys
@@ -34,18 +33,14 @@ def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
         return _from_file(Path(place), name, batch, options)
     if place and place not in _LIBRARIES:
         raise ValueError(f"{place!r} is no library to take a model from: {', '.join(_LIBRARIES)}.")
-    known: list[str] = []
     for library in [place] if place else _LIBRARIES:
         if importlib.util.find_spec(library) is not None:
             names, make = _LIBRARIES[library]
-            known += names()
-            if name in known:
+            if name in names():
                 return make(name, 8 if batch is None else batch, **options)
         elif place:
             raise ValueError(f"{place} is not installed.")
-    near = difflib.get_close_matches(name, dict.fromkeys(known), 3, 0.5)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    raise ValueError(f"no model {target!r} in torchvision, timm or transformers.{hint}")
+    raise ValueError(f"no model {target!r} in torchvision, timm or transformers.")
 
 
 def _from_file(path: Path, name: str, batch: int | None, options: dict[str, Any]) -> Target:

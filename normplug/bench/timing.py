@@ -1,6 +1,6 @@
 """How long calls take. Calls to be compared take turns, so that drift and load affect all of them.
 
-The stopwatches are `triton.testing.do_bench` on a GPU and `torch.utils.benchmark` on a CPU.
+The stopwatches are `triton.testing.do_bench` and `torch.utils.benchmark`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def ready(device: str) -> torch.device:
 def device_us(calls: Mapping[str, Call], device: torch.device) -> dict[str, list[float]]:
     """Name -> microseconds of each repetition.
 
-    On a GPU, the time is the GPU's alone, and the L2 cache is cold.
+    On a GPU, the time is the GPU's alone, and the L2 cache is cold. On a CPU, it is a call's in
+    calls back to back.
     """
-    stopwatch = gpu_stopwatch if device.type == "cuda" else _cpu_stopwatch
+    stopwatch = gpu_stopwatch if device.type == "cuda" else back_to_back
     return in_turns({name: stopwatch(call) for name, call in calls.items()})
 
 
@@ -129,26 +130,15 @@ def gpu_stopwatch(call: Call) -> Turn:
     return turn
 
 
-def _cpu_stopwatch(call: Call) -> Turn:
-    call()
-    measured = timer(call).blocked_autorange
-    return lambda: [1e6 * s for s in measured(min_run_time=TURN_MS / 1e3).times]
-
-
 def back_to_back(call: Call) -> Turn:
     """Make a turn of calls back to back: the microseconds a call, the slower of host and GPU's."""
-    measured = timer(call).timeit
-    seconds = measured(FEWEST).median
-    count = min(max(int(TURN_MS / 1e3 / seconds), FEWEST), MOST)
-    return lambda: [1e6 * measured(count).median]
-
-
-def timer(call: Call) -> Any:
-    """A `torch.utils.benchmark.Timer` of a call, with as many threads as torch has."""
     # Imported here: it looks for compilers, and may print what it finds.
     from torch.utils.benchmark import Timer
 
-    return Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    seconds = timer.timeit(FEWEST).median
+    count = min(max(int(TURN_MS / 1e3 / seconds), FEWEST), MOST)
+    return lambda: [1e6 * timer.timeit(count).median]
 
 
 def attempt(what: str, call: Callable[[], Any]) -> tuple[Any, str | None]:

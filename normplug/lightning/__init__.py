@@ -4,8 +4,7 @@ from normplug._convert import norm_layers
 from normplug._extras import needs
 
 with needs("normplug.lightning", "lightning"):
-    from normplug.lightning.swap_norms import SwapNorms
-    from normplug.lightning.sync_norms import SyncNorms
+    from normplug.lightning.swap_norms import SwapNorms, SyncNorms
     from normplug.lightning.variance_logger import VarianceLogger
 
 __all__ = ["SwapNorms", "SyncNorms", "VarianceLogger", "norm_layers"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from matplotlib.ticker import Locator, LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from normplug._results import replace_file
-from normplug.lightning.variance_table import LayerVariance, whose
+from normplug.lightning.variance_logger import LayerVariance
 
 Floats = NDArray[np.float64]
 RATIO = "output before weight and bias, over target"
+PANELS = ("input", RATIO, "output after weight and bias")
 
 
 def draw_heat_map(rows: list[LayerVariance], path: Path, model: str) -> None:
@@ -38,17 +38,31 @@ def draw_heat_map(rows: list[LayerVariance], path: Path, model: str) -> None:
     figure = Figure(figsize=(width, inches + 1.5), layout="constrained")
     FigureCanvasAgg(figure)
     run = "/".join(path.resolve().parent.parts[1:][-4:])
-    what = f"variance at each norm ({_summary(rows, steps)}; hatched: no finite value)"
-    lines = [textwrap.fill(text, int(11 * width)) for text in (f"{model}, run {run}", what)]
-    figure.suptitle("\n".join(lines), fontsize="medium")
-    panels = _panels(rows, layers, steps)
-    drawn = figure.subplots(1, len(panels), sharey=True)
-    for axes, (title, values) in zip(drawn, panels.items(), strict=True):
+    targets = [row.target_variance for row in rows]
+    low, high = min(targets), max(targets)
+    target = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+    when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    what = (
+        f"variance at each norm (target {target}, {when}{rows[0].whose()}; "
+        "hatched: no finite value)"
+    )
+    titles = [textwrap.fill(text, int(11 * width)) for text in (f"{model}, run {run}", what)]
+    figure.suptitle("\n".join(titles), fontsize="medium")
+    # Panel, layer, step; NaN where there is no row.
+    values = np.full((3, len(layers), len(steps)), math.nan)
+    rank = {layer: i for i, layer in enumerate(layers)}
+    column = {step: i for i, step in enumerate(steps)}
+    for row in rows:
+        ratio = row.output_variance / row.target_variance
+        triple = row.input_variance, ratio, row.affine_variance
+        values[:, rank[row.layer], column[row.step]] = triple
+    drawn = figure.subplots(1, len(PANELS), sharey=True)
+    for axes, title, panel in zip(drawn, PANELS, values, strict=True):
         # The ratio should be 1 up to rounding and eps, so its scale is fixed.
-        norm = Normalize(0.9, 1.1) if title == RATIO else colour_scale(values, least=1.2)
-        mesh = heat_map(axes, np.array(steps), np.arange(len(layers)), values, norm)
-        colour_bar(figure, mesh, values, axes, fraction=0.06, pad=0.02)
-        axes.set_title(title + _closeness(values[np.isfinite(values)]), fontsize="medium")
+        norm = Normalize(0.9, 1.1) if title == RATIO else colour_scale(panel, least=1.2)
+        mesh = heat_map(axes, np.array(steps), np.arange(len(layers)), panel, norm)
+        colour_bar(figure, mesh, panel, axes, fraction=0.06, pad=0.02)
+        axes.set_title(title + _closeness(panel[np.isfinite(panel)]), fontsize="medium")
         axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     shown = range(0, len(layers), math.ceil(0.13 * len(layers) / inches))
@@ -116,29 +130,6 @@ def _edges(centres: NDArray[Any]) -> Floats:
     middle = (centres[1:] + centres[:-1]) / 2
     first, last = (middle[0], middle[-1]) if len(middle) else (centres[0] + 0.5, centres[0] - 0.5)
     return np.concatenate([[2 * centres[0] - first], middle, [2 * centres[-1] - last]])
-
-
-def _panels(rows: list[LayerVariance], layers: list[str], steps: list[int]) -> dict[str, Floats]:
-    """Title of each panel -> its values (layers, steps); NaN where there is no row."""
-    cells = {(row.layer, row.step): row for row in rows}
-
-    def values(value: Callable[[LayerVariance], float]) -> Floats:
-        found = [cells.get((layer, step)) for layer in layers for step in steps]
-        flat = [math.nan if row is None else value(row) for row in found]
-        return np.array(flat).reshape(len(layers), len(steps))
-
-    return {
-        "input": values(lambda row: row.input_variance),
-        RATIO: values(lambda row: row.output_variance / row.target_variance),
-        "output after weight and bias": values(lambda row: row.affine_variance),
-    }
-
-
-def _summary(rows: list[LayerVariance], steps: list[int]) -> str:
-    targets = sorted({row.target_variance for row in rows})
-    target = " to ".join(f"{value:.4g}" for value in dict.fromkeys((targets[0], targets[-1])))
-    when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    return f"target {target}, {when}{whose(rows[0])}"
 
 
 def _closeness(values: Floats) -> str:

@@ -1,4 +1,4 @@
-"""`SwapNorms`: swap a LightningModule's norms before its optimizer is built."""
+"""`SwapNorms` swaps a LightningModule's norms, `SyncNorms` synchronises its BatchNorms."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 
 import normplug
 from normplug import _checks, _convert
@@ -169,6 +171,51 @@ def _warm_up(trainer: Trainer, pl_module: LightningModule) -> None:
     inputs = () if named else example if isinstance(example, tuple) else (example,)
     with trainer.precision_plugin.forward_context():
         rank_zero_info(str(normplug.warm_up(pl_module, *inputs, **named)))
+
+
+class SyncNorms(LayerSync):
+    """Synchronise BatchNorms over all processes while a Trainer fits, and undo it after the fit.
+
+    Use it instead of `Trainer(sync_batchnorm=True)`, which rebuilds layers and drops their mode.
+    Here every layer stays the same object, keeps its mode, and has its own class again after the
+    fit. A stock layer takes part in mode standard and is stock again after the fit. A layer that
+    already is a SyncBatchNorm is left alone.
+
+    It acts only under distributed strategies that let Lightning synchronise layers (DDP and FSDP).
+
+    Examples:
+        >>> trainer = Trainer(plugins=[SyncNorms()], callbacks=[SwapNorms("golden")], logger=False)
+    """
+
+    def __init__(self) -> None:
+        self._synchronised: list[nn.Module] = []
+        self._deferred: Callback | None = None
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Synchronise every BatchNorm of `model`; on the CPU, when the fit starts."""
+        trainer = vars(model).get("_trainer")
+        if trainer is not None and trainer.strategy.root_device.type == "cpu":
+            # DistributedDataParallel wraps the model before the fit starts. On the CPU it rejects a
+            # model with a SyncBatchNorm, since torch's does not run there.
+            self._deferred = LambdaCallback(on_fit_start=lambda _, model: self.synchronise(model))
+            trainer.callbacks.insert(0, self._deferred)
+        else:
+            self.synchronise(model)
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Undo `apply`."""
+        trainer = vars(model).get("_trainer")
+        if trainer is not None and self._deferred in trainer.callbacks:
+            trainer.callbacks.remove(self._deferred)
+        for module in self._synchronised:
+            _convert.desynchronise(module)
+        self._synchronised = []
+        return model
+
+    def synchronise(self, model: nn.Module) -> None:
+        """Synchronise every BatchNorm of `model` now, until `revert`."""
+        self._synchronised += [m for m in model.modules() if _convert.synchronise(m)]
 
 
 def _refuse_unknown(options: Iterable[str]) -> None:

@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
+import csv
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
 
 from normplug import _checks, _convert
 from normplug._extras import MissingPackage, needs
-from normplug.lightning.variance_table import (
-    MEASURED,
-    LayerVariance,
-    append,
-    as_metrics,
-    as_table,
-    keep_before,
-)
+from normplug._results import replace_file
+from normplug._table import table
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.probe import Probe, averages
+
+MEASURED = ("input_variance", "output_variance", "affine_variance", "weight_rms")
+COLUMNS = {
+    "layer": ("layer", ""),
+    "target": ("target_variance", "6.4f"),
+    "input var": ("input_variance", "9.4g"),
+    "output var": ("output_variance", "10.4f"),
+    "after affine": ("affine_variance", "12.4g"),
+    "weight rms": ("weight_rms", "10.4f"),
+}
+
+
+class LayerVariance(NamedTuple):
+    """The measurements of one norm layer on one logged step; variances as in `VarianceLogger`.
+
+    measure: "variance", or "second moment" for a norm that does not centre.
+    """
+
+    step: int
+    epoch: int
+    layer: str
+    depth: int
+    kind: str
+    target_variance: float
+    input_variance: float
+    output_variance: float
+    affine_variance: float
+    weight_rms: float
+    rank: int
+    world_size: int
+    measure: str = "variance"
+
+    def whose(self) -> str:
+        """Which part of the batch was measured; empty for the whole batch."""
+        return "" if self.world_size == 1 else f", rank 0 of {self.world_size}'s part of the batch"
 
 
 class VarianceLogger(Callback):
@@ -68,7 +98,7 @@ class VarianceLogger(Callback):
         self.dirpath = dirpath
         self.path: Path | None = None
         self.last: list[LayerVariance] = []
-        self._probed: list[_Probed] = []
+        self._measuring: list[tuple[str, TargetVarianceNorm, bool]] = []  # path, layer, is stock
         self.logged_step = -1
         self._rows: list[LayerVariance] = []
 
@@ -83,7 +113,7 @@ class VarianceLogger(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop the rows of steps that a resumed run repeats."""
         if trainer.ckpt_path and trainer.is_global_zero and self.path is not None:
-            self._rows = keep_before(trainer.global_step, self.path)
+            self._rows = _keep_before(trainer.global_step, self.path)
             self.last = [row for row in self._rows if row.step == self._rows[-1].step]
 
     def on_train_batch_start(
@@ -97,37 +127,49 @@ class VarianceLogger(Callback):
         if not trainer.is_global_zero:
             return
         for name, module in _convert.norm_layers(pl_module):
-            if isinstance(module, TargetVarianceNorm) or not hasattr(module, "process_group"):
-                self._probed.append(_Probed(name, module))
+            is_stock = not isinstance(module, TargetVarianceNorm)
+            if is_stock and hasattr(module, "process_group"):
+                continue
+            if is_stock:
+                _convert.convert(module, 1.0, backend="torch")
+            assert isinstance(module, TargetVarianceNorm)
+            module._probe = Probe()
+            self._measuring.append((name, module, is_stock))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After a logged step, fetch and write the measured values."""
-        if not self._probed:
+        if not self._measuring:
             return
-        values = averages([probed.probe for probed in self._probed])
+        layers = [(name, layer) for name, layer, _ in self._measuring]
+        values = averages([layer._probe for _, layer in layers if layer._probe is not None])
         self.last = [
             LayerVariance(
                 step=self.logged_step,
                 epoch=trainer.current_epoch,
-                layer=probed.name,
+                layer=name,
                 depth=depth,
-                kind=probed.kind,
-                target_variance=probed.target_variance,
+                kind=_convert.plain_class(layer).__name__,
+                target_variance=layer.target_variance,
                 **dict(zip(MEASURED, measured, strict=True)),
                 rank=trainer.global_rank,
                 world_size=trainer.world_size,
-                measure=probed.module._measure,
+                measure=layer._measure,
             )
-            for depth, (probed, measured) in enumerate(zip(self._probed, values, strict=True))
+            for depth, ((name, layer), measured) in enumerate(zip(layers, values, strict=True))
         ]
         self._release()
         self._rows += self.last
         assert self.path is not None
-        append(self.last, self.path)
+        _append(self.last, self.path)
+        metrics = {
+            f"variance/{row.layer}/{field.removesuffix('_variance')}": getattr(row, field)
+            for row in self.last
+            for field in MEASURED
+        }
         for logger in trainer.loggers:
-            logger.log_metrics(as_metrics(self.last), step=self.logged_step)
+            logger.log_metrics(metrics, step=self.logged_step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the heat map; without matplotlib, warn instead."""
@@ -149,29 +191,44 @@ class VarianceLogger(Callback):
 
     def table(self) -> str:
         """The latest logged step as a table, one line per layer; empty before the first."""
-        return as_table(self.last)
+        if not self.last:
+            return ""
+        columns = dict(COLUMNS)
+        if any(row.measure != "variance" for row in self.last):
+            columns["measure"] = ("measure", "")
+        cells = [
+            tuple(format(getattr(row, name), form) for name, form in columns.values())
+            for row in self.last
+        ]
+        title = f"variance at step {self.last[0].step}{self.last[0].whose()}"
+        return f"{title}\n{table([tuple(columns), *cells])}"
 
     def _release(self) -> None:
-        for probed in self._probed:
-            probed.release()
-        self._probed = []
+        for _, layer, is_stock in self._measuring:
+            del layer._probe
+            if is_stock:
+                _convert.revert(layer)
+        self._measuring = []
 
 
-class _Probed:
-    """A norm layer that measures until it is released."""
+def _append(rows: Iterable[LayerVariance], path: Path) -> None:
+    """Add rows to the CSV file; a new file gets a header first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = [] if path.exists() else [LayerVariance._fields]
+    with path.open("a", newline="") as file:
+        csv.writer(file).writerows([*header, *rows])
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self.name = name
-        self.kind = _convert.plain_class(module).__name__
-        self.is_stock = not isinstance(module, TargetVarianceNorm)
-        if self.is_stock:
-            _convert.convert(module, 1.0, backend="torch")
-        assert isinstance(module, TargetVarianceNorm)
-        self.module = module
-        self.target_variance = module.target_variance
-        module._probe = self.probe = Probe()
 
-    def release(self) -> None:
-        del self.module._probe
-        if self.is_stock:
-            _convert.revert(self.module)
+def _keep_before(step: int, path: Path) -> list[LayerVariance]:
+    """Drop the CSV file's rows from `step` on, and an unfinished line; return the other rows."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        lines = list(csv.reader(line for line in file if line.endswith("\n")))
+    types = get_type_hints(LayerVariance).values()
+    # Files of earlier versions lack the last column.
+    rows = [LayerVariance(*(t(v) for t, v in zip(types, line, strict=False))) for line in lines[1:]]
+    kept = [row for row in rows if row.step < step]
+    with replace_file(path) as part:
+        _append(kept, part)
+    return kept

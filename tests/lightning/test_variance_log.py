@@ -11,7 +11,7 @@ from torch import nn
 
 from normplug.lightning import VarianceLogger
 from normplug.lightning.heat_map import draw_heat_map
-from normplug.lightning.variance_table import LayerVariance
+from normplug.lightning.variance_logger import LayerVariance
 
 
 def rows_of(values, steps=(0, 10, 20), world_size=1):

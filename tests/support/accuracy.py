@@ -12,14 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from normplug.bench.op import ROUNDINGS_OF_SUMS, bound
+from normplug.bench.op import ROUNDINGS_OF_SUMS, bound, error
 from normplug.reference import accumulator_dtype
-
-
-def error(value: Tensor, truth: Tensor) -> float:
-    """Relative error in the Euclidean norm; absolute where the truth is zero."""
-    value, truth = value.detach().double(), truth.detach().double()
-    return float((value - truth).norm() / _scale(truth))
 
 
 def assert_no_worse(
@@ -43,18 +37,14 @@ def assert_no_worse(
         rounding = ROUNDINGS_OF_SUMS * torch.finfo(accumulator_dtype(ours.dtype)).eps
         # Below the smallest normal number, a rounding error no longer shrinks with the value.
         subnormal = limits.smallest_normal * limits.eps * math.sqrt(ours.numel())
-        allowed += float((rounding * terms.norm() + subnormal) / _scale(truth))
+        size = truth.detach().double().norm()
+        allowed += float((rounding * terms.norm() + subnormal) / (size if size > 0 else 1.0))
     assert error(ours, truth) <= allowed, f"{name}: {error(ours, truth):.3g} > {allowed:.3g}"
 
 
 def leaf(tensor: Tensor | None) -> Tensor | None:
     """A detached copy that requires a gradient."""
     return None if tensor is None else tensor.detach().clone().requires_grad_()
-
-
-def _scale(truth: Tensor) -> Tensor:
-    size = truth.double().norm()
-    return size if size > 0 else torch.ones_like(size)
 
 
 def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:

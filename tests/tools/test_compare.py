@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from normplug.compare import PLOTS, compare
-from normplug.compare.__main__ import main
+from normplug.experiment.compare.__main__ import main
 from normplug.experiment.compare.frame import find_runs, label, read_variance
 from normplug.experiment.compare.stats import group_runs
 from normplug.experiment.measure import ACCURACY

@@ -21,7 +21,7 @@ import normplug
 import train
 from forks import forked
 from normplug._ops import recompute
-from normplug.compare.__main__ import main as compare_arms
+from normplug.experiment.compare.__main__ import main as compare_arms
 from normplug.experiment.config import BY_DEPTH, arm_name, mode_of
 from normplug.experiment.learner import decay_groups, make_scheduler
 from normplug.experiment.models import GPT, resnet, scale_norm_weights, vit

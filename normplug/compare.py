@@ -1,7 +1,8 @@
-"""The comparison of runs (needs the `train` extra): `normplug.experiment.compare`."""
+"""The comparison of runs, `normplug.experiment.compare`, and `python -m normplug.compare RUNS`."""
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,3 +19,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with needs("normplug.compare", "train"):
         return getattr(import_module("normplug.experiment.compare"), name)
+
+
+if __name__ == "__main__":
+    with needs("normplug.compare", "train", SystemExit):
+        from normplug.experiment.compare.__main__ import main
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""Every formula of normplug in plain torch: the tests' oracle.
+
+Symbols: tv is the target variance, n the number of values that share a mean (all of a channel for
+BatchNorm, all of a row for LayerNorm, all of a sample's group of channels for GroupNorm, all of a
+sample's channel for InstanceNorm), mean() the mean over those n values.
+
+    var  = mean((x - mean(x))^2)                      divided by n, not by n - 1
+    xhat = (x - mean) * rstd                          rstd = 1 / sqrt(var + eps)
+    y    = weight * sqrt(tv) * xhat + bias            so that var(y) = tv where weight is 1
+
+The gradients are autograd's, of the forward. With dy given and g = dy * weight * sqrt(tv), they are
+
+    dx      = rstd * (g - mean(g) - xhat * mean(g * xhat))
+    dweight = sqrt(tv) * sum(dy * xhat)
+    dbias   = sum(dy)
+
+Where the statistics are constants (BatchNorm in eval mode, and InstanceNorm with running statistics
+in eval mode), dx = rstd * g.
+
+RMSNorm does not centre: mean(x) is replaced by 0, and mean(g) in dx by 0. So tv is its target
+*second moment*: mean(y^2) = tv where weight is 1, which is the variance of y only if its mean is 0.
+
+Sources: Ioffe and Szegedy 2015 (arXiv:1502.03167) for BatchNorm, Ba et al. 2016 (arXiv:1607.06450)
+for LayerNorm, Zhang and Sennrich 2019 (arXiv:1910.07467) for RMSNorm, Wu and He 2018
+(arXiv:1803.08494) for GroupNorm, Ulyanov et al. 2016 (arXiv:1607.08022) for InstanceNorm; the
+factor sqrt(tv) is normplug's own.
+
+All functions take any device and floating dtype. The arithmetic is in float64 for float64 input and
+in float32 for every other; results are rounded once, to the dtype of `x`.
+
+This module imports nothing else of normplug, since all other code is tested against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Normalized(NamedTuple):
+    """A norm's output, and the statistics that it was normalised by."""
+
+    y: Tensor
+    mean: Tensor
+    var: Tensor
+
+
+class Rescaled(NamedTuple):
+    """The output of a norm that does not centre, and the second moment used."""
+
+    y: Tensor
+    moment: Tensor
+
+
+class Gradients(NamedTuple):
+    """The gradients of a norm's input, weight and bias."""
+
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    target_variance: float = 1.0,
+    mean: Tensor | None = None,
+    var: Tensor | None = None,
+) -> Normalized:
+    """Normalise each channel of `x` over batch and space.
+
+    Args:
+        x: (N, C) or (N, C, *space).
+        weight: (C,), or None for ones.
+        bias: (C,), or None for zeros.
+        eps: added to the variance, before the root.
+        target_variance: the variance of the output where `weight` is 1.
+        mean: (C,), given together with `var` in eval mode; None for the batch's own mean.
+        var: (C,), see `mean`.
+
+    Returns:
+        y in the dtype of `x`; the (C,) mean and biased variance used, in the accumulator's dtype.
+    """
+    x_acc = x.to(accumulator_dtype(x.dtype))
+    if mean is None or var is None:
+        var, mean = torch.var_mean(x_acc, dim=channel_dims(x), correction=0)
+    mean, var = mean.to(x_acc.dtype), var.to(x_acc.dtype)
+    xhat = (x_acc - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
+    y = _affine(xhat * math.sqrt(target_variance), weight, bias, (-1, *[1] * (x.dim() - 2)))
+    return Normalized(y.to(x.dtype), mean, var)
+
+
+def batch_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    *,
+    training: bool = True,
+    **options: Any,
+) -> Gradients:
+    """The gradients of `batch_norm` for dy, which is shaped like `x`; `options` are the forward's.
+
+    `mean` and `var` are constants if `training` is False; otherwise they came from `x`. dx has the
+    dtype of `x`; dweight and dbias, (C,), have the accumulator's.
+    """
+    if not training:
+        options |= {"mean": mean, "var": var}
+    return Gradients(*_gradients(batch_norm, dy, x, weight, x.shape[1:2], **options))
+
+
+def group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    target_variance: float = 1.0,
+) -> Normalized:
+    """Normalise each group of adjacent channels of each sample of `x`, over channels and space.
+
+    Args:
+        x: (N, C) or (N, C, *space).
+        groups: the number of groups that the C channels form.
+        weight: (C,), or None for ones.
+        bias: (C,), or None for zeros.
+        eps: added to the variance, before the root.
+        target_variance: the variance of each group of the output where `weight` is 1.
+
+    Returns:
+        y in the dtype of `x`; mean and biased variance, (N, groups), in the accumulator's dtype.
+    """
+    by_group = x.shape[0], groups, math.prod(x.shape[1:]) // groups
+    rows = x.to(accumulator_dtype(x.dtype)).reshape(by_group)
+    y, mean, var = layer_norm(rows, by_group[2:], eps=eps, target_variance=target_variance)
+    y = _affine(y.reshape(x.shape), weight, bias, (-1, *[1] * (x.dim() - 2)))
+    return Normalized(y.to(x.dtype), mean, var)
+
+
+def group_norm_backward(
+    dy: Tensor, x: Tensor, groups: int, weight: Tensor | None, **options: Any
+) -> Gradients:
+    """The gradients of `group_norm` for dy, which is shaped like `x`; `options` are the forward's.
+
+    dx has the dtype of `x`; dweight and dbias, (C,), have the accumulator's.
+    """
+    options["groups"] = groups
+    return Gradients(*_gradients(group_norm, dy, x, weight, x.shape[1:2], **options))
+
+
+def instance_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    target_variance: float = 1.0,
+    mean: Tensor | None = None,
+    var: Tensor | None = None,
+) -> Normalized:
+    """Normalise each channel of each sample of `x` over space: `group_norm` with C groups.
+
+    With running statistics in eval mode, (C,) `mean` and `var`, it is `batch_norm`.
+    """
+    options = {"eps": eps, "target_variance": target_variance}
+    if mean is not None and var is not None:
+        return batch_norm(x, weight, bias, mean=mean, var=var, **options)
+    return group_norm(x, x.shape[1], weight, bias, **options)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    target_variance: float = 1.0,
+) -> Normalized:
+    """Normalise each row of `x` over its trailing `normalized_shape`.
+
+    Args:
+        x: (*rows, *normalized_shape).
+        normalized_shape: the trailing dimensions that form a row.
+        weight: `normalized_shape`, or None for ones.
+        bias: `normalized_shape`, or None for zeros.
+        eps: added to the variance, before the root.
+        target_variance: the variance of each output row where `weight` is 1.
+
+    Returns:
+        y in the dtype of `x`; mean and biased variance, (*rows), in the accumulator's dtype.
+    """
+    dims = tuple(range(-len(normalized_shape), 0))
+    x_acc = x.to(accumulator_dtype(x.dtype))
+    var, mean = torch.var_mean(x_acc, dim=dims, correction=0, keepdim=True)
+    y = (x_acc - mean) * torch.rsqrt(var + eps) * math.sqrt(target_variance)
+    y = _affine(y, weight, bias, normalized_shape)
+    rows = x.shape[: x.dim() - len(dims)]
+    return Normalized(y.to(x.dtype), mean.reshape(rows), var.reshape(rows))
+
+
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, **options: Any
+) -> Gradients:
+    """The gradients of `layer_norm` for dy, which is shaped like `x`; `options` are the forward's.
+
+    dx has the dtype of `x`; dweight and dbias, `normalized_shape`, have the accumulator's.
+    """
+    options["normalized_shape"] = normalized_shape
+    return Gradients(*_gradients(layer_norm, dy, x, weight, normalized_shape, **options))
+
+
+def rms_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    target_variance: float = 1.0,
+    weight_offset: float = 0.0,
+) -> Rescaled:
+    """Divide each row of `x` by its root mean square over the trailing `normalized_shape`.
+
+        y = (weight + weight_offset) * sqrt(tv) * x / sqrt(mean(x^2) + eps)
+
+    Args:
+        x: (*rows, *normalized_shape).
+        normalized_shape: the trailing dimensions that form a row.
+        weight: `normalized_shape`, or None for a factor of one, whatever `weight_offset` is.
+        eps: added to the second moment, before the root; None for the machine epsilon of the
+            accumulator's dtype.
+        target_variance: the second moment of each output row where the factor is 1.
+        weight_offset: added to `weight`.
+
+    Returns:
+        y in the dtype of `x`; the second moment mean(x^2), (*rows), in the accumulator's dtype.
+    """
+    dims = tuple(range(-len(normalized_shape), 0))
+    x_acc = x.to(accumulator_dtype(x.dtype))
+    moment = x_acc.square().mean(dims, keepdim=True)
+    y = x_acc * torch.rsqrt(moment + rms_eps(x.dtype, eps)) * math.sqrt(target_variance)
+    if weight is not None:
+        y = y * (weight.to(y.dtype) + weight_offset)
+    return Rescaled(y.to(x.dtype), moment.reshape(x.shape[: x.dim() - len(dims)]))
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `rms_norm` for dy, which is shaped like `x`; `options` are the forward's.
+
+    dx has the dtype of `x`; dweight, `normalized_shape`, has the accumulator's.
+    """
+    options["normalized_shape"] = normalized_shape
+    if weight is None:
+        options["weight_offset"] = 0.0
+    dx, dweight = _gradients(rms_norm, dy, x, weight, normalized_shape, **options)
+    return dx, dweight
+
+
+def rms_eps(dtype: torch.dtype, eps: float | None) -> float:
+    """The eps of an RMSNorm for input of this dtype: as given, or the accumulator's epsilon.
+
+    As in `torch.nn.functional.rms_norm` since torch 2.7; before, half input had its own epsilon.
+    """
+    return torch.finfo(accumulator_dtype(dtype)).eps if eps is None else eps
+
+
+def activation(pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
+    """Apply an activation to z = `pre`.
+
+    relu: max(z, 0).  relu6: min(max(z, 0), 6).  hardswish: z * relu6(z + 3) / 6.
+    silu: z * sigmoid(z).  gelu: z * Phi(z), exact.  (leaky_relu, slope): z, or slope * z below 0;
+    the default slope is 0.01.  None: z.
+    """
+    if name is None:
+        return pre
+    if isinstance(name, tuple):
+        return F.leaky_relu(pre, name[1])
+    return getattr(F, name)(pre)
+
+
+def activation_backward(dy: Tensor, pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
+    """The gradient of `activation` at `pre`.
+
+    At the kinks it is 0 for relu and relu6, and slope * dy for leaky_relu, as in torch.
+    """
+    with torch.enable_grad():
+        pre = pre.detach().requires_grad_()
+        return torch.autograd.grad(activation(pre, name), pre, dy)[0]
+
+
+def running_average(running: Tensor, value: Tensor, momentum: float | None, count: int) -> Tensor:
+    """The updated moving average: exponential, or over all `count` batches if momentum is None.
+
+    running_next = (1 - m) * running + m * value        m = momentum, or 1 / count
+    """
+    m = 1.0 / count if momentum is None else momentum
+    return (1.0 - m) * running + m * value
+
+
+def accumulator_dtype(*dtypes: torch.dtype | None) -> torch.dtype:
+    """The dtype of sums: float64 if any of `dtypes` is float64, else float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def channel_dims(x: Tensor) -> tuple[int, ...]:
+    """Batch and space: the dimensions over which a channel is normalised."""
+    return (0, *range(2, x.dim()))
+
+
+def per_channel(values: Tensor, x: Tensor) -> Tensor:
+    """Reshape (C,) values to broadcast over `x`."""
+    return values.reshape(1, -1, *[1] * (x.dim() - 2))
+
+
+def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """Scale and shift by vectors of this shape."""
+    if weight is not None:
+        y = y * weight.to(y.dtype).reshape(shape)
+    if bias is not None:
+        y = y + bias.to(y.dtype).reshape(shape)
+    return y
+
+
+def _gradients(
+    norm: Callable[..., Normalized | Rescaled],
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    shape: Sequence[int],
+    **arguments: Any,
+) -> list[Tensor]:
+    """The gradients of x, the weight (None for ones) and the bias, if the norm has one."""
+    acc = accumulator_dtype(x.dtype)
+    zeros = torch.zeros(shape, dtype=acc, device=x.device)
+    inputs = {"x": x.to(acc), "weight": zeros + 1 if weight is None else weight.to(acc)}
+    if norm is not rms_norm:
+        inputs["bias"] = zeros
+    with torch.enable_grad():
+        leaves = {name: each.detach().requires_grad_() for name, each in inputs.items()}
+        y = norm(**leaves, **arguments)[0]
+        dx, *others = torch.autograd.grad(y, list(leaves.values()), dy.to(acc))
+    return [dx.to(x.dtype), *others]
