@@ -24,9 +24,11 @@ _stored: dict[tuple[Hashable, ...], Any] = {}
 class Way(NamedTuple):
     """How a call runs.
 
-    run: the function that runs it. t: its tensors, copied where `run` cannot read them. spec: by
-    its `laid_out`, if they were copied.
-    why: why PyTorch's kernels run it, or None. plan: the plan of normplug's kernels, or None.
+    run: the function that runs it.
+    t: its tensors; copies of those that `run` cannot read.
+    spec: the spec whose `laid_out` makes the copies.
+    why: why PyTorch's kernels run it, or None.
+    plan: the plan of normplug's kernels, or None.
     """
 
     run: Callable[[Tensors], Any]
@@ -37,7 +39,7 @@ class Way(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """A backend by which `call` returns a sentence on how the call would run, and runs nothing."""
+    """A backend that makes `call` return a sentence on how the call would run, and run nothing."""
 
     backend: Any
 

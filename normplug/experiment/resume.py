@@ -128,8 +128,8 @@ class RunDirectory:
             checkpoint = continues = last
         moves = [name for name in left if name == METRICS or not continues]
         if moves and is_first_process():
-            number = 1 + len(list((self.path / FORMER).glob("[0-9]*")))
-            aside = self.path / FORMER / str(number)
+            numbers = (int(p.name) for p in self.path.glob(f"{FORMER}/*") if p.name.isdecimal())
+            aside = self.path / FORMER / str(1 + max(numbers, default=0))
             aside.mkdir(parents=True)
             for name in moves:
                 (self.path / name).replace(aside / name)

@@ -142,7 +142,8 @@ print((found.kernels, found.why), normplug.native.status().kernels)
 @pytest.mark.gpu
 def test_on_a_gpu_the_step_itself_compiles_nothing(tmp_path):
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
+    own = {"TRITON_CACHE_DIR": str(tmp_path), "NORMPLUG_COMPILE_WORKERS": "4"}
+    environment = {**os.environ, "PYTHONPATH": path, **own}
     command = [sys.executable, "-c", STEP]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "(8, '') {'here': 0, 'workers': 8, 'cache': 0}\n", done.stderr

@@ -156,7 +156,7 @@ def test_swap_norms_warms_up_on_the_modules_example(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(normplug, "warm_up", warm_up)
     module = Forward(make_net)
     module.example_input_array = example
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")  # train.py silences it
     trainer(tmp_path, SwapNorms(warm_up=True), precision="bf16-mixed").fit(module, loader())
     assert warmed == [inputs]
     assert "normplug: compiled 0 kernels" in caplog.text

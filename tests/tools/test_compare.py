@@ -257,7 +257,7 @@ def test_only_finished_runs_are_averaged_and_all_others_are_listed(compared, tmp
     assert difference(rows["standard"], "test") == (2, 0.7, 0)
     for line in (
         "golden, seed 1: failed: out of memory (",
-        "golden, seed 2: running: no error given (",
+        'golden, seed 2: unfinished: its status is "running" (',
         "golden, seed 3: missing: ",
         "standard, seed 0: missing: ",
         "standard, seed 1: finished, but no test accuracy (",

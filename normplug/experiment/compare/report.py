@@ -182,7 +182,9 @@ def _reason(run: Any, measure: Measure) -> str:
         return "missing: another arm has this seed, this arm has no run with it"
     if run.status == "finished":
         return f"finished, but no test {measure.name} ({run.run})" * math.isnan(run.test_score)
-    return f"{run.status}: {_one_line(run.error) or 'no error given'} ({run.run})"
+    if run.status in ("failed", "diverged"):
+        return f"{run.status}: {_one_line(run.error) or 'no error given'} ({run.run})"
+    return f'unfinished: its status is "{run.status}" ({run.run})'
 
 
 def _provenance(group: Group) -> list[str]:
