@@ -102,8 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for what in [what for what in CASES if a.only in what]:
         rows = list(measure(what, a.turns))
         print(Rows(rows, COLUMNS), flush=True)
-        if a.json:
-            add_to_file(a.json, rows)
+        add_to_file(a.json, rows)
 
 
 if __name__ == "__main__":
