@@ -44,7 +44,10 @@ def _columns(start, WIDTH, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constex
     differ in dtype, it would give a thread more adjacent values of the narrow than of the wide, and
     move values between threads to match them.
     """
-    columns = start + tl.arange(0, U)[:, None] * BC + tl.arange(0, BC)[None, :]
+    if U == 1:  # the same, by an operation that the compiler does not fold away with the hint
+        columns = tl.expand_dims(start + tl.arange(0, BC), 0)
+    else:
+        columns = start + tl.arange(0, U)[:, None] * BC + tl.arange(0, BC)[None, :]
     return tl.max_contiguous(columns, [1, VECTOR]), columns < WIDTH
 
 
