@@ -3,9 +3,12 @@
     python benchmarks/ddp.py data.root=cifar10-jpeg --json ddp.json
     python benchmarks/ddp.py --json ddp.json --plot ddp.png
 
+    python benchmarks/ddp.py --gpus 1 data.batch_size=1024 --json ddp.json
+
 The first arguments are options of train.py, such as where the images are. Every run is a command of
 its own, and adds its row when it ends. A GPU takes 512 images per step, so the batch grows with the
-GPUs. The learning rate is that of the configuration, 0.4, which does not depend on the batch.
+GPUs. The learning rate is that of the configuration, 0.4, which does not depend on the batch: two
+GPUs should reach the accuracy of one GPU with the same batch, as in the third line.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from omegaconf import OmegaConf
 
 from normplug.bench.rows import Row, add_to_file, read_file
 
@@ -52,10 +57,12 @@ def run(gpus: int, graph: bool, seed: int, timeout: float, options: Sequence[str
         facts: Row = {"model": "resnet18-cifar", "gpus": gpus, "graph": graph, "seed": seed}
         file = Path(directory, "result.json")
         result = json.loads(file.read_text()) if file.exists() else {}
+        config = OmegaConf.load(file.with_name("config.yaml")) if file.exists() else None
     if process.returncode != 0:
         print(text, file=sys.stderr)
         lines = text.strip().splitlines()
         return facts | {"error": str(result.get("error") or lines[-1])}
+    facts["batch"] = gpus * config.data.batch_size
     where = {"date": result["date"], "commit": result["commit"], "device": result["hardware"]}
     return facts | {key: result[key] for key in RESULTS} | where | result["versions"]
 
@@ -70,6 +77,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         xlabel="GPUs", ylabel="images per second", title="ResNet-18, CIFAR-10, 512 images per GPU"
     )
     done = pandas.DataFrame([row for row in rows if "error" not in row])
+    done = done[done.batch == 512 * done.gpus]
     for graph, runs in done.groupby("graph"):
         name, colour = ("CUDA graphs", "tab:blue") if graph else ("no graphs", "tab:grey")
         means = runs.groupby("gpus").images_per_s.mean()

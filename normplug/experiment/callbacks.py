@@ -21,6 +21,7 @@ from normplug.lightning import VarianceLogger
 
 WARM_UP_STEPS = 5
 TIMED_STEPS = 1000  # at most, the latest of a run
+ASKED_STEPS = 50  # training steps from one question for a SIGTERM to the next
 
 log = logging.getLogger(WHO)
 say = rank_zero_only(log.info)  # to the console and to train.log
@@ -34,6 +35,23 @@ def variance_loggers(trainer: Trainer) -> Iterator[VarianceLogger]:
 def is_measured(trainer: Trainer, step: int) -> bool:
     """Whether a `VarianceLogger` measures in this step, which then takes longer."""
     return any(logger.logged_step == step for logger in variance_loggers(trainer))
+
+
+def ask_seldom(trainer: Trainer) -> None:
+    """Ask the processes of a run every `ASKED_STEPS` steps, not in each, for a SIGTERM.
+
+    Lightning 2.6 asks by a broadcast, and waits for the GPU to read the answer. So the GPU is idle
+    until the host has launched the next step. Other versions do not ask, or ask by another name.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    ask = getattr(loop, "_broadcast_sigterm_tensor", None)
+
+    def ask_at_some_steps() -> None:
+        if loop.batch_idx % ASKED_STEPS == 0:
+            ask()
+
+    if ask is not None:
+        loop._broadcast_sigterm_tensor = ask_at_some_steps  # type: ignore[method-assign]
 
 
 class StepTimer(Callback):

@@ -33,6 +33,7 @@ from normplug._fuse.fuse import fused_modules
 from normplug._results import stamp
 from normplug.experiment.callbacks import (
     StepTimer,
+    ask_seldom,
     log,
     peak_memory_bytes,
     report,
@@ -190,6 +191,7 @@ class Run:
             )
         if self.cfg.graph:
             refuse_graph(trainer)
+        ask_seldom(trainer)
         return trainer
 
     def begin(self) -> str | None:

@@ -220,7 +220,8 @@ def test_a_run_over_gpus_that_fails_has_a_row_with_its_error(tmp_path, capsys):
     ddp.main([*tiny, "--gpus", "1", "--seeds", "3", "--json", str(path)])
     eager, graphed = read_file(path)
     assert eager["test_accuracy"] > 0
-    assert {"gpus": 1, "graph": False, "seed": 3, "learning_rate": 0.4}.items() <= eager.items()
+    facts = {"gpus": 1, "graph": False, "seed": 3, "batch": 16, "learning_rate": 0.4}
+    assert facts.items() <= eager.items()
     assert "graph=true needs an NVIDIA GPU" in graphed["error"]
     assert graphed["error"] in capsys.readouterr().err
 
@@ -228,8 +229,11 @@ def test_a_run_over_gpus_that_fails_has_a_row_with_its_error(tmp_path, capsys):
 def test_a_picture_has_the_runs_that_have_finished(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [
-        {"gpus": n, "graph": g, "images_per_s": 10.0 * n} for n in (1, 2) for g in (False, True)
+        {"gpus": n, "batch": 512 * n, "graph": g, "images_per_s": 10.0 * n}
+        for n in (1, 2)
+        for g in (False, True)
     ]
+    rows.append(rows[0] | {"batch": 1024})
     path, picture = tmp_path / "rows.json", tmp_path / "ddp.png"
     path.write_text(json.dumps([*rows, {"gpus": 4, "graph": True, "error": "it failed"}]))
     ddp.main(["--json", str(path), "--plot", str(picture)])

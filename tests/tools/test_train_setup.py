@@ -15,12 +15,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch import Trainer
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
 
 import train
 from forks import forked
+from normplug.experiment.callbacks import ask_seldom
 from normplug.experiment.config import check, path_name
 from normplug.experiment.errors import UserError, user_sentence
 from normplug.experiment.sweep import CONFIGS
@@ -341,3 +343,14 @@ def test_without_its_packages_the_experiment_names_the_extra():
     done = forked("import normplug.experiment", hidden=["hydra"])
     message = 'normplug.experiment needs hydra: pip install "normplug[train]"'
     assert done.stderr.splitlines()[-1].endswith(message)
+
+
+def test_processes_ask_for_a_sigterm_at_every_fiftieth_step():
+    trainer = Trainer(logger=False, enable_checkpointing=False)
+    loop = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = asked = Mock()
+    ask_seldom(trainer)
+    for step in range(120):
+        loop.batch_progress.current.ready = step + 1
+        loop._broadcast_sigterm_tensor()
+    assert asked.call_count == 3
