@@ -68,7 +68,7 @@ def run(gpus: int, graph: bool, seed: int, timeout: float, options: Sequence[str
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the images per second of each run over its GPUs."""
+    """Draw the images per second over the GPUs: each run, and the medians."""
     import pandas
     from matplotlib.figure import Figure
 
@@ -80,11 +80,11 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     done = done[done.batch == 512 * done.gpus]
     for graph, runs in done.groupby("graph"):
         name, colour = ("CUDA graphs", "tab:blue") if graph else ("no graphs", "tab:grey")
-        means = runs.groupby("gpus").images_per_s.mean()
-        axes.plot(means.index, means, color=colour, label=name)
+        middle = runs.groupby("gpus").images_per_s.median()
+        axes.plot(middle.index, middle, color=colour, label=name)
         axes.plot(runs.gpus, runs.images_per_s, ".", color=colour)
-        ideal = means.iloc[0] * means.index / means.index[0]
-        axes.plot(means.index, ideal, ":", color=colour, label=f"{name}, in proportion")
+        ideal = middle.iloc[0] * middle.index / middle.index[0]
+        axes.plot(middle.index, ideal, ":", color=colour, label=f"{name}, in proportion")
     axes.set(xticks=sorted(set(done.gpus)), ylim=(0, None))
     axes.legend()
     figure.savefig(path, dpi=150)
