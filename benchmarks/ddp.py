@@ -96,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("options", nargs="*", help="of train.py")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--graphs", choices=("no", "yes"), nargs="+", default=["no", "yes"])
     parser.add_argument("--timeout", type=float, default=150, help="seconds a run")
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="append to it")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows, and run nothing")
@@ -103,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if a.plot:
         plot(read_file(a.json), a.plot)
         return
-    for seed, gpus, graph in product(a.seeds, a.gpus, (False, True)):
-        row = run(gpus, graph, seed, a.timeout, a.options)
+    for seed, gpus, graphs in product(a.seeds, a.gpus, a.graphs):
+        row = run(gpus, graphs == "yes", seed, a.timeout, a.options)
         add_to_file(a.json, [row])
         shown = ("gpus", "graph", "seed", "images_per_s", "test_accuracy", "error")
         print({key: row[key] for key in shown if key in row}, flush=True)
