@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 
@@ -20,7 +20,6 @@ SCHEDULES: dict[str, Schedule] = {
     "1/l": lambda block, blocks: 1.0 / block,
     "reversed": lambda block, blocks: 1.0 / (blocks - block + 1),
 }
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 WAY_OUT = (
     "Give a mapping of filters to modes or a callable (path, module) -> mode, or swap one part of "
     "the model at a time, with include."
@@ -92,11 +91,11 @@ class ByDepth(LayerModes):
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         """Number the blocks, and call the schedule once for each block that contains a layer."""
-        norms, blocks = inventory.norms, Blocks(inventory).holding(taken)
+        norms, blocks = inventory.norms, _Blocks(inventory).holding(taken)
         schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
         numbers: dict[nn.Module, int] = {}
         for number, block in enumerate(blocks, 1):
-            for module in block.module.modules():
+            for module in inventory.modules[block].modules():
                 if module in norms and numbers.setdefault(module, number) != number:
                     raise ValueError(
                         f"normplug.by_depth: {shown(norms[module][0])} is in block "
@@ -104,7 +103,7 @@ class ByDepth(LayerModes):
                     )
         modes = {
             number: mode_of(
-                f"block {number} of {len(blocks)}, {blocks[number - 1].path}",
+                f"block {number} of {len(blocks)}, {blocks[number - 1]}",
                 schedule(number, len(blocks)),
             )
             for number in sorted({numbers[module] for module in taken if module in numbers})
@@ -118,119 +117,97 @@ class ByDepth(LayerModes):
         }
 
 
-class Block(NamedTuple):
-    """One block of a model, under its path."""
+class _Blocks:
+    """Finds the sequence of blocks in a model's module tree; a block is given by its path.
 
-    path: str
-    module: nn.Module
+    What the numbered children of a module are, without units: modules of one norm and plain layers.
 
+        each contains a sequence, and no norm of its own   stages: their blocks are one sequence
+        none contains a sequence                           blocks
+        none, and they are inside another numbered module  if they are a list and alike: blocks
+                                                           if they are unlike: its parts
 
-class Blocks:
-    """Finds the sequences of blocks in a model's module tree."""
+    Units are blocks only if there are no others. Anything else is refused.
+    """
 
     def __init__(self, inventory: Inventory) -> None:
-        self._model = inventory.model
-        self._norms = inventory.norms
-        self._holders = {
-            holder
-            for paths in self._norms.values()
-            for path in paths
-            for holder in inventory.parents(path)
-        }
+        self._modules, self._norms = inventory.modules, inventory.norms
+        paths = (path for paths in self._norms.values() for path in paths)
+        self._holders = {holder for path in paths for holder in inventory.parents(path)}
 
-    def holding(self, taken: Iterable[nn.Module]) -> list[Block]:
+    def holding(self, taken: Iterable[nn.Module]) -> list[str]:
         """Return the only sequence of blocks that contains layers of `taken`.
 
         Raises:
             ValueError: there is none, or there are several.
         """
-        wanted = set(taken)
-        model = type(self._model).__name__
-        found = {
-            tuple(map(id, (block.module for block in sequence))): sequence
-            for sequence in self._sequences(Block("", self._model))
-            if any(not wanted.isdisjoint(block.module.modules()) for block in sequence)
-        }
-        # Units such as (convolution, norm, activation) are blocks only if nothing else is.
-        of_blocks = [s for s in found.values() if not self._is_unit(s[0].module)]
+        wanted, found = set(taken), {}
+        for paths in self._sequences(""):
+            modules = tuple(self._modules[path] for path in paths)
+            if any(not wanted.isdisjoint(module.modules()) for module in modules):
+                found[modules] = paths
+        of_blocks = [paths for modules, paths in found.items() if not self._is_unit(modules[0])]
         sequences = of_blocks or list(found.values())
         if len(sequences) == 1:
             return sequences[0]
+        text = "no sequence of blocks, that is, of numbered modules that contain norm layers"
         if sequences:
-            listed = " and ".join(f"{s[0].path} to {s[-1].path}" for s in sequences)
-            raise ValueError(
-                f"normplug.by_depth: {model} has several sequences of blocks side by side: "
-                f"{listed}. {WAY_OUT}"
-            )
-        raise ValueError(
-            f"normplug.by_depth: {model} has no sequence of blocks, that is, of numbered modules "
-            f"that contain norm layers. {WAY_OUT}"
-        )
+            listed = " and ".join(f"{paths[0]} to {paths[-1]}" for paths in sequences)
+            text = f"several sequences of blocks side by side: {listed}"
+        model = type(self._modules[""]).__name__
+        raise ValueError(f"normplug.by_depth: {model} has {text}. {WAY_OUT}")
 
-    def _sequences(self, parent: Block, within: bool = False) -> Iterator[list[Block]]:
-        """Yield a module's outermost sequences, each of blocks or of units.
-
-        within: whether the module is inside a numbered one. If so, units are parts of that one.
-        """
-        # Numbered children by the text before the number: (number, block).
-        families: dict[str, list[tuple[int, Block]]] = {}
-        for name, child in parent.module._modules.items():
-            if child is None or child not in self._holders or child in self._norms:
+    def _sequences(self, parent: str, within: bool = False) -> Iterator[list[str]]:
+        """Yield a module's outermost sequences; within: whether it is inside a numbered module."""
+        # Numbered children by the text before the number: (number, path).
+        families: dict[str, list[tuple[int, str]]] = {}
+        for name, child in self._modules[parent]._modules.items():
+            if child not in self._holders or child in self._norms:
                 continue
-            block = Block(".".join(filter(None, (parent.path, name))), child)
-            text = name.rstrip(string.digits)
+            path, text = f"{parent}.{name}".removeprefix("."), name.rstrip(string.digits)
             if text != name:
-                families.setdefault(text, []).append((int(name[len(text) :]), block))
+                families.setdefault(text, []).append((int(name[len(text) :]), path))
             else:
-                yield from self._sequences(block, within)
+                yield from self._sequences(path, within)
         for text, numbered in families.items():
-            children = [block for _, block in sorted(numbered, key=lambda pair: pair[0])]
+            children = [path for _, path in sorted(numbered)]
             # A single child such as `stage1` is no sequence, but may contain one.
-            if text and len(children) == 1 and not isinstance(parent.module, _LISTS):
+            if text and len(children) == 1 and not self._is_list(parent):
                 yield from self._sequences(children[0], within)
             elif sequence := self._counted(parent, children, within):
                 yield sequence
 
-    def _counted(self, parent: Block, children: list[Block], within: bool) -> list[Block]:
-        """The blocks among or inside numbered children, or these if all are units.
+    def _counted(self, parent: str, children: list[str], within: bool) -> list[str]:
+        """The blocks that numbered children are or contain; [] if they are parts of one block."""
+        blocks = [path for path in children if not self._is_unit(self._modules[path])]
+        inner = {path: list(self._sequences(path, within=True)) for path in blocks}
+        stages = {path: found[0] for path, found in inner.items() if found}
+        if not stages:
+            return self._parts_or_blocks(parent, children, blocks) if within else blocks or children
+        for path, found in inner.items():
+            if len(found) != 1 or any(m in self._norms for m in self._modules[path].children()):
+                raise self._unclear(*next(iter(stages.items())))
+        return [path for sequence in stages.values() for path in sequence]
 
-        [] if they are parts of one block, which is only possible `within` a numbered module.
-        """
-        blocks = [child for child in children if not self._is_unit(child.module)]
-        if not blocks:
-            return [] if within else children
-        inner = [list(self._sequences(block, within=True)) for block in blocks]
-        found = [(block, one[0]) for block, one in zip(blocks, inner, strict=True) if one]
-        if not found:
-            return self._parts_or_blocks(parent, children, blocks) if within else blocks
-        if not all(map(self._is_stage, blocks, inner)):
-            raise self._unclear(*found[0])
-        return [block for _, sequence in found for block in sequence]
-
-    def _parts_or_blocks(
-        self, parent: Block, children: list[Block], blocks: list[Block]
-    ) -> list[Block]:
+    def _parts_or_blocks(self, parent: str, children: list[str], blocks: list[str]) -> list[str]:
         """`blocks`; [] if they are parts of the numbered module, as attention and MLP are."""
-        repeats = sum(any(_alike(a, b) for b in blocks if b is not a) for a in blocks)
-        listed = isinstance(parent.module, _LISTS)
+        modules = [self._modules[path] for path in blocks]
+        repeats = sum(any(_alike(a, b) for b in modules if b is not a) for a in modules)
+        listed = self._is_list(parent)
         if listed and (len(children) == 1 or repeats == len(blocks)):
             return blocks
         if repeats > (0 if listed else 2):  # two alike with names of their own may be branches
             raise self._unclear(parent, blocks)
         return []
 
-    def _is_stage(self, block: Block, sequences: list[list[Block]]) -> bool:
-        """Whether a numbered module has one sequence and fewer norms beside it, none its own."""
-        if len(sequences) != 1 or any(child in self._norms for child in block.module.children()):
-            return False
-        inside = {m for one in sequences[0] for m in one.module.modules() if m in self._norms}
-        return sum(m in self._norms for m in block.module.modules()) < 2 * len(inside)
-
-    def _unclear(self, parent: Block, blocks: list[Block]) -> ValueError:
+    def _unclear(self, parent: str, blocks: list[str]) -> ValueError:
         return ValueError(
-            f"normplug.by_depth: {shown(parent.path)} may be one block, or a stage of several: "
-            f"{blocks[0].path} to {blocks[-1].path}. {WAY_OUT}"
+            f"normplug.by_depth: {shown(parent)} may be one block, or a stage of several: "
+            f"{blocks[0]} to {blocks[-1]}. {WAY_OUT}"
         )
+
+    def _is_list(self, path: str) -> bool:
+        return isinstance(self._modules[path], (nn.ModuleList, nn.Sequential, nn.ModuleDict))
 
     def _is_unit(self, module: nn.Module) -> bool:
         """Whether a module is one norm and plain layers, at most one of which has parameters."""
@@ -240,12 +217,8 @@ class Blocks:
         return plain and len(layers) <= 1 and len(list(module.children())) == len(others) + 1
 
 
-def _alike(one: Block, other: Block) -> bool:
+def _alike(one: nn.Module, other: nn.Module) -> bool:
     """Whether two modules have the same design, as residual blocks do; attention and MLP do not."""
-    a, b = _classes(one), _classes(other)
-    return type(one.module) is type(other.module) and (a <= b or b <= a)
-
-
-def _classes(block: Block) -> set[type]:
     passive = (nn.Identity, nn.Sequential, nn.ModuleList, nn.Dropout)
-    return {type(m) for m in block.module.modules() if not isinstance(m, passive)}
+    a, b = ({type(m) for m in x.modules() if not isinstance(m, passive)} for x in (one, other))
+    return type(one) is type(other) and (a <= b or b <= a)
