@@ -45,12 +45,6 @@ def test_a_correct_model_gets_a_table(net):
     assert check(net).summary() == "3 norm layers verified: 2 in mode golden, 1 in mode 0.5"
 
 
-def test_synchronised_layers_are_compared_on_inputs_that_they_accept():
-    model = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm1d(4), nn.SyncBatchNorm(4))
-    report = check(swap(model, "golden", sync=True))
-    assert {layer.tested for layer in report} == {"train, eval, eval under no_grad"}
-
-
 def test_a_model_that_was_never_swapped_or_was_unswapped_is_an_error(net):
     for model in (make(), unswap(net), nn.Linear(2, 2)):
         with pytest.raises(ValueError, match="has no normplug layers, and no record of a swap"):
@@ -138,35 +132,6 @@ def test_torchs_transformers_do_not_bypass_their_norms(norm_first):
     assert len(report) == 2 + 3 * 2 + 2
 
 
-class Bypassing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-
-    def forward(self, x):
-        if self.training:
-            return {"y": self.norm(x)}
-        return {"y": nn.functional.layer_norm(x, (6,), self.norm.weight, self.norm.bias)}
-
-
-def test_with_inputs_other_code_that_reads_a_norm_is_found():
-    model = swap(Bypassing(), "golden")
-    check(model)
-    text = found(model, torch.randn(4, 6))
-    assert "the whole model: in eval, its output differs from that of the unswapped model" in text
-    assert "in train," not in text
-    with pytest.raises(ValueError, match="output for these inputs has no float tensor"):
-        check(
-            swap(nn.Sequential(nn.Softmax(1), nn.LayerNorm(4), Argmax()), "golden"),
-            torch.randn(2, 4),
-        )
-
-
-class Argmax(nn.Module):
-    def forward(self, x):
-        return x.argmax()
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_check_changes_nothing(net, training):
     net.append(nn.Dropout(0.5)).train(training)
@@ -218,13 +183,17 @@ def test_every_dtype_is_judged_by_its_own_rounding(net, dtype):
         nn.BatchNorm1d(4),
         nn.BatchNorm3d(4, affine=False),
         nn.BatchNorm2d(4, track_running_stats=False, momentum=None),
+        nn.SyncBatchNorm(4),
         nn.LayerNorm((2, 3), elementwise_affine=False),
         nn.LayerNorm(4, bias=False),
+        nn.GroupNorm(2, 4),
+        nn.InstanceNorm2d(4, track_running_stats=True),
     ],
     ids=str,
 )
-def test_every_kind_of_layer_is_compared(norm):
-    norm = swap(copy.deepcopy(norm), "golden")
+@pytest.mark.parametrize("sync", [False, True])
+def test_every_kind_of_layer_is_compared(norm, sync):
+    norm = swap(copy.deepcopy(norm), "golden", sync=sync)
     assert [layer.tested for layer in check(norm)] == ["train, eval, eval under no_grad"]
     with torch.inference_mode():
         check(norm)
@@ -257,43 +226,57 @@ def test_the_kernels_are_compared_too(net, dtype):
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
-def batches(**inputs):
-    """The forms of a batch that a data loader yields and a training step passes on."""
-    x, y = inputs["input"], torch.zeros(8)
-    return [(x,), ((x, y),), ([x, y],), ({"input": x},), ({"input": x, "labels": y},)]
+class Sums(nn.Module):
+    """Reads its norm's weight in evaluation if `bypasses`."""
+
+    def __init__(self, bypasses):
+        super().__init__()
+        self.norm, self.bypasses = nn.LayerNorm(6), bypasses
+
+    def forward(self, input, other=None):
+        if isinstance(input, dict):
+            input, other = input["a"], input["b"]
+        x = sum(input) if isinstance(input, tuple) else input
+        x = x if other is None else x + other
+        if self.bypasses and not self.training:
+            return nn.functional.layer_norm(x, (6,), self.norm.weight, self.norm.bias)
+        return self.norm(x)
 
 
-@pytest.mark.parametrize("form", range(5))
+x, y = torch.randn(2, 4, 6)
+FORMS = {
+    "one argument": (x,),
+    "inputs and labels, of which the model takes the inputs": ([x, torch.zeros(9)],),
+    "a tuple": ((x, y),),
+    "several arguments": (x, y),
+    "a mapping": ({"a": x, "b": y},),
+    "keywords": ({"input": x, "other": y},),
+    "keywords with labels": ({"input": x, "labels": y},),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_the_batch_may_be_what_a_training_step_gets(form):
-    class Takes(Bypassing):
-        def forward(self, input):
-            return super().forward(input)
-
-    batch = batches(input=torch.randn(4, 6))[form]
-    assert "in eval, its output differs" in found(swap(Takes(), 0.5), *batch)
-    assert len(check(swap(Takes()), *batch)) == 1  # the same function as before
-    with pytest.raises(RuntimeError, match="in eval, its output differs"):
-        check(swap(Takes(), 0.5), input=torch.randn(4, 6))
+    batch = FORMS[form]
+    text = found(swap(Sums(bypasses=True), "golden"), *batch)
+    assert "the whole model: in eval, its output differs from that of the unswapped model" in text
+    assert "in train," not in text
+    model = swap(Sums(bypasses=False), "golden")
+    assert len(check(model, *batch)) == len(check(model, x, other=y)) == 1
+    check(swap(Sums(bypasses=True)), *batch)  # the same function as before
 
 
-def test_a_model_may_take_a_tuple_several_inputs_or_a_mapping():
-    class Sums(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(6)
-
-        def forward(self, first, second=None):
-            if isinstance(first, dict):
-                first, second = first["a"], first["b"]
-            first, second = first if second is None else (first, second)
-            return self.norm(first + second)
-
-    model, (a, b) = swap(Sums(), "golden"), torch.randn(2, 4, 6)
-    for batch in (((a, b),), (a, b), ({"a": a, "b": b},), ({"first": a, "second": b},)):
-        check(model, *batch)
-    check(model, a, second=b)
+def test_errors_of_the_model_and_outputs_without_numbers_are_named():
     with pytest.raises(RuntimeError, match="must match the size"):  # the model's own error
-        check(model, a, torch.ones(7))
+        check(swap(Sums(bypasses=False), "golden"), x, torch.ones(7))
+    model = swap(nn.Sequential(nn.Softmax(1), nn.LayerNorm(4), Argmax()), "golden")
+    with pytest.raises(ValueError, match="output for these inputs has no float tensor"):
+        check(model, torch.randn(2, 4))
+
+
+class Argmax(nn.Module):
+    def forward(self, x):
+        return x.argmax()
 
 
 class InPlace(nn.Module):
