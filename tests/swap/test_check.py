@@ -288,11 +288,11 @@ def test_the_callers_tensors_are_copied():
     model = swap(nn.Sequential(InPlace(), nn.BatchNorm2d(3)), "golden")
     leaf = torch.rand(2, 3, 4, 4)
     computed = torch.rand(2, 3, 4, 4, requires_grad=True) * 1  # autograd has saved it
+    before = leaf.clone(), computed.clone()
     for batch in (leaf, computed, (leaf, computed)):
-        before = leaf.clone(), computed.clone()
         check(model, batch)
-        assert torch.equal(leaf, before[0])
-        assert torch.equal(computed, before[1])
+    assert torch.equal(leaf, before[0])
+    assert torch.equal(computed, before[1])
 
 
 class Noise(nn.Module):
