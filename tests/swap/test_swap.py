@@ -214,6 +214,16 @@ def test_options_reach_the_layers(net):
     assert {t.device.type for t in [*net.parameters(), *net.buffers()]} == {"meta"}
 
 
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_group_norm_and_rms_norm_track_statistics_only_if_swap_is_told_to(asked):
+    model = nn.Sequential(nn.GroupNorm(2, 8), nn.RMSNorm(4), nn.InstanceNorm1d(8))
+    swap(model, "golden", track_running_stats=asked)(torch.randn(3, 8, 4))
+    counts = [getattr(norm, "watched_count", None) for norm in model[:2]]
+    assert counts == ([1, 1] if asked else [None, None])
+    assert model[2].running_mean is None  # an InstanceNorm keeps its own setting
+    assert not dict(unswap(model).named_buffers())
+
+
 def test_the_mode_of_a_model_without_normplug_layers_cannot_be_set():
     with pytest.raises(ValueError, match="has no normplug layers. Use normplug.swap"):
         set_mode(nn.Linear(2, 2), "golden")

@@ -39,18 +39,6 @@ def net():
     return net
 
 
-@pytest.mark.parametrize("asked", [None, True, False])
-def test_group_norm_tracks_statistics_only_if_swap_is_told_to(net, asked):
-    swap(net, "golden", track_running_stats=asked)
-    assert hasattr(net.group, "watched_mean") is bool(asked)
-    net(X)
-    if asked:
-        assert net.group.watched_count == 1
-    assert net.body[1].running_mean is None  # an InstanceNorm keeps its own setting
-    unswap(net)
-    assert not hasattr(net.group, "watched_mean")
-
-
 def test_the_activation_after_a_norm_is_fused(net, monkeypatch):
     assert plan(net).summary() == "3 of 3 norm layers: 1 GroupNorm, 2 InstanceNorm2d"
     expected = swap(net, "golden").eval()(X)
