@@ -279,22 +279,20 @@ def test_unknown_subclasses_and_frozen_norms_are_left_and_plan_says_why(layers):
     ]
 
 
-class Doubles(nn.LayerNorm):
-    def __init__(self, *args, data_format="channels_last", **kwargs):
-        super().__init__(*args, **kwargs)
-        self.data_format = data_format
+def test_another_version_of_a_forward_is_run_and_a_class_that_is_no_layer_norm_is_left():
+    class Doubles(nn.LayerNorm):
+        def forward(self, x):
+            return 2 * super().forward(x)
 
-    def forward(self, x):
-        if self.data_format == "channels_first":
-            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) * 2
-        return super().forward(x)
-
-
-def test_a_version_with_a_different_forward_is_left():
     module = "transformers.models.seggpt.modeling_seggpt"
-    for base in (Doubles, nn.Module):
-        theirs = type("SegGptLayerNorm", (base,), {"__module__": module})
-        assert _convert.replacement(theirs(8) if base is Doubles else theirs()) is None
+    theirs, stranger = (
+        type("SegGptLayerNorm", (base,), {"__module__": module}) for base in (Doubles, nn.Module)
+    )
+    layer = theirs(6)
+    expected = 2 * ROOT * nn.functional.layer_norm(X, (6,))
+    torch.testing.assert_close(swap(layer, "golden")(X), expected)
+    torch.testing.assert_close(unswap(layer)(X), expected)
+    assert _convert.replacement(stranger()) is None
 
 
 @pytest.mark.gpu
