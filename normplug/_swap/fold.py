@@ -128,25 +128,16 @@ def writing_to(weight: Tensor) -> Iterator[None]:
 def neighbour(inventory: Inventory, path: str) -> Tensor:
     """Find the tensor whose dtype and device new tensors of the layer under `path` take.
 
-    It is one of the layer's own; else the nearest parameter in the module tree; else the nearest
-    buffer; else an empty one of the default dtype. The module before a layer produces its input, so
-    it counts as nearer than the module after it.
+    It is one of the layer's own; else the nearest parameter before it in the order of
+    `named_modules`, as what comes before a layer produces its input; else the nearest after it;
+    else a buffer; else an empty tensor of the default dtype.
     """
-    layer, parents = inventory.modules[path], inventory.parents(path)
-
-    def around(kind: str) -> Iterator[Tensor]:
-        inner = layer
-        for parent in reversed(parents):
-            children = list(parent.children())
-            place = children.index(inner)
-            for module in reversed(children[:place]):
-                yield from reversed(list(getattr(module, kind)()))
-            for module in children[place + 1 :]:
-                yield from getattr(module, kind)()
-            yield from getattr(parent, kind)(recurse=False)
-            inner = parent
-
-    near = chain(layer.parameters(), layer.buffers(), around("parameters"), around("buffers"))
+    layer, modules = inventory.modules[path], list(inventory.names)
+    place = modules.index(layer)
+    others = [*reversed(modules[:place]), *modules[place + 1 :]]
+    parameters = (p for m in others for p in m.parameters(recurse=False))
+    buffers = (b for m in others for b in m.buffers(recurse=False))
+    near = chain(layer.parameters(), layer.buffers(), parameters, buffers)
     return next(filter(_tells_the_dtype, near), torch.empty(0))
 
 
