@@ -54,11 +54,6 @@ class Inventory:
         """(path, layer) of every normplug layer."""
         return [(path, m) for path, m in self.each() if isinstance(m, TargetVarianceNorm)]
 
-    def parents(self, path: str) -> list[nn.Module]:
-        """The ancestors of the module under `path`, outermost first."""
-        names = path.split(".") if path else []
-        return [self.modules[".".join(names[:depth])] for depth in range(len(names))]
-
 
 def _is_norm(module: nn.Module) -> bool:
     if _convert.replacement(module) is not None:  # this registers other libraries' norms, too
@@ -113,9 +108,15 @@ def matching(role: str, filters: Filters, norms: dict[nn.Module, list[str]]) -> 
     for one in _checks.filters(role, filters):
         matches = _predicate(role, one)
         taken = {m for m, paths in norms.items() if any(matches(path, m) for path in paths)}
-        if not taken and norms and isinstance(one, str):
-            _report_unmatched(role, one, norms)
         found |= taken
+        if taken or not norms or not isinstance(one, str):
+            continue
+        paths = [shown(path) for names in norms.values() for path in names]
+        text = f"normplug: {role}={one[:200]!r} matches no norm layer; the model has: "
+        text += f"{some(paths)}."
+        if role != "exclude":
+            raise ValueError(text)
+        _checks.warn(text)
     return found
 
 
@@ -132,12 +133,3 @@ def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:
         text = f"normplug: {role}={one[:200]!r} is not a valid regular expression: {error}."
         raise ValueError(text) from None
     return lambda path, module: pattern.fullmatch(path) is not None
-
-
-def _report_unmatched(role: str, pattern: str, norms: dict[nn.Module, list[str]]) -> None:
-    paths = [shown(path) for names in norms.values() for path in names]
-    text = f"normplug: {role}={pattern[:200]!r} matches no norm layer; the model has: "
-    text += f"{some(paths)}."
-    if role != "exclude":
-        raise ValueError(text)
-    _checks.warn(text)

@@ -37,7 +37,14 @@ Modes: TypeAlias = dict[nn.Module, Assigned]
 
 
 class LayerModes:
-    """A rule that gives each layer its mode; `str` names it in messages."""
+    """A rule that gives each layer its mode; `name` is how messages call it."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    __repr__ = __str__
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         """Return the mode of each layer in `taken`, a subset of the model's norms.
@@ -87,10 +94,7 @@ class One(LayerModes):
     """The same mode for each layer."""
 
     def __init__(self, mode: NormMode) -> None:
-        self.mode = mode
-
-    def __str__(self) -> str:
-        return str(self.mode)
+        self.mode, self.name = mode, str(mode)
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         return dict.fromkeys(taken, Assigned(self.mode))
@@ -103,12 +107,9 @@ class _ByFilter(LayerModes):
         self._modes = [
             (_checks.filters(_KEY, key), mode_of(repr(key), mode)) for key, mode in modes.items()
         ]
-        self._shown = repr(dict(modes))
+        self.name = repr(dict(modes))
         for filters, _ in self._modes:
             matching(_KEY, filters, {})  # refuses invalid regular expressions
-
-    def __str__(self) -> str:
-        return self._shown
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         modes: dict[nn.Module, Assigned] = {}
@@ -128,10 +129,7 @@ class _ByFunction(LayerModes):
     """The mode that a user's function returns for a layer."""
 
     def __init__(self, function: Callable[[str, nn.Module], ModeLike]) -> None:
-        self._function = function
-
-    def __str__(self) -> str:
-        return getattr(self._function, "__qualname__", repr(self._function))
+        self._function, self.name = function, getattr(function, "__qualname__", repr(function))
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         modes = {}
@@ -194,42 +192,28 @@ class ByDepth(LayerModes):
                 raise ValueError(text)
         elif not callable(schedule) or isinstance(schedule, (type, nn.Module)):
             raise TypeError(text)
-        self.schedule = schedule
-
-    def __str__(self) -> str:
-        schedule = self.schedule
-        if not isinstance(schedule, str):
-            return f"by_depth({getattr(schedule, '__qualname__', repr(schedule))})"
-        return f"by_depth({schedule!r})"
-
-    __repr__ = __str__
+        name = repr(schedule)
+        self.schedule, self.name = schedule, f"by_depth({getattr(schedule, '__qualname__', name)})"
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         """Number the blocks, and call the schedule once for each block that contains a layer."""
-        norms, blocks = inventory.norms, _Blocks(inventory).holding(taken)
+        blocks = _Blocks(inventory).holding(taken)
         schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
-        numbers: dict[nn.Module, int] = {}
+        assigned = dict.fromkeys(taken, Assigned(NormMode.STANDARD))
         for number, block in enumerate(blocks, 1):
-            for module in inventory.modules[block].modules():
-                if module in norms and numbers.setdefault(module, number) != number:
+            inside = [m for m in inventory.modules[block].modules() if m in assigned]
+            if not inside:
+                continue
+            target = schedule(number, len(blocks))
+            mode = mode_of(f"block {number} of {len(blocks)}, {block}", target)
+            for module in inside:
+                if (other := assigned[module].block) is not None:
                     raise ValueError(
-                        f"normplug.by_depth: {shown(norms[module][0])} is in block "
-                        f"{numbers[module]} and in block {number}. {WAY_OUT}"
+                        f"normplug.by_depth: {shown(inventory.names[module][0])} is in block "
+                        f"{other} and in block {number}. {WAY_OUT}"
                     )
-        modes = {
-            number: mode_of(
-                f"block {number} of {len(blocks)}, {blocks[number - 1]}",
-                schedule(number, len(blocks)),
-            )
-            for number in sorted({numbers[module] for module in taken if module in numbers})
-        }
-        outside = Assigned(NormMode.STANDARD)
-        return {
-            module: Assigned(modes[numbers[module]], numbers[module])
-            if module in numbers
-            else outside
-            for module in taken
-        }
+                assigned[module] = Assigned(mode, number)
+        return assigned
 
 
 class _Blocks:
@@ -247,8 +231,8 @@ class _Blocks:
 
     def __init__(self, inventory: Inventory) -> None:
         self._modules, self._norms = inventory.modules, inventory.norms
-        paths = (path for paths in self._norms.values() for path in paths)
-        self._holders = {holder for path in paths for holder in inventory.parents(path)}
+        norms = self._norms.keys()
+        self._holders = {m for m in inventory.names if not norms.isdisjoint(m.modules())} - norms
 
     def holding(self, taken: Iterable[nn.Module]) -> list[str]:
         """Return the only sequence of blocks that contains layers of `taken`.
@@ -277,7 +261,7 @@ class _Blocks:
         # Numbered children by the text before the number: (number, path).
         families: dict[str, list[tuple[int, str]]] = {}
         for name, child in self._modules[parent]._modules.items():
-            if child not in self._holders or child in self._norms:
+            if child not in self._holders:
                 continue
             path, text = f"{parent}.{name}".removeprefix("."), name.rstrip(string.digits)
             if text != name:
