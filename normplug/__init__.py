@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from normplug import functional
 from normplug._ops.warm_up import warm_up
 from normplug._swap.check import check
-from normplug._swap.depth import by_depth
+from normplug._swap.layer_modes import by_depth
 from normplug._swap.plan import plan
 from normplug._swap.swap import set_mode, swap, swapped, unswap
 from normplug.modes import NormMode, target_variance

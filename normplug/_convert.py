@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,19 +25,8 @@ REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()
 }
-# The start of a class's `__module__`, and the module of `normplug.adapters` for its norms. The
-# first match counts.
-_ADAPTERS = {
-    "diffusers.": "diffusers_models",
-    "timm.layers.": "timm_layers",
-    "timm.models.metaformer": "timm_metaformer",
-    "torchvision.models.convnext": "torchvision_convnext",
-    "transformers.models.bit.": "transformers_bit",
-    "transformers.models.poolformer.": "transformers_poolformer",
-    "transformers.": "transformers_models",
-}
-
-
+# The packages whose norms `normplug.adapters` may know.
+_LIBRARIES = ("diffusers.", "timm.", "torchvision.", "transformers.")
 # The attribute of a class that `fuse` has made: the class that it was made from.
 FUSED = "_normplug_fused"
 
@@ -92,16 +80,10 @@ def _register_adapted(cls: type[nn.Module]) -> None:
 
 
 def _adapted(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
-    """Ask the adapter of the class's library for a normplug class, or for why there is none."""
-    if "norm" not in cls.__name__.lower():  # by this, too, `plan` finds norms of other libraries
-        return None
-    for library, adapter in _ADAPTERS.items():
-        if cls.__module__.startswith(library):
-            try:
-                return importlib.import_module(f"normplug.adapters.{adapter}").adapt(cls)
-            except (ImportError, AttributeError) as error:  # this version lacks a name that is used
-                text = f"normplug: {cls.__module__}.{cls.__name__} is left as it is, since {error}."
-                warnings.warn(f"{text} Another version of the library may work.", stacklevel=2)
+    """Ask the adapters for the normplug class of a library's class, or for why there is none."""
+    # By the name, too, `plan` finds norms of other libraries.
+    if "norm" in cls.__name__.lower() and cls.__module__.startswith(_LIBRARIES):
+        return importlib.import_module("normplug.adapters").adapt(cls)  # not before it is needed
     return None
 
 

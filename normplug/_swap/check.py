@@ -170,13 +170,19 @@ def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
     """Compare a layer with its formula; return the settings compared, and the mismatches."""
     names, found = [], []
     patched = " (its forward was replaced on the instance)" if is_patched(layer) else ""
+    like = _like(layer)
+    tolerance = max(4 * torch.finfo(like.dtype).eps, 1e-5)
     for name, training, grad in _SETTINGS:
+        generator = torch.Generator().manual_seed(0)
         try:
             with _stand_in(layer, training, grad) as twin:
                 if twin.waits_for_others():
                     continue
                 names.append(name)
-                off, allowed = _difference(twin, training)
+                x = 1 + 2 * torch.randn(*layer._example_shape(), generator=generator)
+                x = x.to(like.device, like.dtype)
+                expected = twin._expected(x, training)
+                off, allowed = _distance(twin.forward(x), expected, tolerance)
         except Exception as error:
             text = str(error).splitlines()[0] if str(error) else ""
             found.append(f"in {name}, its forward fails{patched}: {type(error).__name__}: {text}")
@@ -238,16 +244,6 @@ def _like(layer: nn.Module) -> Tensor:
     """A tensor with the dtype and device for the layer's test input."""
     tensors = (getattr(layer, name, None) for name in ("weight", "bias", "running_var"))
     return next((t for t in tensors if isinstance(t, Tensor)), torch.empty(0))
-
-
-def _difference(layer: TargetVarianceNorm, training: bool) -> tuple[float, float]:
-    """The layer's largest error against the formula, and the largest that rounding explains."""
-    like = _like(layer)
-    generator = torch.Generator().manual_seed(0)
-    x = 1 + 2 * torch.randn(*layer._example_shape(), generator=generator)
-    x = x.to(like.device, like.dtype)
-    expected = layer._expected(x, training)
-    return _distance(layer.forward(x), expected, max(4 * torch.finfo(x.dtype).eps, 1e-5))
 
 
 def _distance(got: Tensor, expected: Tensor, tolerance: float) -> tuple[float, float]:

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from normplug import _checks, _convert
+from normplug import _convert
 from normplug._ops import sharded
 from normplug._swap.inventory import Inventory
 from normplug._table import shown
-
-_NO_TENSOR = torch.empty(0)  # where no tensor tells the dtype of a norm's input
 
 
 class Scaling(NamedTuple):
@@ -33,20 +31,23 @@ def trained(scalings: Iterable[Scaling]) -> list[str]:
 
     A layer has been trained if it has counted batches, or a parameter that is not one constant.
     """
-    signs: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for path, module, factor in scalings:
-        for t in (module._buffers.get("num_batches_tracked"), *module.parameters()):
-            if factor == 1.0 or t is None or is_lazy(t):
-                continue
-            t = sharded.own_part(t.detach())
-            if type(t) is Tensor and not t.is_meta and t.numel():  # other tensors have no values
-                start = t.flatten()[0] if t.is_floating_point() else 0
-                signs.setdefault(t.device, []).append((path, (t != start).any()))
-    paths = dict[str, None]()
-    for of_device in signs.values():  # each device is waited for once
-        seen = torch.stack([sign for _, sign in of_device]).tolist()
-        paths |= {path: None for (path, _), sign in zip(of_device, seen, strict=True) if sign}
-    return list(paths)
+    return [
+        path
+        for path, module, factor in scalings
+        if factor != 1.0
+        and any(map(_has_moved, (module._buffers.get("num_batches_tracked"), *module.parameters())))
+    ]
+
+
+def _has_moved(t: Tensor | None) -> bool:
+    """Whether a count is not 0, or a parameter not one constant."""
+    if t is None or is_lazy(t):
+        return False
+    t = sharded.own_part(t.detach())
+    if type(t) is not Tensor or t.is_meta or not t.numel():  # it has no values
+        return False
+    start = t.flatten()[0] if t.is_floating_point() else 0
+    return bool((t != start).any())
 
 
 def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]) -> None:
@@ -54,9 +55,6 @@ def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]
 
     Raises:
         ValueError: there is such a weight; the message names the layer and the way out.
-
-    Warns:
-        UserWarning: no tensor tells the dtype of a weight that is to be created.
     """
     factors = {id(s.module): s.factor for s in scalings}
     owners: dict[int, list[tuple[str, float]]] = {}
@@ -84,19 +82,6 @@ def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]
             raise ValueError(
                 f"{where} is shared with {', '.join(others)}, which would change. Untie them "
                 "first, or exclude both."
-            )
-
-    _warn_of_unknown_dtypes(inventory, scalings)
-
-
-def _warn_of_unknown_dtypes(inventory: Inventory, scalings: list[Scaling]) -> None:
-    """Warn, before anything changes, of weights to create whose dtype no tensor tells."""
-    for path, module, factor in scalings:
-        if factor != 1.0 and module.weight is None and neighbour(inventory, path) is _NO_TENSOR:
-            _checks.warn(
-                f"normplug: {shown(path)} gets a weight of {torch.get_default_dtype()}, as no "
-                "tensor of the model tells the dtype of its input. Call .to(dtype) on the model "
-                "for another one."
             )
 
 
@@ -143,26 +128,17 @@ def writing_to(weight: Tensor) -> Iterator[None]:
 def neighbour(inventory: Inventory, path: str) -> Tensor:
     """Find the tensor whose dtype and device new tensors of the layer under `path` take.
 
-    It is one of the layer's own; else the nearest parameter in the module tree; else the nearest
-    buffer; else `_NO_TENSOR`. The module before a layer produces its
-    input, so it counts as nearer than the module after it.
+    It is one of the layer's own; else the nearest parameter before it in the order of
+    `named_modules`, as what comes before a layer produces its input; else the nearest after it;
+    else a buffer; else an empty tensor of the default dtype.
     """
-    layer, parents = inventory.modules[path], inventory.parents(path)
-
-    def around(kind: str) -> Iterator[Tensor]:
-        inner = layer
-        for parent in reversed(parents):
-            children = list(parent.children())
-            place = children.index(inner)
-            for module in reversed(children[:place]):
-                yield from reversed(list(getattr(module, kind)()))
-            for module in children[place + 1 :]:
-                yield from getattr(module, kind)()
-            yield from getattr(parent, kind)(recurse=False)
-            inner = parent
-
-    near = chain(layer.parameters(), layer.buffers(), around("parameters"), around("buffers"))
-    return next(filter(_tells_the_dtype, near), _NO_TENSOR)
+    layer, modules = inventory.modules[path], list(inventory.names)
+    place = modules.index(layer)
+    others = [*reversed(modules[:place]), *modules[place + 1 :]]
+    parameters = (p for m in others for p in m.parameters(recurse=False))
+    buffers = (b for m in others for b in m.buffers(recurse=False))
+    near = chain(layer.parameters(), layer.buffers(), parameters, buffers)
+    return next(filter(_tells_the_dtype, near), torch.empty(0))
 
 
 def _tells_the_dtype(t: Tensor) -> bool:
@@ -185,6 +161,5 @@ def _is_constant(weight: Tensor, value: float) -> bool:
 
 def _frozen_weight(module: nn.Module, value: float, like: Tensor) -> nn.Parameter:
     shape = _convert.declared(module)._affine_shape(module)
-    dtype = torch.get_default_dtype() if like is _NO_TENSOR else like.dtype
-    weight = torch.full(shape, value, dtype=dtype, device=like.device)
+    weight = torch.full(shape, value, dtype=like.dtype, device=like.device)
     return nn.Parameter(weight, requires_grad=False)

@@ -1,16 +1,23 @@
-"""A model's modules and their paths, found in one walk that the files of `_swap` share."""
+"""A model's modules and their paths, found in one walk, and the filters that choose norms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fnmatch
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from normplug import _convert
+from normplug import _checks, _convert
+from normplug._table import shown, some
 from normplug.modules import TargetVarianceNorm
+
+Filter: TypeAlias = str | type | Callable[[str, nn.Module], bool]
+Filters: TypeAlias = Filter | Sequence[Filter] | None
 
 # Every class that these modules of torch define is a norm, and so is every subclass.
 _TORCH_NORM_MODULES = {c.__module__ for c in (nn.BatchNorm1d, nn.InstanceNorm1d, nn.LayerNorm)}
@@ -47,11 +54,6 @@ class Inventory:
         """(path, layer) of every normplug layer."""
         return [(path, m) for path, m in self.each() if isinstance(m, TargetVarianceNorm)]
 
-    def parents(self, path: str) -> list[nn.Module]:
-        """The ancestors of the module under `path`, outermost first."""
-        names = path.split(".") if path else []
-        return [self.modules[".".join(names[:depth])] for depth in range(len(names))]
-
 
 def _is_norm(module: nn.Module) -> bool:
     if _convert.replacement(module) is not None:  # this registers other libraries' norms, too
@@ -84,3 +86,50 @@ def name_of(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return getattr(module, "original_name", type(module).__name__)
     return _convert.plain_class(module).__name__
+
+
+def matching(role: str, filters: Filters, norms: dict[nn.Module, list[str]]) -> set[nn.Module]:
+    """Return the norm layers that match any of the filters under any of their paths.
+
+    Args:
+        role: "include", "exclude" or "mode key", for messages.
+        filters: the user's filters.
+        norms: every norm layer with all its paths.
+
+    Raises:
+        TypeError: a filter has another type.
+        ValueError: an invalid regular expression, or, unless the role is "exclude", a pattern that
+            matches nothing.
+
+    Warns:
+        UserWarning: an `exclude` pattern that matches nothing.
+    """
+    found: set[nn.Module] = set()
+    for one in _checks.filters(role, filters):
+        matches = _predicate(role, one)
+        taken = {m for m, paths in norms.items() if any(matches(path, m) for path in paths)}
+        found |= taken
+        if taken or not norms or not isinstance(one, str):
+            continue
+        paths = [shown(path) for names in norms.values() for path in names]
+        text = f"normplug: {role}={one[:200]!r} matches no norm layer; the model has: "
+        text += f"{some(paths)}."
+        if role != "exclude":
+            raise ValueError(text)
+        _checks.warn(text)
+    return found
+
+
+def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:
+    if isinstance(one, type):
+        return lambda path, module: isinstance(module, one)
+    if not isinstance(one, str):
+        return one
+    if not one.startswith("re:"):
+        return lambda path, module: fnmatch.fnmatchcase(path, one)
+    try:
+        pattern = re.compile(one[3:])
+    except re.error as error:
+        text = f"normplug: {role}={one[:200]!r} is not a valid regular expression: {error}."
+        raise ValueError(text) from None
+    return lambda path, module: pattern.fullmatch(path) is not None

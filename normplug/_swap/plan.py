@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from normplug import _checks, _convert, native
-from normplug._swap.filters import Filters, matching
-from normplug._swap.inventory import Inventory, has_tensors, name_of
+from normplug._swap.inventory import Filters, Inventory, has_tensors, matching, name_of
 from normplug._swap.layer_modes import Assigned, LayerModes, ModesLike, read
 from normplug._table import counts, shown, table
 from normplug._torch import is_patched

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -16,17 +18,24 @@ from normplug import _checks, _convert
 from normplug._swap import fold as _fold
 from normplug._swap import plan as _plan
 from normplug._swap import record as _record
-from normplug._swap.filters import Filters
 from normplug._swap.fold import Scaling, writing_to
-from normplug._swap.inventory import Inventory
+from normplug._swap.inventory import Filters, Inventory
 from normplug._swap.layer_modes import ModesLike, read
-from normplug._swap.tools import tell_tools
 from normplug._table import counts, shown, some
 from normplug._torch import is_patched
 from normplug.modules import TargetVarianceNorm
 
 # The containers among a layer's attributes that a conversion mutates in place.
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+# The module of each tool's registries, and their names in it. They map classes to what the tool
+# does with their layers. A tool that is imported later is registered with by the next swap.
+_REGISTRIES = {
+    "captum.attr._core.lrp": ("SUPPORTED_LAYERS_WITH_RULES",),
+    "opacus.validators": ("ModuleValidator.VALIDATORS", "ModuleValidator.FIXERS"),
+    "ptflops.pytorch_ops": ("MODULES_MAPPING",),
+    "thop.profile": ("register_hooks",),
+    "torch.ao.quantization.quantization_mappings": ("DEFAULT_STATIC_QUANT_MODULE_MAPPINGS",),
+}
 
 
 def swap(
@@ -145,7 +154,7 @@ def swap(
             if sync:
                 _convert.synchronise(row.module)
         _record.renew(inventory)
-    tell_tools()
+    _tell_tools()
     return model
 
 
@@ -332,3 +341,37 @@ def _nothing_swapped(model: nn.Module, planned: _plan.Plan) -> str:
         f"normplug.swap: nothing to swap in {type(model).__name__}; norm layers seen: "
         f"{counts(seen)}. print(normplug.plan(model)) lists them."
     )
+
+
+def _tell_tools() -> None:
+    """Have the tools that are in use treat normplug's layers like the stock ones."""
+    for module, names in _REGISTRIES.items():
+        if (tool := sys.modules.get(module)) is None:
+            continue
+        for name in names:
+            registry = attrgetter(name)(tool)
+            for stock, ours in _convert.REPLACEMENTS.items():
+                if stock in registry:
+                    entry = registry[stock]
+                    quantised = hasattr(entry, "from_float")
+                    registry.setdefault(ours, _Unswapped(entry) if quantised else entry)
+    if (opacus := sys.modules.get("opacus.validators")) is not None:
+        # Running statistics that are only watched are not private.
+        for ours in _convert.REPLACEMENTS.values():
+            opacus.ModuleValidator.FIXERS.setdefault(ours, _without_watching)
+
+
+class _Unswapped:
+    """Quantise a layer as its stock layer, with the target variance in the weight."""
+
+    def __init__(self, quantised: Any) -> None:
+        self.quantised = quantised
+
+    def from_float(self, mod: Any, **options: Any) -> Any:
+        """Called by torch.ao, with the layer."""
+        return self.quantised.from_float(unswap(copy.deepcopy(mod)), **options)
+
+
+def _without_watching(layer: Any, **options: Any) -> Any:
+    layer.stop_watching()
+    return layer

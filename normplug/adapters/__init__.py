@@ -1,37 +1,31 @@
-"""Normplug classes for norms of other libraries; `_ADAPTERS` in `normplug._convert` lists them.
+"""Normplug classes for norms of other libraries, made when `swap` finds or pickle loads a layer.
 
-Each module imports its library. `normplug._convert` imports the module when a model has a norm of
-that library, and pickle does, too. Its `adapt(cls)` returns the normplug class for exactly that
-class, or why the class stays, or None.
+`_NORMS` has a row for each class; `rms_norms` finds RMSNorms by what their forward computes. `swap`
+imports no library for this: a layer has its class.
+
+The output's dtype under autocast is what `swap(autocast_output=...)` says, for these layers too,
+whether or not timm's fast norm is on.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, fx, nn
 
-from normplug.modules import LayerNorm
+from normplug import _activations
+from normplug._torch import has_global_hooks, has_hooks
+from normplug.adapters import rms_norms
+from normplug.modules import GroupNorm, LayerNorm, TargetVarianceNorm
+from normplug.modules.batch_norm import _BatchNorm
+from normplug.modules.rms_norm import _RMSNorm
 from normplug.modules.row_norm import RowNorm
-
-
-def define(
-    namespace: dict[str, Any], library: Any, bases: dict[str, tuple[type, ...]]
-) -> dict[type, Any]:
-    """Define the normplug classes of a library's norms, and return them by the library's class.
-
-    Args:
-        namespace: the globals of the module that gets the classes, where pickle looks them up.
-        library: the module of the library that has the norms.
-        bases: the name of each norm, and what its normplug class inherits from before it.
-    """
-    made = {}
-    for name, ours in bases.items():
-        theirs = getattr(library, name)
-        doc = f"`{theirs.__module__}.{name}` that normalises to the target of its mode."
-        attributes = {"__module__": namespace["__name__"], "__doc__": doc}
-        made[theirs] = namespace[name] = type(name, (*ours, theirs), attributes)
-    return made
+from normplug.modules.sync_batch_norm import _SyncBatchNormForward
 
 
 class ChannelsFirst(RowNorm):
@@ -47,10 +41,6 @@ class ChannelsFirst(RowNorm):
         return super()._normalise(x, weight, bias, autocast_output).permute(0, 3, 1, 2)
 
 
-class ChannelsFirstLayerNorm(ChannelsFirst, LayerNorm):
-    """LayerNorm of each position of (N, C, H, W) over its channels."""
-
-
 class Float32(RowNorm):
     """Computes in float32 and returns the input's dtype, with or without autocast."""
 
@@ -60,3 +50,222 @@ class Float32(RowNorm):
         weight = None if weight is None else weight.float()
         bias = None if bias is None else bias.float()
         return super()._normalise(input.float(), weight, bias, "float32").to(input.dtype)
+
+
+class RowsThenActivation(RowNorm):
+    """A norm of rows, then the layer's own dropout and activation."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`, then apply the layer's own `drop` and `act`."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
+        return self.act(self.drop(super().forward(input)))
+
+
+class FusedActivation(TargetVarianceNorm):
+    """Norm and activation as one call if there is no dropout and neither module has hooks."""
+
+    _fused: Callable[..., Tensor]
+    _after: ClassVar[tuple[str, ...]] = ("drop", "act")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`, then call the layer's own modules `_after`."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
+        after = [getattr(self, name) for name in self._after]
+        name = _activation_of(*after) if self.may_fuse() else None
+        y = self._fused(input, activation=name)
+        if not self.may_fuse():  # `_fused` does not measure
+            self._record(input, y)
+        for module in after if name is None else ():
+            y = module(y)
+        return y
+
+
+def _activation_of(*modules: nn.Module) -> _activations.ActivationLike:
+    """The activation that the modules amount to, by name; None if they must be called."""
+    *others, act = modules
+    if has_global_hooks() or any(map(has_hooks, modules)):
+        return None
+    if any(type(other) is not nn.Identity for other in others):
+        return None
+    # timm's GELU is torch's exact GELU; its `inplace` does nothing.
+    is_timms = type(act).__module__ == "timm.layers.activations"
+    if is_timms and type(act).__name__ == "GELU":
+        return "gelu"
+    return _activations.of_module(act)
+
+
+class BitGroupNorm(FusedActivation, GroupNorm):
+    """A GroupNorm that has an activation and no dropout."""
+
+    _after = ("activation",)
+
+
+class TimmRMSNorm(_RMSNorm):
+    """An RMSNorm of timm, whose operations autocast leaves alone."""
+
+    normalized_shape: tuple[int, ...]
+    _autocasts = False
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        return self.normalized_shape
+
+
+class RoundingRMSNorm(TimmRMSNorm):
+    """Without timm's fast norm, a float32 weight and half-precision input give float32."""
+
+    _call_reads = (*_RMSNorm._call_reads, "_fast_norm")
+
+    @property
+    def _rounding(self) -> str | None:  # type: ignore[override]
+        return None if self._fast_norm else "input"
+
+
+class RoundingRMSNorm2d(ChannelsFirst, TimmRMSNorm):
+    """Of channels-first images; it rounds with timm's fast norm, too."""
+
+    _rounding = "input"
+
+
+class OneNode:
+    """Makes the whole layer one node for torch.fx, for a class whose forward calls LayerNorm's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the library's class."""
+        if args and isinstance(args[0], fx.Proxy):
+            return self._as_leaf(args[0])  # type: ignore[attr-defined]
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+_NO_MEAN = "it divides by the standard deviation about a mean that it does not subtract"
+# transformers' LayerNorms of images, which permute if they are channels first: class and model.
+_OF_MODELS = {
+    "ConvNextLayerNorm": "convnext",
+    "ConvNextV2LayerNorm": "convnextv2",
+    "DINOv3ConvNextLayerNorm": "dinov3_convnext",
+    "DeepseekOcr2SamLayerNorm": "deepseek_ocr2",
+    "DeepseekVLHybridLayerNorm": "deepseek_vl_hybrid",
+    "EdgeTamLayerNorm": "edgetam",
+    "EdgeTamVideoLayerNorm": "edgetam_video",
+    "GotOcr2LayerNorm": "got_ocr2",
+    "LwDetrLayerNorm": "lw_detr",
+    "PPFormulaNetLayerNorm": "pp_formulanet",
+    "RfDetrLayerNorm": "rf_detr",
+    "SLANeXtLayerNorm": "slanext",
+    "Sam2LayerNorm": "sam2",
+    "Sam2VideoLayerNorm": "sam2_video",
+    "Sam3TrackerLayerNorm": "sam3_tracker",
+    "Sam3TrackerVideoLayerNorm": "sam3_tracker_video",
+    "SamHQLayerNorm": "sam_hq",
+    "SamLayerNorm": "sam",
+    "SegGptLayerNorm": "seggpt",
+    "UnlimitedOcrSamLayerNorm": "unlimited_ocr",
+}
+# The module here in which pickle looks a class up, and the library's module. Then by the name of
+# the class: what its normplug class inherits from before it, or why its layers stay. `OneNode`
+# comes before the library's class, and LayerNorm after it.
+_NORMS: dict[tuple[str, str], dict[str, Any]] = {
+    ("diffusers_models", "diffusers.models.normalization"): {
+        "FP32LayerNorm": (Float32, LayerNorm),
+    },
+    ("timm_layers", "timm.layers.norm"): {
+        "GroupNorm": (GroupNorm,),
+        "GroupNorm1": (GroupNorm,),
+        "LayerNorm": (LayerNorm,),
+        "LayerNorm2d": (ChannelsFirst, LayerNorm),
+        "LayerNormExp2d": (ChannelsFirst, LayerNorm),
+        "LayerNormFp32": (Float32, LayerNorm),
+        "LayerNorm2dFp32": (Float32, ChannelsFirst, LayerNorm),
+        "SimpleNorm": _NO_MEAN,
+        "SimpleNorm2d": _NO_MEAN,
+        "SimpleNormFp32": _NO_MEAN,
+        "SimpleNorm2dFp32": _NO_MEAN,
+    },
+    ("timm_layers", "timm.layers.norm_act"): {
+        "BatchNormAct2d": (FusedActivation, _BatchNorm),
+        "GroupNormAct": (FusedActivation, GroupNorm),
+        "GroupNorm1Act": (FusedActivation, GroupNorm),
+        "LayerNormAct": (RowsThenActivation, LayerNorm),
+        "LayerNormAct2d": (RowsThenActivation, ChannelsFirst, LayerNorm),
+        "LayerNormActFp32": (RowsThenActivation, Float32, LayerNorm),
+        "LayerNormAct2dFp32": (RowsThenActivation, Float32, ChannelsFirst, LayerNorm),
+    },
+    ("timm_rms_norms", "timm.layers.norm"): {
+        "RmsNorm": (RoundingRMSNorm,),
+        "RmsNorm2d": (RoundingRMSNorm2d,),
+        "RmsNormFp32": (Float32, TimmRMSNorm),
+        "RmsNorm2dFp32": (Float32, ChannelsFirst, TimmRMSNorm),
+    },
+    ("timm_rms_norms", "timm.layers.norm_act"): {
+        "RmsNormAct": (RowsThenActivation, RoundingRMSNorm),
+        "RmsNormAct2d": (RowsThenActivation, RoundingRMSNorm2d),
+        "RmsNormActFp32": (RowsThenActivation, Float32, RoundingRMSNorm),
+        "RmsNormAct2dFp32": (RowsThenActivation, Float32, RoundingRMSNorm2d),
+    },
+    ("timm_metaformer", "timm.models.metaformer"): {
+        "GroupNorm1NoBias": (GroupNorm,),
+        "LayerNormNoBias": (LayerNorm,),
+        "LayerNorm2dNoBias": (ChannelsFirst, LayerNorm),
+    },
+    ("torchvision_convnext", "torchvision.models.convnext"): {
+        "LayerNorm2d": (ChannelsFirst, LayerNorm),
+    },
+    ("transformers_bit", "transformers.models.bit.modeling_bit"): {
+        "BitGroupNormActivation": (BitGroupNorm,),
+    },
+    ("transformers_poolformer", "transformers.models.poolformer.modeling_poolformer"): {
+        "PoolFormerGroupNorm": (GroupNorm,),
+    },
+    **{
+        ("transformers_models", f"transformers.models.{model}.modeling_{model}"): {name: OneNode}
+        for name, model in _OF_MODELS.items()
+    },
+}
+
+
+def adapt(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
+    """The normplug class for exactly this class of a library; why its layers stay; or None."""
+    for (place, module), norms in _NORMS.items():
+        if cls.__module__ == module and cls.__name__ in norms:
+            row = norms[cls.__name__]
+            return row if isinstance(row, str) else _made(cls, place, row)  # type: ignore[arg-type]
+    searched = cls.__module__.startswith(("diffusers.", "transformers."))
+    if searched and not issubclass(cls, (nn.LayerNorm, nn.GroupNorm)):
+        return rms_norms.adapt(cls)
+    return None
+
+
+@functools.cache
+def _made(cls: Any, place: str, row: Any) -> Any:
+    """The class that a row describes; None if the library's version has no forward to build on."""
+    if row is OneNode and not issubclass(cls, nn.LayerNorm):
+        return None
+    doc = f"`{cls.__module__}.{cls.__name__}` that normalises to the target of its mode."
+    namespace = {"__module__": f"{__name__}.{place}", "__doc__": doc}
+    bases = (OneNode, cls, LayerNorm) if row is OneNode else (*row, cls)
+    ours: Any = type(cls.__name__, bases, namespace)
+    if issubclass(ours, _BatchNorm):
+        bases = (_SyncBatchNormForward, ours)
+        ours._synchronised = type(f"Sync{cls.__name__}", bases, dict(namespace))
+    return ours
+
+
+class _Place(ModuleType):
+    """The module of the classes of some rows; each is made when pickle first looks it up."""
+
+    def __getattr__(self, name: str) -> Any:
+        kind = name.removeprefix("Sync")
+        for (place, module), norms in _NORMS.items():
+            if kind in norms and self.__name__ == f"{__name__}.{place}":
+                ours = adapt(getattr(importlib.import_module(module), kind))
+                if isinstance(ours, type):
+                    return ours if kind == name else ours._synchronised
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+for _place in {place for place, _ in _NORMS}:
+    sys.modules[f"{__name__}.{_place}"] = _Place(f"{__name__}.{_place}")

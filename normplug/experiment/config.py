@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, validate_c
 from typing_extensions import NotRequired, Required, TypedDict  # Python's need 3.12 here
 
 import normplug
-from normplug._swap.depth import ByDepth, Schedule
+from normplug._swap.layer_modes import ByDepth, Schedule
 from normplug.experiment.errors import NAME, WHO, UserError, broken_rule
 from normplug.experiment.measure import BASELINE
 

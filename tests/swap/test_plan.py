@@ -78,6 +78,27 @@ def test_subclasses_and_other_norms_are_left_and_plan_says_so(net):
     assert f"{swapped}; left: 1 Odd (a sub" in text
 
 
+class AdaGroupNorm(nn.Module):
+    """As diffusion models have it: its scale is computed from another input."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups, self.eps = 2, 1e-5
+        self.linear = nn.Linear(3, 4)
+
+
+class NormedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-5
+        self.inner = AdaGroupNorm()
+
+
+def test_a_norm_whose_scale_comes_from_another_input_is_left_and_plan_says_so():
+    notes = {row.path: row.note for row in plan(NormedBlock())}
+    assert notes == {"inner": "its scale comes from layers of its own"}
+
+
 def test_a_class_that_was_patched_before_the_swap_is_left_and_plan_says_so(net, monkeypatch):
     forward = nn.modules.batchnorm._BatchNorm.forward
     monkeypatch.setattr(nn.BatchNorm1d, "forward", lambda self, x: forward(self, x) * 2)

@@ -132,18 +132,13 @@ def test_a_failing_swap_leaves_the_model_as_it_was(net, options, inference):
     train_step(net)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (swap, "normplug.swap: another tool has rebuilt or .*: flat."),
-        (set_mode, "normplug.set_mode: another tool has .*: flat."),
-    ],
-)
-def test_a_warning_of_lost_layers_changes_nothing_where_warnings_are_errors(net, call, message):
+@pytest.mark.parametrize("call", [swap, set_mode])
+def test_a_warning_of_lost_layers_changes_nothing_where_warnings_are_errors(net, call):
     swap(net, "golden")
     net.flat = nn.BatchNorm1d(8)
     before = frozen(net)
-    with pytest.raises(UserWarning, match=message):
+    text = f"normplug.{call.__name__}: another tool has rebuilt or .*: flat."
+    with pytest.raises(UserWarning, match=text):
         call(net, 0.5)
     assert_frozen(net, before)
     assert net.norm.mode.name == "golden"
@@ -164,18 +159,6 @@ def test_a_warning_names_the_users_line(net, call):
     with pytest.warns(UserWarning, match="normplug") as warned:
         call(net)
     assert [w.filename for w in warned] == [__file__]
-
-
-class Counted(nn.Sequential):
-    def named_modules(self, *args, **kwargs):
-        self.walks = getattr(self, "walks", 0) + 1
-        return super().named_modules(*args, **kwargs)
-
-
-def test_a_swap_walks_the_model_once(net):
-    model = Counted(net)
-    swap(model, "golden", preserve_output=True, exclude="0.flat", sync=True)
-    assert model.walks == 1
 
 
 def test_a_layer_whose_forward_was_replaced_is_left_and_reported(net):
@@ -227,11 +210,18 @@ def test_options_reach_the_layers(net):
     assert not hasattr(net.norm, "watched_mean")
     assert net.norm.autocast_output == "float32"
     assert {m.backend for m in (net.norm, net.flat, net.stem[1])} == {"torch"}
-
-
-def test_the_statistics_of_a_model_on_the_meta_device_are_on_it_too(net):
-    swap(net.to("meta"), "golden")
+    swap(unswap(net).to("meta"))
     assert {t.device.type for t in [*net.parameters(), *net.buffers()]} == {"meta"}
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_group_norm_and_rms_norm_track_statistics_only_if_swap_is_told_to(asked):
+    model = nn.Sequential(nn.GroupNorm(2, 8), nn.RMSNorm(4), nn.InstanceNorm1d(8))
+    swap(model, "golden", track_running_stats=asked)(torch.randn(3, 8, 4))
+    counts = [getattr(norm, "watched_count", None) for norm in model[:2]]
+    assert counts == ([1, 1] if asked else [None, None])
+    assert model[2].running_mean is None  # an InstanceNorm keeps its own setting
+    assert not dict(unswap(model).named_buffers())
 
 
 def test_the_mode_of_a_model_without_normplug_layers_cannot_be_set():

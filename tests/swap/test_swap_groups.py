@@ -1,18 +1,15 @@
-"""GroupNorm and InstanceNorm in models: every tool handles them like the other norms."""
+"""GroupNorm and InstanceNorm in models: what they watch, what is fused with them, their kernels."""
 
 import copy
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
-import normplug
-from normplug import check, fuse, fusions, plan, set_mode, swap, unswap
-from normplug.modes import target_variance
+from normplug import fuse, fusions, plan, swap, unswap
 from normplug.modules.probe import Probe
 from routes import watch_fused
 
-ROOT = target_variance("golden") ** 0.5
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 + 1
 
 
@@ -42,52 +39,8 @@ def net():
     return net
 
 
-NAMES = ["group", "body.1", "tracked"]
-STOCK = [nn.GroupNorm, nn.InstanceNorm2d, nn.InstanceNorm2d]
-OURS = [normplug.GroupNorm, normplug.InstanceNorm2d, normplug.InstanceNorm2d]
-
-
-def kinds(net):
-    return [type(net.get_submodule(name)) for name in NAMES]
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_swap_scales_by_the_root_of_the_target_variance_and_can_be_undone(net, training):
-    keys, scaled = set(net.state_dict()), copy.deepcopy(net).train(training)
-    for norm in (scaled.group, scaled.tracked):
-        norm.weight.data.mul_(ROOT)
-    scaled.body[1].register_forward_hook(lambda m, args, y: y * ROOT)
-    assert plan(net).summary() == "3 of 3 norm layers: 1 GroupNorm, 2 InstanceNorm2d"
-    assert kinds(swap(net.train(training), "golden")) == OURS
-    assert set(net.state_dict()) == keys
-    torch.testing.assert_close(net(X), scaled(X))
-    assert {layer.tested for layer in check(net, X)} == {"train, eval, eval under no_grad"}
-    swap(net, 0.5)
-    assert {row.note for row in plan(net)} == {"swapped already, mode 0.5"}
-    set_mode(net, "golden")
-    net.tracked.reset_running_stats()
-    scaled.tracked.reset_running_stats()
-    unswap(net)
-    torch.testing.assert_close(net(X), scaled(X))
-    assert kinds(net) == STOCK
-    names = {name for norm in NAMES for name in vars(net.get_submodule(norm))}
-    assert "_normplug" not in names
-    assert "watched_mean" not in net.group._buffers
-
-
-@pytest.mark.parametrize("asked", [None, True, False])
-def test_group_norm_tracks_statistics_only_if_swap_is_told_to(net, asked):
-    swap(net, "golden", track_running_stats=asked)
-    assert hasattr(net.group, "watched_mean") is bool(asked)
-    net(X)
-    if asked:
-        assert net.group.watched_count == 1
-    assert net.body[1].running_mean is None  # an InstanceNorm keeps its own setting
-    unswap(net)
-    assert not hasattr(net.group, "watched_mean")
-
-
 def test_the_activation_after_a_norm_is_fused(net, monkeypatch):
+    assert plan(net).summary() == "3 of 3 norm layers: 1 GroupNorm, 2 InstanceNorm2d"
     expected = swap(net, "golden").eval()(X)
     fuse(net)
     assert fusions(net).summary().startswith("2 of 3 norm layers fused: 1 with SiLU, 1 with ReLU;")
@@ -99,42 +52,6 @@ def test_the_activation_after_a_norm_is_fused(net, monkeypatch):
     assert made == ["silu", "relu", "relu"]
     del net.group._probe
     torch.testing.assert_close(unswap(net)(X), expected)
-
-
-def test_fx_traces_each_norm_as_a_layer(net):
-    swap(net, "golden").eval()
-    graph = fx.symbolic_trace(net)
-    assert set(NAMES) <= {n.target for n in graph.graph.nodes if n.op == "call_module"}
-    torch.testing.assert_close(graph(X), net(X))
-
-
-class Conditional(nn.GroupNorm):
-    def forward(self, x, scale):
-        return super().forward(x) * (1 + scale)
-
-
-class AdaGroupNorm(nn.Module):
-    """As diffusion models have it: its scale is computed from another input."""
-
-    def __init__(self):
-        super().__init__()
-        self.groups, self.eps = 2, 1e-5
-        self.linear = nn.Linear(3, 4)
-
-
-class NormedBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.eps = 1e-5
-        self.inner = AdaGroupNorm()
-
-
-def test_norms_whose_scale_comes_from_another_input_stay_and_plan_says_so():
-    notes = {row.path: row.note for row in plan(nn.Sequential(Conditional(2, 4), NormedBlock()))}
-    assert notes == {
-        "0": "a subclass of nn.GroupNorm, which may have a forward of its own",
-        "1.inner": "its scale comes from layers of its own",
-    }
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from normplug import _convert, check, fuse, fusions, plan, set_mode, swap, swapped, unswap
+from normplug import _convert, check, fuse, fusions, plan, swap, unswap
 from normplug.modes import target_variance
 from normplug.modules import TargetVarianceNorm
 from swap_cases import one_graph
@@ -104,31 +104,10 @@ def test_it_is_planned_swapped_and_unswapped_with_the_same_outputs(model, traini
     assert set(model.state_dict()) == keys
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(X), model(X))
+    assert not any(_convert.synchronise(m) for m in model.modules())  # it is no BatchNorm
     torch.testing.assert_close(unswap(model)(X), expected)
     assert kinds(model) == [Rescale] * 2
     assert not any("normplug" in name for name in vars(model[1].norm))
-
-
-def test_its_outputs_are_preserved_and_a_missing_weight_is_created(model):
-    model.append(Rescale(6, affine=False))
-    expected, keys = model(X), set(model.state_dict())
-    torch.testing.assert_close(swap(model, 0.3, preserve_output=True)(X), expected)
-    assert model[2].weight.shape == (6,)
-    torch.testing.assert_close(unswap(model)(X), expected)
-    with swapped(model, 2, preserve_output=True):
-        torch.testing.assert_close(model(X), expected)
-    torch.testing.assert_close(model(X), expected)
-    assert set(model.state_dict()) == keys
-
-
-def test_fuse_leaves_it_and_says_why(model):
-    expected = swap(model, "golden")(X)
-    with pytest.warns(UserWarning, match="normplug.fuse: nothing to fuse in Sequential"):
-        fuse(model)
-    assert torch.equal(model(X), expected)
-    for row in fusions(model):
-        assert (row.kind, row.label) == ("TargetRescale", None)
-        assert row.note
 
 
 def test_check_counts_it_and_compares_its_formula(model, monkeypatch):
@@ -144,16 +123,25 @@ def test_check_counts_it_and_compares_its_formula(model, monkeypatch):
         check(model)
 
 
-def test_its_mode_is_set_and_travels_in_checkpoints(model):
-    stock = copy.deepcopy(model)
-    state = swap(model, "golden").state_dict()
-    set_mode(model, 0.5)
-    torch.testing.assert_close(model[1].norm(X) * ROOT, stock[1].norm(X) * (0.5**0.5 * ROOT))
-    with pytest.warns(UserWarning, match=r"mode golden is loaded into layers of mode 0\.5"):
-        model.load_state_dict(state)
-    # These must not warn: pytest turns warnings into errors.
-    set_mode(model, "golden").load_state_dict(state)
-    set_mode(model, "standard").load_state_dict(stock.state_dict())
+def test_its_outputs_are_preserved_and_a_missing_weight_is_created():
+    layer = Rescale(6, affine=False)
+    expected = layer(X)
+    torch.testing.assert_close(swap(layer, 0.3, preserve_output=True)(X), expected)
+    assert layer.weight.shape == (6,)
+    torch.testing.assert_close(unswap(layer)(X), expected)
+    assert not layer.state_dict()
+
+
+def test_fuse_fx_and_compilers_treat_it_as_a_layer(model):
+    expected = swap(model, "golden").eval()(X)
+    graph = fx.symbolic_trace(model)
+    assert {"1.norm", "1.last"} <= {n.target for n in graph.graph.nodes if n.op == "call_module"}
+    torch.testing.assert_close(graph(X), expected)
+    torch.testing.assert_close(one_graph(model)(X), expected)
+    with pytest.warns(UserWarning, match="normplug.fuse: nothing to fuse in Sequential"):
+        fuse(model)
+    assert torch.equal(model(X), expected)
+    assert [(row.kind, row.label) for row in fusions(model)] == [("TargetRescale", None)] * 2
 
 
 def test_it_is_constructed_with_a_mode():
@@ -163,26 +151,11 @@ def test_it_is_constructed_with_a_mode():
     torch.testing.assert_close(moment, torch.full((16,), 0.5), rtol=1e-2, atol=0)
     with pytest.raises(ValueError, match="normplug.TargetRescale: backend must be one of"):
         TargetRescale(6, backend="cuda")
+    with pytest.warns(UserWarning, match=r"mode 0\.5 is loaded into layers of mode standard"):
+        TargetRescale(6).load_state_dict(layer.state_dict())
 
 
-def test_it_is_not_mistaken_for_a_batch_norm(model):
-    swap(model, "golden", sync=True)
-    assert kinds(model) == [TargetRescale] * 2
-    assert not any(_convert.synchronise(m) for m in model.modules())
-    nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    assert kinds(model) == [TargetRescale] * 2
-    check(model, X)
-
-
-def test_fx_and_compilers_treat_it_as_a_layer(model):
-    swap(model, "golden").eval()
-    graph = fx.symbolic_trace(model)
-    assert {"1.norm", "1.last"} <= {n.target for n in graph.graph.nodes if n.op == "call_module"}
-    torch.testing.assert_close(graph(X), model(X))
-    torch.testing.assert_close(one_graph(model)(X), model(X))
-
-
-@pytest.mark.parametrize("mode", [None, "golden", 0.5])
+@pytest.mark.parametrize("mode", [None, 0.5])
 def test_its_variance_is_logged_stock_or_swapped(model, mode, tmp_path):
     lightning_cases = pytest.importorskip("lightning_cases")
     from normplug.lightning import VarianceLogger
