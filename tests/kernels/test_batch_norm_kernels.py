@@ -30,7 +30,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from normplug._kernels import merging  # noqa: E402
-from normplug._kernels.batch_norm import schedule, slabs  # noqa: E402
+from normplug._kernels.batch_norm import columns, schedule  # noqa: E402
 
 pytestmark = interpreted.MARKS
 
@@ -327,7 +327,7 @@ def test_create_graph_does_not_change_the_gradients():
 @triton.jit
 def _decode(out_ptr, SLABS, NS, NA, GROUP, HEAD, GRID, SIZE: tl.constexpr):
     t = tl.arange(0, SIZE)
-    slab, item, late = slabs.assignment(t, SLABS, NS, NA, GROUP, HEAD)
+    slab, item, late = columns.assignment(t, SLABS, NS, NA, GROUP, HEAD)
     there = t < GRID
     tl.store(out_ptr + 3 * t, slab, mask=there)
     tl.store(out_ptr + 3 * t + 1, item, mask=there)

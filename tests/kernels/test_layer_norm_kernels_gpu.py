@@ -79,7 +79,7 @@ SHARED = [(132, 8704), (133, 12288), (300, 16384), (1024, 20480), (150, 40000), 
 
 
 def shares_columns(shape, dtype):
-    from normplug._kernels.device import processors, shared_memory, unit_of
+    from normplug._kernels import processors, shared_memory, unit_of
     from normplug._kernels.launch import COOPERATIVE
     from normplug._kernels.layer_norm import schedule
 

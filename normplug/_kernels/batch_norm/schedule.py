@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from normplug._kernels.device import floor_2, needs_int64, power_of_2, unit_of
+from normplug._kernels import floor_2, needs_int64, power_of_2, unit_of
 
 _SMALL_PLANE = 100  # values; contiguous planes of at most so many are treated as columns
 _LAG_BYTES = 24 << 10  # read per multiprocessor between a tile's first read and its second
@@ -137,7 +137,7 @@ class Columns:
             return self.slabs * self.gathers
         groups = -(-self.slabs // self.group)
         gathers, writes = self.group * self.gathers, self.group * self.writes
-        # As in `slabs.assignment`; no group follows the last one, only an idle `head`.
+        # As in `columns.assignment`; no group follows the last one, only an idle `head`.
         return gathers + groups * (gathers + writes) - (gathers - self.head)
 
     @property

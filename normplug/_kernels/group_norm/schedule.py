@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from normplug._kernels.device import floor_2, needs_int64, power_of_2, unit_of
+from normplug._kernels import floor_2, needs_int64, power_of_2, unit_of
 
 # Most bytes of a unit, counted as float32 or wider, that a program holds. LayerNorm holds rows of
 # 32,768 halves. Backward there are two tensors.

@@ -55,15 +55,21 @@ def size(units, UNIT: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def strides_of(STEP_UNITS, OUTER_UNITS, UNIT: tl.constexpr, WIDE: tl.constexpr):
+    """STEP and OUTER of a tensor's rows, in values, for `row_places`."""
+    return size(STEP_UNITS, UNIT, WIDE), size(OUTER_UNITS, UNIT, WIDE)
+
+
+@triton.jit
 def row_places(
-    rows, INNER, OUTER, STEP,
-    MIDDLE: tl.constexpr, HEADS: tl.constexpr, TWO_LEVELS: tl.constexpr,
-):  # fmt: skip
+    rows, INNER, strides, MIDDLE: tl.constexpr, HEADS: tl.constexpr, TWO_LEVELS: tl.constexpr
+):
     """Offsets at which rows begin, in values: STEP apart if there is one level of strides.
 
     On two levels, the INNER rows of a group are STEP apart, and groups OUTER apart. On three, where
     MIDDLE is not 0, sets of HEADS groups are OUTER apart, and the groups of a set MIDDLE apart.
     """
+    STEP, OUTER = strides
     if TWO_LEVELS and MIDDLE > 0:
         group = rows.to(tl.int32) // INNER
         outer = group // HEADS
