@@ -24,7 +24,7 @@ from row_setups import EVERY_SETUP, SETUPS, SOME_SETUPS, VARIANTS, blocks, held,
 
 pytest.importorskip("triton")
 
-from normplug._kernels.layer_norm import shared  # noqa: E402
+from normplug._kernels import merging  # noqa: E402
 
 pytestmark = interpreted.MARKS
 
@@ -313,13 +313,13 @@ def test_more_parts_than_one_addition_takes_are_added_right(prepared, monkeypatc
 
 
 def test_each_stretch_of_columns_is_finished_once(prepared, monkeypatch):
-    finished, finish = [], shared.finish_columns
+    finished, finish = [], merging._finish_columns
 
     def finish_columns(gradient_ptr, parts_ptr, which, stretch, *rest):
         finished.append(int(stretch))
         finish(gradient_ptr, parts_ptr, which, stretch, *rest)
 
-    monkeypatch.setattr(shared, "finish_columns", finish_columns)
+    monkeypatch.setattr(merging, "_finish_columns", finish_columns)
     assert_accurate(prepared("rows, uneven", needs=("bias",), shape=(3, 60)))
     assert sorted(finished) == list(range(8))
 

@@ -408,46 +408,6 @@ def finish_backward(
 
 
 @triton.jit
-def _read_gradient(
-    dy_ptr, x_ptr, residual_ptr, bits_ptr, row, end, columns, live, W, slab, SLABS,
-    U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, RESIDUAL: tl.constexpr,
-    BITS: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
-    LAST: tl.constexpr,
-):  # fmt: skip
-    """Load dy, x, and what else the activation's derivative needs: relu's mask or the residual."""
-    dy = load_tile(dy_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, LAST)
-    x = load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, LAST)
-    extra = 0
-    if BITS:
-        at = bit_columns(slab, BC)
-        extra = load_tile(
-            bits_ptr, at, at >= 0, row, end, SLABS * (BC // 8), U, BT, True, WHOLE, WIDE, LAST
-        )
-    elif RESIDUAL:
-        extra = load_tile(residual_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, LAST)
-    return dy, x, extra
-
-
-@triton.jit
-def _gradient(
-    dy, x, extra, mean, scale, bias, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-    ACC: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """Compute dz, the gradient of the activation's input, and x - mean."""
-    centred = x.to(ACC) - mean[None, None, :]
-    dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
-    if BITS:
-        bits = unpack_bits(tl.reshape(extra, [BT * U * BC // 8]), BT * U * BC)
-        dz = tl.where(as_tile(bits, BT, U, BC) != 0, dz, 0.0)
-    elif ACTIVATION != 0:
-        z = centred * scale[None, None, :] + bias[None, None, :]
-        if RESIDUAL:
-            z += extra.to(ACC)
-        dz = activation_gradient(dz, z, ACTIVATION)
-    return dz, centred
-
-
-@triton.jit
 def _tile_gradients(
     sum_dz, sum_dz_centred, mean_dz, slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
     dresidual_ptr, means_ptr, flag_ptr, row, end, columns, live, channels, slab, mean, scale, bias,
@@ -462,16 +422,30 @@ def _tile_gradients(
     terms that depend on the sums. WAIT: another program stores these terms; wait for them after
     the tile's loads, which then overlap with the wait.
     """
-    dy, x, extra = _read_gradient(
-        dy_ptr, x_ptr, residual_ptr, bits_ptr, row, end, columns, live, W, slab, SLABS, U, BT, BC,
-        RESIDUAL, BITS, EVEN, WHOLE, WIDE, WRITE,
-    )  # fmt: skip
+    dy = load_tile(dy_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, WRITE)
+    x = load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, WRITE)
+    if BITS:
+        at = bit_columns(slab, BC)
+        bits = load_tile(
+            bits_ptr, at, at >= 0, row, end, SLABS * (BC // 8), U, BT, True, WHOLE, WIDE, WRITE
+        )
+    elif RESIDUAL:
+        residual = load_tile(
+            residual_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, WRITE
+        )
     if WAIT:
         wait(flag_ptr, 1, WRITES)
         mean_dz, slope = dx_terms(means_ptr, channels, live, C)
-    dz, centred = _gradient(
-        dy, x, extra, mean, scale, bias, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION
-    )
+    centred = x.to(ACC) - mean[None, None, :]
+    dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
+    if BITS:
+        positive_z = unpack_bits(tl.reshape(bits, [BT * U * BC // 8]), BT * U * BC)
+        dz = tl.where(as_tile(positive_z, BT, U, BC) != 0, dz, 0.0)
+    elif ACTIVATION != 0:
+        z = centred * scale[None, None, :] + bias[None, None, :]
+        if RESIDUAL:
+            z += residual.to(ACC)
+        dz = activation_gradient(dz, z, ACTIVATION)
     if SUM:
         sum_dz += tl.sum(dz, axis=STEP_AXIS)
         sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)

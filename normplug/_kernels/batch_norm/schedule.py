@@ -43,10 +43,6 @@ class Planes:
         return self.c * self.tiles_a_channel
 
     @property
-    def hw_units(self) -> int:
-        return self.hw // self.unit
-
-    @property
     def kp(self) -> int:
         """Tiles that are merged at a time."""
         return min(power_of_2(self.tiles_a_channel), 1024)
@@ -86,13 +82,14 @@ class Columns:
         return -(-self.c // self.channels)
 
     @property
-    def live_units(self) -> int:
-        """Columns of a slab without its padding, in units."""
-        return self.channels * self.hw // self.unit
+    def live(self) -> int:
+        """Columns of a slab without its padding."""
+        return self.channels * self.hw
 
     @property
-    def width_units(self) -> int:
-        return self.c * self.hw // self.unit
+    def width(self) -> int:
+        """Columns of the tensor."""
+        return self.c * self.hw
 
     @property
     def segments(self) -> bool:
@@ -143,12 +140,12 @@ class Columns:
     @property
     def even(self) -> bool:
         """Whether no slab has padding."""
-        return self.c % self.channels == 0 and self.channels * self.hw == self.bc
+        return self.c % self.channels == 0 and self.live == self.bc
 
     @property
     def wide(self) -> bool:
         """Whether offsets need 64 bits."""
-        return needs_int64(self.rows, self.c * self.hw)
+        return needs_int64(self.rows, self.width)
 
 
 @dataclass(frozen=True)
@@ -169,10 +166,6 @@ class Pixels:
     @property
     def slabs(self) -> int:
         return -(-self.c // self.bc)
-
-    @property
-    def c_units(self) -> int:
-        return self.c // self.unit
 
     @property
     def grid(self) -> int:

@@ -37,30 +37,6 @@ _NOWHERE = tl.constexpr(255)
 # constants. WEIGHT, BIAS: there is one.
 
 
-@triton.jit
-def _higher(
-    x_row_ptr, top_place, left, kw, W, C, channels, live, mean, scale, bias, best, peak, place,
-    ACC: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Update windows' largest z (best), its x (peak) and its place by one more of their values.
-
-    A place past an edge stands for the nearest one in the image, which is in the window too. So
-    all loads are in bounds, and a value that is seen twice is not higher than itself.
-    """
-    column = tl.minimum(tl.maximum(left + kw, 0), W - 1)
-    offsets = column[:, None] * C + channels[None, :]
-    if EVEN:
-        x = tl.load(x_row_ptr + offsets)
-    else:
-        x = tl.load(x_row_ptr + offsets, mask=live[None, :], other=0)
-    z = (x.to(ACC) - mean[None, :]) * scale[None, :] + bias[None, :]
-    higher = (z > best) | (z != z)
-    best = tl.where(higher, z, best)
-    peak = tl.where(higher, x, peak)
-    place = tl.where(higher, (top_place + column - left)[:, None], place)
-    return best, peak, place
-
-
 @kernel
 def batch_norm_pool_forward(
     x_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, y_ptr, peaks_ptr, places_ptr,
@@ -105,14 +81,24 @@ def batch_norm_pool_forward(
         place = tl.zeros([BP, BC], tl.int32)
         stride = W * C
         for kh in tl.static_range(KH):
-            # The row kh below `top`, or the nearest in the image.
+            # The row kh below `top`, or the nearest in the image, which is in the window too.
             line = tl.minimum(tl.maximum(top + kh, 0), H - 1)
             line_ptr = x_ptr + (image * H + line).to(tl.int64) * stride
             for kw in tl.static_range(KW):
-                best, peak, place = _higher(
-                    line_ptr, (line - top) * KW, left, kw, W, C, channels, live, mean, scale,
-                    bias, best, peak, place, ACC, EVEN,
-                )  # fmt: skip
+                # Likewise: all loads are in bounds, and a value that is seen twice is not higher
+                # than itself.
+                first_place = (line - top) * KW
+                column = tl.minimum(tl.maximum(left + kw, 0), W - 1)
+                offsets = column[:, None] * C + channels[None, :]
+                if EVEN:
+                    x = tl.load(line_ptr + offsets)
+                else:
+                    x = tl.load(line_ptr + offsets, mask=live[None, :], other=0)
+                z = (x.to(ACC) - mean[None, :]) * scale[None, :] + bias[None, :]
+                higher = (z > best) | (z != z)
+                best = tl.where(higher, z, best)
+                peak = tl.where(higher, x, peak)
+                place = tl.where(higher, (first_place + column - left)[:, None], place)
         offsets = out[:, None] * C + channels[None, :]
         mask = (out < OW)[:, None] & live[None, :]
         y = activate(best, 1).to(y_ptr.dtype.element_ty)  # relu
@@ -121,23 +107,6 @@ def batch_norm_pool_forward(
             tl.store(peaks_ptr + first + offsets, peak, mask=mask, eviction_policy="evict_first")
             place = tl.where(best <= 0, _NOWHERE, place).to(tl.uint8)
             tl.store(places_ptr + first + offsets, place, mask=mask, eviction_policy="evict_first")
-
-
-@triton.jit
-def _received(
-    dz, dy_ptr, places_ptr, image, row, column, inside, below, beside, OH, OW, C, channels, live,
-    KW: tl.constexpr, ACC: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Add to dz the dy of windows whose peak is this value, at row `below`, column `beside`."""
-    first = (image * OH + row).to(tl.int64) * (OW * C)
-    offsets = column[:, None] * C + channels[None, :]
-    width = tl.where((row >= 0) & (row < OH), OW, 0)
-    mask = (inside & (column >= 0) & (column < width))[:, None]
-    if not EVEN:
-        mask = mask & live[None, :]
-    place = tl.load(places_ptr + first + offsets, mask=mask, other=_NOWHERE).to(tl.int32)
-    dy = tl.load(dy_ptr + first + offsets, mask=mask, other=0).to(ACC)
-    return dz + tl.where(place == below * KW + beside, dy, 0.0)
 
 
 @triton.jit
@@ -164,11 +133,18 @@ def _gather(
     dz = tl.zeros([BP, BC], ACC)
     for below in tl.static_range((i + PH) % SH, KH, SH):
         for beside in tl.static_range((j + PW) % SW, KW, SW):
-            dz = _received(
-                dz, dy_ptr, places_ptr, image, up + (i + PH - below) // SH,
-                left + (j + PW - beside) // SW, inside, below, beside, OH, OW, C, channels, live,
-                KW, ACC, EVEN,
-            )  # fmt: skip
+            # The window whose place (below, beside) these values take.
+            top = up + (i + PH - below) // SH
+            start = left + (j + PW - beside) // SW
+            window = (image * OH + top).to(tl.int64) * (OW * C)
+            windows = start[:, None] * C + channels[None, :]
+            width = tl.where((top >= 0) & (top < OH), OW, 0)
+            there = (inside & (start >= 0) & (start < width))[:, None]
+            if not EVEN:
+                there = there & live[None, :]
+            place = tl.load(places_ptr + window + windows, mask=there, other=_NOWHERE).to(tl.int32)
+            dy = tl.load(dy_ptr + window + windows, mask=there, other=0).to(ACC)
+            dz += tl.where(place == below * KW + beside, dy, 0.0)
     if TRAINING:
         centred = x.to(ACC) - mean[None, :]
         dz = dz - mean_dz[None, :] - centred * slope[None, :]

@@ -19,7 +19,7 @@ from normplug._kernels.group_norm.shared import (
     load_vector,
     save_statistics,
 )
-from normplug._kernels.merging import after_parts, finish_columns, publish_part, ready_flag
+from normplug._kernels.merging import after_parts, finish_gradients, publish_part, ready_flag
 from normplug._kernels.primitives import kernel, scalar
 from normplug._kernels.tiles import (
     STEP_AXIS,
@@ -33,7 +33,7 @@ from normplug._kernels.waiting import arrive, wait
 
 # The arguments that `shared` does not explain.
 # Sizes.
-#   S, WIDTH_UNITS       rows of a sample; C / UNIT
+#   S, C_UNITS           rows of a sample; C / UNIT
 #   SLABS, K, ROWS_EACH  slabs of a sample; items of a slab; rows of an item
 # Constants.
 #   U, BT, BC            a tile: U steps of BT rows, of BC columns
@@ -256,7 +256,7 @@ def _write_item(
 @kernel
 def group_norm_columns_forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, partial_ptr, counters_ptr,
-    N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
+    N, G, CHANNELS, S, C_UNITS, SLABS, K, ROWS_EACH, LAG,
     eps, root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
     CB: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr,
@@ -269,7 +269,7 @@ def group_norm_columns_forward(
     SOLO its own.
     """
     t = tl.program_id(0)
-    C = WIDTH_UNITS * UNIT
+    C = C_UNITS * UNIT
     GROUPS = N * G
     UNITS = N * SLABS
     moments_ptr = behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
@@ -411,7 +411,7 @@ def _write_item_dx(
 def group_norm_columns_backward(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr,
     counters_ptr,
-    N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
+    N, G, CHANNELS, S, C_UNITS, SLABS, K, ROWS_EACH, LAG,
     root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
     CB: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr,
@@ -424,7 +424,7 @@ def group_norm_columns_backward(
     The sums of a sample's channels are two rows of C in `partial`: those of dz * xhat, and of dz.
     """
     t = tl.program_id(0)
-    C = WIDTH_UNITS * UNIT
+    C = C_UNITS * UNIT
     GROUPS = N * G
     UNITS = N * SLABS
     R: tl.constexpr = U * BT
@@ -495,9 +495,7 @@ def group_norm_columns_backward(
         f = u - UNITS * K
         if f >= 0:
             wait(done_ptr, UNITS, tl.cdiv(C, FINISH))
-            if DWEIGHT:
-                finish_columns(
-                    dweight_ptr, sums_ptr, 0, f, C, N, scalar(root, ACC), 2, FAN_IN, FINISH, ACC
-                )
-            if DBIAS:
-                finish_columns(dbias_ptr, sums_ptr, 1, f, C, N, 1.0, 2, FAN_IN, FINISH, ACC)
+            finish_gradients(
+                dweight_ptr, dbias_ptr, dbias_ptr, sums_ptr, f, C, N, root, FINISH, FAN_IN, ACC,
+                DWEIGHT, DBIAS, False, SUMS=2, ROOT=True,
+            )  # fmt: skip

@@ -15,13 +15,13 @@ import triton.language as tl
 
 from normplug._kernels.layer_norm.shared import (
     factor_of,
-    finish_gradients,
     finish_running,
     load_statistics,
     row_places,
     size,
     strides_of,
 )
+from normplug._kernels.merging import finish_gradients
 from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar, sum_both
 from normplug._kernels.tiles import LANE_AXIS, STEP_AXIS, load, store, tile_of_zeros
 from normplug._kernels.waiting import arrive, meet, publish, wait
@@ -380,5 +380,5 @@ def layer_norm_rows_backward(
             for stretch in range(c, stretches, step):
                 finish_gradients(
                     dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, groups,
-                    root, FINISH, FAN_IN, ACC, ROUND, DWEIGHT, DBIAS, DINPUT_BIAS,
+                    root, FINISH, FAN_IN, ACC, DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROUND == ACC,
                 )  # fmt: skip

@@ -41,7 +41,6 @@ Constants: what the call has or asks for.
 import triton
 import triton.language as tl
 
-from normplug._kernels.merging import finish_columns
 from normplug._kernels.primitives import scalar, update_running
 from normplug._kernels.waiting import collect, publish
 
@@ -102,35 +101,6 @@ def load_statistics(stats_ptr, rows, inside, ROWS, CENTRED: tl.constexpr):
         mean = 0.0
         rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)
     return mean, rstd
-
-
-@triton.jit
-def finish_gradients(
-    dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, PARTS, root,
-    FINISH: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr, ROUND: tl.constexpr,
-    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr,
-):  # fmt: skip
-    """Store a stretch of FINISH columns of each wanted gradient: see `finish_columns`.
-
-    A part has a row of sums for each wanted gradient, in the order of the arguments.
-    """
-    SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
-    if DWEIGHT:
-        factor = 1.0  # values that were rounded include the root already
-        if ROUND == ACC:
-            factor = scalar(root, ACC)
-        finish_columns(
-            dweight_ptr, parts_ptr, 0, stretch, WIDTH, PARTS, factor, SUMS, FAN_IN, FINISH, ACC
-        )
-    if DBIAS:
-        finish_columns(
-            dbias_ptr, parts_ptr, DWEIGHT, stretch, WIDTH, PARTS, 1.0, SUMS, FAN_IN, FINISH, ACC
-        )
-    if DINPUT_BIAS:
-        finish_columns(
-            dinput_bias_ptr, parts_ptr, DWEIGHT + DBIAS, stretch, WIDTH, PARTS, 1.0, SUMS, FAN_IN,
-            FINISH, ACC,
-        )  # fmt: skip
 
 
 @triton.jit

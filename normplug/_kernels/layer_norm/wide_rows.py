@@ -12,14 +12,18 @@ import triton.language as tl
 
 from normplug._kernels.layer_norm.shared import (
     factor_of,
-    finish_gradients,
     finish_running,
     load_statistics,
     row_places,
     size,
     strides_of,
 )
-from normplug._kernels.merging import merge_tile_moments, merge_tile_sum, tile_counts
+from normplug._kernels.merging import (
+    finish_gradients,
+    merge_tile_moments,
+    merge_tile_sum,
+    tile_counts,
+)
 from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, publish, wait
@@ -324,5 +328,5 @@ def layer_norm_wide_backward(
             wait(done_ptr + k, BLOCKS, 1)
             finish_gradients(
                 dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, k, WIDTH, BLOCKS, root, CW,
-                FAN_IN, ACC, ROUND, DWEIGHT, DBIAS, DINPUT_BIAS,
+                FAN_IN, ACC, DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROUND == ACC,
             )  # fmt: skip
