@@ -18,7 +18,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from normplug._kernels.device import power_of_2, unit_of
+from normplug._kernels import power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
 from normplug._ops.group_norm import GroupNormPlan, GroupNormSpec

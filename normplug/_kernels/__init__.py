@@ -1,1 +1,57 @@
-"""Triton kernels, the schedules that set them up, and their launches; only `_ops` imports them."""
+"""Triton kernels, the schedules that set them up, and their launches; only `_ops` imports them.
+
+Here is what the schedules share: properties of the GPU, limits of int32 offsets, powers of two.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the processes that compile kernels never import torch
+    import torch
+
+_INT32 = 2**31 - 2**24  # offsets in the padding of the last tile must not overflow either
+LONGEST_AXIS = _INT32  # where the kernels index an axis in int32
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Number of multiprocessors of a GPU; on a CPU, that of an H100."""
+    if device.type != "cuda":
+        return 132
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can use; on a CPU, those of an H100."""
+    if device.type != "cuda":
+        return 227 << 10
+    import triton
+
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return properties["max_shared_mem"]
+
+
+def needs_int64(rows: int, stride: int) -> bool:
+    """Whether offsets into `rows` rows, `stride` apart, overflow an int32."""
+    return rows * stride > _INT32
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def floor_2(n: int) -> int:
+    """The largest power of two that is at most n, and at least 1."""
+    return 1 << max(n.bit_length() - 1, 0)
+
+
+def unit_of(*sizes: int) -> int:
+    """The largest of 8, 4, 2, 1 that divides every size: the alignment the compiler may assume."""
+    return math.gcd(8, *sizes)

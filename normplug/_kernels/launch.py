@@ -66,7 +66,7 @@ class Launch:
 
     The kernel's signature names its arguments, in order: `x_ptr` is the tensor `x` of a call. The
     others are filled by name, from `given` or from the first source with this attribute, in lower
-    case: `ROWS` is `source.rows`.
+    case: `ROWS` is `source.rows`, and `ROWS_UNITS` is `source.rows // source.unit`.
 
     Args:
         kernel: The Triton kernel: its tensors come first, then its numbers, then its constants.
@@ -209,11 +209,12 @@ def _filled(
     values = dict(given)
     for name in names:
         if name not in values:
-            attribute = name.lower()
+            attribute = name.removesuffix("_UNITS").lower()
             source = next((each for each in sources if hasattr(each, attribute)), None)
             if source is None:
                 raise TypeError(f"{kernel.__name__}: a launch must have a value for {name}.")
-            values[name] = getattr(source, attribute)
+            value = getattr(source, attribute)
+            values[name] = value // source.unit if name.endswith("_UNITS") else value
     if unknown := sorted(values.keys() - set(names)):
         raise TypeError(f"{kernel.__name__} has no argument {unknown[0]}.")
     return values

@@ -5,7 +5,7 @@
 - `publish_part`: programs publish their parts of a unit, which is whatever has statistics of its
   own. The last program to arrive merges them with `merge_column_*`. A part has two numbers for each
   of BC columns: first one number of every column, then the other.
-- `finish_columns`: programs at the end of the grid add up the parts of a gradient.
+- `finish_gradients`: programs at the end of the grid add up the parts of gradients.
 
 Moments are a mean and m2, the sum of squared distances from it; Chan's formula merges them (see
 `batch_norm.merge`). What other programs have stored is loaded with ".cg", from L2 and not from L1.
@@ -14,7 +14,7 @@ Moments are a mean and m2, the sum of squared distances from it; Chan's formula 
 import triton
 import triton.language as tl
 
-from normplug._kernels.primitives import as_stored
+from normplug._kernels.primitives import as_stored, scalar
 from normplug._kernels.waiting import arrive
 
 FAN_IN = tl.constexpr(32)  # parts that `publish_part` merges at a time
@@ -201,7 +201,7 @@ def ready_flag(counters_ptr, unit, UNITS, ITEMS):
 
 
 @triton.jit
-def finish_columns(
+def _finish_columns(
     gradient_ptr, parts_ptr, which, stretch, WIDTH, PARTS, factor,
     SUMS: tl.constexpr, F: tl.constexpr, FINISH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -220,3 +220,31 @@ def finish_columns(
         total += tl.load(parts_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
     gradient = as_stored(tl.sum(total, axis=0) * factor, gradient_ptr)
     tl.store(gradient_ptr + columns, gradient, mask=live)
+
+
+@triton.jit
+def finish_gradients(
+    dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, PARTS, root,
+    FINISH: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr, SUMS: tl.constexpr, ROOT: tl.constexpr,
+):  # fmt: skip
+    """Store a stretch of FINISH columns of each wanted gradient.
+
+    Each of PARTS parts has SUMS rows of WIDTH sums, in the order of the gradients. ROOT: the sums
+    for dweight lack the factor root.
+    """
+    if DWEIGHT:
+        _finish_columns(
+            dweight_ptr, parts_ptr, 0, stretch, WIDTH, PARTS, scalar(root, ACC) if ROOT else 1.0,
+            SUMS, FAN_IN, FINISH, ACC,
+        )  # fmt: skip
+    if DBIAS:
+        _finish_columns(
+            dbias_ptr, parts_ptr, SUMS - 1 - DINPUT_BIAS, stretch, WIDTH, PARTS, 1.0, SUMS, FAN_IN,
+            FINISH, ACC,
+        )  # fmt: skip
+    if DINPUT_BIAS:
+        _finish_columns(
+            dinput_bias_ptr, parts_ptr, SUMS - 1, stretch, WIDTH, PARTS, 1.0, SUMS, FAN_IN, FINISH,
+            ACC,
+        )  # fmt: skip

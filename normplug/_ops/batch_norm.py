@@ -444,7 +444,7 @@ def machine_of(x: Tensor, alone: bool = True) -> tuple[int, bool]:
         multiprocessors at once. While it waited for a peer, NCCL's kernels could not start here,
         and NCCL's kernels there would keep the peer's launch from starting.
     """
-    from normplug._kernels.device import processors
+    from normplug._kernels import processors
     from normplug._kernels.launch import COOPERATIVE
 
     return processors(x.device), COOPERATIVE and x.is_cuda and alone

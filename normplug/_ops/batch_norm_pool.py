@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normplug._kernels.batch_norm import launches, pool_launches, schedule, windows
+from normplug._kernels.batch_norm import launches, schedule, windows
 from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
 from normplug._ops import eligible, likely, peers
@@ -36,8 +36,8 @@ def refusal(t: Tensors, pool: Pool) -> str | None:
     if x.dim() != 4 or x.is_contiguous() or not is_channels_last(x.shape, x.stride()):
         return "the input is not channels_last"
     n, c, height, width = x.shape
-    if not pool.is_proper() or math.prod(pool.kernel) > windows.LARGEST_WINDOW:
-        return "max-pool windows must have 1 to 255 elements and valid padding"
+    if not pool.is_proper() or max(map(math.prod, pool[:2])) > windows.LARGEST_WINDOW:
+        return "max-pool windows and strides must span 1 to 25 elements, with valid padding"
     pooled = pool.size(height, width)
     if min(pooled) < 1:
         return "the output is empty"
@@ -106,10 +106,9 @@ class PooledPlan(Plan):
         if spec.training:
             launch, scratch = self._statistics(t)
             steps.append((launch, {"weight": "partial", "bias": "partial", "y": "x"}))
-        forward = pool_launches.forward_launch(
-            schedule.pixels(self._n * height, width, self._channels, self._dtype.itemsize),
-            self._dtype, self._window, self._size, self._pooled, spec.training, self._weight,
-            self._bias, keep, spec.eps, spec.target_variance,
+        forward = self._launch(
+            windows.batch_norm_pool_forward, self._n * height, width, eps=spec.eps,
+            TRAINING=spec.training, WEIGHT=self._weight, BIAS=self._bias, KEEP=keep,
         )  # fmt: skip
         steps.append((forward, {}))
         output = (self._output_shape, _channels_last(self._output_shape))
@@ -156,10 +155,9 @@ class PooledPlan(Plan):
         if needs[0]:
             sh, sw = self._window[1]  # a pixel of the schedule is a square of sh * sw inputs
             rows, columns = self._n * -(-self._size[0] // sh), -(-self._size[1] // sw)
-            pixels = schedule.pixels(rows, columns, self._channels, self._dtype.itemsize)
-            launch = pool_launches.backward_launch(
-                pixels, self._dtype, self._window, self._size, self._pooled, training, self._weight,
-                tv, self._joined,
+            launch = self._launch(
+                windows.batch_norm_pool_backward, rows, columns, TRAINING=training,
+                JOINED=self._joined, WEIGHT=self._weight,
             )  # fmt: skip
             sums = {"dweight": "message"} if self._joined and training else {}
             steps.append((launch, sums))
@@ -185,6 +183,12 @@ class PooledPlan(Plan):
             copies={} if is_laid_out else {"dy": _channels_last(self._output_shape)},
             scratch=scratch,
         )
+
+    def _launch(self, kernel: Any, rows: int, width: int, **given: Any) -> Launch:
+        """The launch of a kernel of `windows` over `rows` rows of `width` pixels."""
+        pixels = schedule.pixels(rows, width, self._channels, self._dtype.itemsize)
+        sizes = (self._window, self._size, self._pooled, self.spec.target_variance)
+        return launches.pool_launch(kernel, pixels, self._dtype, *sizes, **given)
 
     def _gradient_of(self, name: str, saved: dict[str, Tensor], needed: bool) -> Result:
         if not needed or name not in saved:

@@ -111,6 +111,6 @@ def refusal_of(t: Tensors) -> str | None:
 
 def is_too_long(*lengths: int) -> bool:
     """Whether an axis is longer than what the kernels can index."""
-    from normplug._kernels.device import LONGEST_AXIS
+    from normplug._kernels import LONGEST_AXIS
 
     return max(lengths) > LONGEST_AXIS

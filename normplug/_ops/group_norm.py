@@ -191,7 +191,7 @@ class GroupNormPlan(Plan):
     state = ("stats",)
 
     def __init__(self, t: Tensors, spec: GroupNormSpec) -> None:
-        from normplug._kernels.device import processors
+        from normplug._kernels import processors
         from normplug._kernels.group_norm.launches import Flags
 
         super().__init__(t, spec)

@@ -305,7 +305,7 @@ class LayerNormPlan(Plan):
     state = ("stats",)
 
     def __init__(self, t: Tensors, spec: LayerNormSpec) -> None:
-        from normplug._kernels.device import processors, shared_memory
+        from normplug._kernels import processors, shared_memory
         from normplug._kernels.launch import COOPERATIVE
         from normplug._kernels.layer_norm.launches import Flags
         from normplug._ops.spacing import spacing_of

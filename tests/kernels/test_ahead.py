@@ -19,8 +19,11 @@ from triton.backends.nvidia import driver  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 from normplug._kernels import ahead, ahead_worker, launch  # noqa: E402
-from normplug._kernels.batch_norm import launches, schedule  # noqa: E402
-from normplug._kernels.batch_norm import pool_launches as pool  # noqa: E402
+from normplug._kernels.batch_norm import (  # noqa: E402
+    launches,
+    schedule,
+    windows,  # noqa: E402
+)
 from normplug._kernels.group_norm import launches as groups  # noqa: E402
 from normplug._kernels.group_norm import schedule as group_schedule  # noqa: E402
 from normplug._kernels.layer_norm import launches as rows  # noqa: E402
@@ -160,8 +163,10 @@ def every_kernel(dtype):
             yield launches.backward_launch(shape, dtype, flags, every, 0.6)
     pixels = schedule.pixels(64, 56, 64, dtype.itemsize)
     window = ((3, 3), (2, 2), (1, 1)), (112, 112), (56, 56)
-    yield pool.forward_launch(pixels, dtype, *window, True, True, True, True, 1e-5, 0.6)
-    yield pool.backward_launch(pixels, dtype, *window, True, True, 0.6, True)
+    sizes, given = (pixels, dtype, *window, 0.6), {"TRAINING": True, "WEIGHT": True}
+    forward, backward = windows.batch_norm_pool_forward, windows.batch_norm_pool_backward
+    yield launches.pool_launch(forward, *sizes, eps=1e-5, BIAS=True, KEEP=True, **given)
+    yield launches.pool_launch(backward, *sizes, JOINED=True, **given)
     for width in (768, 1 << 17):
         sizes, strides = (4096, width, 8, dtype.itemsize), rows.Strides(width, dy=width)
         forward = row_schedule.layer_norm_forward(*sizes, True, 132)

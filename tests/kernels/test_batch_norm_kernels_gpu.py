@@ -8,10 +8,9 @@ import torch.nn.functional as F
 
 import kernel_cases
 import normplug
-import routes
-from accuracy import assert_same_bits, error
-from graphs import check_replays, skip_below
-from kernel_cases import Case, check_compiled, check_operators, check_recomputed, run
+from accuracy import error
+from graphs import skip_below
+from kernel_cases import Case, check_recomputed, run
 from normplug import functional
 
 pytestmark = pytest.mark.gpu
@@ -33,29 +32,6 @@ def test_float64_matches_torch_to_the_last_digits(shape, layout, offset):
             assert error(value, theirs[name]) < 5e-12, name
 
 
-@pytest.mark.parametrize(
-    ("shape", "layout"),
-    [
-        ((64, 64, 56, 56), "contiguous"),
-        ((64, 64, 56, 56), "channels_last"),
-        ((128, 256, 56, 56), "channels_last"),
-        ((256, 512, 7, 7), "contiguous"),
-        ((1024, 1000), "contiguous"),
-        ((64, 256, 28, 28), "channels_last"),
-    ],
-    ids=str,
-)
-def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape, layout):
-    case = Case(shape, torch.bfloat16, layout, torch.float32, residual=layout, activation="relu")
-    tensors = kernel_cases.make(case, GPU)
-    first = run(case, tensors, "triton")
-    for _ in range(3):
-        assert_same_bits(run(case, tensors, "triton"), first)
-    plain = F.batch_norm(tensors.x.float(), None, None, tensors.weight * GOLDEN, tensors.bias, True)
-    assert error(first["y"], F.relu(plain + tensors.residual.float())) < 4e-3
-    routes.assert_counters_are_zero()
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
@@ -70,56 +46,6 @@ def test_the_backward_can_recompute_the_output(shape, dtype, layout):
             check_recomputed(case, GPU)
     check_recomputed(Case(shape, dtype, layout, affine="weight", training=False), GPU)
     check_recomputed(Case(shape, dtype, layout, params=torch.float32, mode="standard"), GPU)
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("shape", [(16, 64, 28, 28), (32, 256, 56, 56)], ids=str)
-def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(shape, memory_format):
-    x = torch.randn(shape, device=GPU).bfloat16().contiguous(memory_format=memory_format)
-    x.requires_grad_()
-    graphed, eager = (normplug.BatchNorm2d(shape[1]).to(GPU) for _ in range(2))
-    dy = torch.randn_like(x)
-
-    def step(layer):
-        y = layer(x)
-        return (y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), dy))
-
-    check_replays(step, graphed, eager, x)
-
-
-@pytest.mark.parametrize("activation", [None, "relu", "silu"])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(
-    ("shape", "layout"),
-    [((8, 16, 20, 20), "contiguous"), ((8, 16, 6, 6), "channels_last"), ((64, 24), "contiguous")],
-    ids=str,
-)
-def test_the_operators_pass_opcheck(shape, layout, training, activation):
-    case = Case(shape, layout=layout, residual=layout, training=training, activation=activation)
-    check_operators(case, GPU)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_one_compiled_graph_serves_other_batch_sizes(layout):
-    check_compiled((8, 32, 14, 14), layout, None, GPU, "inductor")
-
-
-def test_streams_do_not_disturb_each_other():
-    formats = [torch.contiguous_format, torch.channels_last, torch.contiguous_format]
-    xs = [torch.randn(64, 64, 28, 28, device=GPU).contiguous(memory_format=f) for f in formats]
-    layers = [normplug.BatchNorm2d(64, mode="golden").to(GPU) for _ in xs]
-    weight, bias = torch.full((64,), GOLDEN, device=GPU), torch.zeros(64, device=GPU)
-    expected = [F.batch_norm(x, None, None, weight, bias, True) for x in xs]
-    streams = [torch.cuda.Stream() for _ in xs]
-    torch.cuda.synchronize()
-    ys = []
-    for _ in range(20):
-        for stream, layer, x in zip(streams, layers, xs, strict=True):
-            with torch.cuda.stream(stream):
-                ys.append(layer(x))
-    torch.cuda.synchronize()
-    for y, truth in zip(ys, expected * 20, strict=True):
-        assert error(y, truth) < 1e-5
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -151,14 +77,6 @@ def test_tensors_may_be_unaligned_or_strided_and_dy_may_have_another_layout():
             (expected,) = torch.autograd.grad(truth, x, dy)
             assert error(y, truth) < 4e-3
             assert error(dx, expected) < 6e-3
-
-
-def test_vmap_falls_back_to_torch():
-    mean, var = torch.zeros(4, device=GPU), torch.ones(4, device=GPU)
-    x = torch.randn(3, 8, 4, device=GPU)
-    y = torch.vmap(lambda x: functional.batch_norm(x, mean, var))(x)
-    expected = functional.batch_norm(x.reshape(-1, 4), mean, var).reshape(x.shape)
-    assert error(y, expected) < 1e-6
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

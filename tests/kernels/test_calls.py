@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import group_kernel_cases
 import interpreted
 import kernel_cases
 import normplug
@@ -20,7 +21,7 @@ import pool_cases
 import routes
 import row_cases
 from accuracy import assert_no_worse, assert_same_bits
-from calls import case_id
+from calls import INPUTS, case_id
 from fuse_cases import Depthwise, check_saved_bytes
 from normplug import functional, fuse, native, swap
 from normplug._kernels.launch import Launch
@@ -130,6 +131,87 @@ def test_the_total_requires_no_gradient_if_its_terms_require_none():
         y, total = functional.add_layer_norm(X, X, (6,), weight, backend=backend)
         assert y.requires_grad
         assert not total.requires_grad
+
+
+BATCH = [
+    ((5, 2), None, True),
+    ((5, 2), "relu", True),
+    ((5, 2), "relu", False),
+    ((3, 2, 2, 1), "gelu", True),
+    ((2, 1, 11, 10), "silu", True),
+    ((4, 2), ("leaky_relu", 0.2), False),
+]
+ROWS = [
+    *({"shape": shape, "dims": dims} for shape in ((5, 3), (2, 2, 4)) for dims in (1, 2)),
+    {"shape": (4, 3), "residual": "contiguous", "vectors": "weight+bias"},
+    {"shape": (4, 3), "vectors": ""},
+    {"shape": (3, 4), "vectors": "weight", "centred": False, "weight_offset": 1.0},
+]
+WINDOW = {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 0)}
+DERIVATIVES = [
+    *(
+        kernel_cases.Case(
+            shape, torch.float64, training=training, residual="contiguous",
+            activation=activation, offset=0.5, running=not training,
+        )
+        for shape, activation, training in BATCH
+    ),
+    *(
+        row_cases.Case(
+            dtype=torch.float64, offset=0.5, eps=1e-2,
+            **{"vectors": "weight+bias+input_bias", **options},
+        )
+        for options in ROWS
+    ),
+    *(
+        pool_cases.PoolCase((2, 2, 4, 3), torch.float64, training=training, **WINDOW)
+        for training in (True, False)
+    ),
+    *(
+        group_kernel_cases.Case((2, 4, 3), 2, torch.float64, layout, activation="silu")
+        for layout in ("contiguous", "channels_last")
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DERIVATIVES, ids=case_id)
+def test_first_and_second_derivatives_are_right(case):
+    cases = sys.modules[type(case).__module__]
+    tensors = cases.make(case)
+    if cases is pool_cases:  # no two values of a window are equal
+        tensors.x.copy_(torch.randperm(tensors.x.numel()).view(tensors.x.shape) / 10)
+    inputs, running = tensors.inputs(INPUTS), tensors.running(tracked=False)
+    leaves = {name: t for name, t in inputs.items() if t is not None}
+
+    def norm(*given):
+        named = {**inputs, **dict(zip(leaves, given, strict=True))}
+        return tuple(cases.call(case, named, "triton", **running).values())
+
+    given = [*leaves.values()]
+    assert torch.autograd.gradcheck(norm, given, fast_mode=True)
+    assert torch.autograd.gradgradcheck(norm, given, fast_mode=True)
+    outputs = norm(*given)
+    dys = [tensors.dy, tensors.dtotal][: len(outputs)]
+    for wanted in (given, given[:1], given[-1:]):
+        once = torch.autograd.grad(outputs, wanted, dys, retain_graph=True)
+        twice = torch.autograd.grad(outputs, wanted, dys, create_graph=True)
+        torch.testing.assert_close(once, twice)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        kernel_cases.Case((4, 3, 11, 13), residual="contiguous", activation="relu"),
+        pool_cases.PoolCase((2, 5, 7, 9)),
+    ],
+    ids=case_id,
+)
+def test_results_are_the_same_without_gradients(case):
+    cases = sys.modules[type(case).__module__]
+    with torch.no_grad():
+        bare = cases.run(dataclasses.replace(case, needs=()), cases.make(case), "triton")
+    full = cases.run(case, cases.make(case), "triton")
+    assert_same_bits(bare, {name: full[name] for name in bare})
 
 
 # What is saved for the backward.

@@ -1,16 +1,12 @@
 """GroupNorm's kernels on a GPU: sizes, waiting, graphs, streams, alignment."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-import normplug
 import routes
 from accuracy import assert_same_bits, error
-from graphs import check_replays, check_streams, skip_below
+from graphs import skip_below
 from group_kernel_cases import HALF, Case, assert_accurate, make, run
 from normplug import functional
 
@@ -50,13 +46,6 @@ def test_as_close_to_float64_as_torch(shape, groups, layout):
 
 
 @BOTH_LAYOUTS
-@pytest.mark.parametrize("needs", [("x",), ("weight",), ("x", "bias")], ids="+".join)
-@pytest.mark.parametrize(("shape", "groups"), FEW, ids=str)
-def test_a_subset_of_the_gradients_can_be_requested(shape, groups, needs, layout):
-    assert_accurate(Case(shape, groups, layout=layout, needs=needs, activation="silu"), GPU)
-
-
-@BOTH_LAYOUTS
 @pytest.mark.parametrize(("shape", "groups"), FEW, ids=str)
 def test_64_bit_offsets_give_the_same_bits(shape, groups, layout, monkeypatch):
     case = Case(shape, groups, torch.bfloat16, layout, activation="silu")
@@ -64,30 +53,6 @@ def test_64_bit_offsets_give_the_same_bits(shape, groups, layout, monkeypatch):
     expected = run(case, tensors, "triton")
     routes.use_64_bit_offsets(monkeypatch)
     assert_same_bits(run(case, tensors, "triton"), expected)
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize(("shape", "groups"), FEW, ids=str)
-def test_a_cuda_graph_replays_the_step(shape, groups, memory_format):
-    x = torch.randn(shape, device=GPU).bfloat16().contiguous(memory_format=memory_format)
-    x.requires_grad_()
-    graphed, eager = (normplug.GroupNorm(groups, shape[1]).to(GPU) for _ in range(2))
-    dy = torch.randn_like(x)
-
-    def step(layer):
-        y = layer(x)
-        return (y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), dy))
-
-    check_replays(step, graphed, eager, x)
-
-
-def test_streams_do_not_disturb_each_other():
-    cases = [
-        Case(shape, groups, torch.bfloat16, layout, activation="silu")
-        for (shape, groups) in FEW
-        for layout in LAYOUTS
-    ]
-    check_streams(cases, make, run)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -103,36 +68,3 @@ def test_more_than_2_to_the_31_values_are_normalised(memory_format):
         assert error(y[sample], truth) < 5e-3
         (exact_dx,) = torch.autograd.grad(truth, exact, exact.detach())
         assert (dx[sample] - exact_dx).abs().max() < 1e-2
-
-
-@BOTH_LAYOUTS
-@pytest.mark.parametrize(("shape", "groups"), FEW, ids=str)
-def test_tensors_may_be_unaligned(shape, groups, layout):
-    case = Case(shape, groups, torch.bfloat16, layout)
-    aligned = make(case, GPU)
-
-    def moved(tensor):
-        flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=GPU)
-        return flat[1:].as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-
-    unaligned = dataclasses.replace(aligned, x=moved(aligned.x), dy=moved(aligned.dy))
-    assert unaligned.x.data_ptr() % 16 != 0
-    expected = run(case, aligned, "triton")
-    for given in (unaligned, aligned):
-        torch.testing.assert_close(run(case, given, "triton"), expected)
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_host_never_waits_for_the_gpu():
-    layer = nn.Sequential(normplug.GroupNorm(32, 320), normplug.InstanceNorm2d(320)).to(GPU)
-    x = torch.randn(4, 320, 64, 64, device=GPU, requires_grad=True)
-
-    def step():
-        layer(x).sum().backward()
-
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -24,7 +24,7 @@ from row_setups import EVERY_SETUP, SETUPS, SOME_SETUPS, VARIANTS, blocks, held,
 
 pytest.importorskip("triton")
 
-from normplug._kernels.layer_norm import shared  # noqa: E402
+from normplug._kernels import merging  # noqa: E402
 
 pytestmark = interpreted.MARKS
 
@@ -247,44 +247,6 @@ def test_a_constant_row_has_no_variance_and_gives_the_bias(setup, width, prepare
     torch.testing.assert_close(out["running_var"], 0.9 * tensors.running_var)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dims", "residual"),
-    [((5, 3), 1, None), ((5, 3), 2, None), ((2, 2, 4), 1, None), ((2, 2, 4), 2, None)]
-    + [((4, 3), 1, "contiguous"), ((3, 4), 1, "rms")],
-)
-def test_first_and_second_derivatives_are_right(shape, dims, residual):
-    options = {"vectors": "weight+bias" if residual else "weight+bias+input_bias"}
-    if residual == "rms":
-        residual, options = None, {"vectors": "weight", "centred": False, "weight_offset": 1.0}
-    case = Case(shape, torch.float64, dims=dims, residual=residual, offset=0.5, eps=1e-2, **options)
-    tensors = make(case).inputs(INPUTS)
-    leaves = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-    def norm(*inputs):
-        given = {**tensors, **dict(zip(leaves, inputs, strict=True))}
-        return tuple(call(case, given, "triton").values())
-
-    assert torch.autograd.gradcheck(norm, [*leaves.values()], fast_mode=True)
-    assert torch.autograd.gradgradcheck(norm, [*leaves.values()], fast_mode=True)
-
-
-@pytest.mark.parametrize("vectors", ["", "bias", "weight+bias+input_bias"])
-@pytest.mark.parametrize("residual", [None, "contiguous"])
-def test_create_graph_does_not_change_the_gradients(vectors, residual):
-    case = Case((2, 3, 6), torch.float64, vectors=vectors, residual=residual, dims=2)
-    tensors = make(case)
-    inputs = tensors.inputs(INPUTS)
-    if residual is not None:
-        inputs["input_bias"] = None
-    leaves = [t for t in inputs.values() if t is not None]
-    outputs = list(call(case, inputs, "triton").values())
-    gradients = [tensors.dy, tensors.dtotal][: len(outputs)]
-    for wanted in (leaves, leaves[:1], leaves[-1:]):
-        once = torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
-        twice = torch.autograd.grad(outputs, wanted, gradients, create_graph=True)
-        torch.testing.assert_close(once, twice)
-
-
 @pytest.mark.parametrize("low", HALVES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("asked", ["low", "float32"])
@@ -351,13 +313,13 @@ def test_more_parts_than_one_addition_takes_are_added_right(prepared, monkeypatc
 
 
 def test_each_stretch_of_columns_is_finished_once(prepared, monkeypatch):
-    finished, finish = [], shared.finish_columns
+    finished, finish = [], merging._finish_columns
 
     def finish_columns(gradient_ptr, parts_ptr, which, stretch, *rest):
         finished.append(int(stretch))
         finish(gradient_ptr, parts_ptr, which, stretch, *rest)
 
-    monkeypatch.setattr(shared, "finish_columns", finish_columns)
+    monkeypatch.setattr(merging, "_finish_columns", finish_columns)
     assert_accurate(prepared("rows, uneven", needs=("bias",), shape=(3, 60)))
     assert sorted(finished) == list(range(8))
 

@@ -9,20 +9,16 @@ from torch import nn
 import normplug
 import routes
 from accuracy import assert_same_bits, error
-from calls import HALVES, INPUTS
+from calls import HALVES
 from fuse_cases import PreNorm
-from graphs import check_replays, check_streams, skip_below
+from graphs import skip_below
 from normplug import functional, reference
 from row_cases import (
     LAYOUTS,
-    OPERATOR_CASES,
     Case,
     assert_accurate,
-    call,
     check_around_attention,
-    check_compiled,
     check_compiled_around_attention,
-    check_operators,
     check_recomputed,
     make,
     run,
@@ -79,7 +75,7 @@ SHARED = [(132, 8704), (133, 12288), (300, 16384), (1024, 20480), (150, 40000), 
 
 
 def shares_columns(shape, dtype):
-    from normplug._kernels.device import processors, shared_memory, unit_of
+    from normplug._kernels import processors, shared_memory, unit_of
     from normplug._kernels.launch import COOPERATIVE
     from normplug._kernels.layer_norm import schedule
 
@@ -191,15 +187,6 @@ def test_norms_around_an_attention_accept_its_layouts(monkeypatch):
     check_around_attention(monkeypatch, GPU)
 
 
-NEEDS = [("x",), ("weight",), ("bias",), ("input_bias",), ("x", "bias"), ("weight", "input_bias")]
-
-
-@pytest.mark.parametrize("needs", NEEDS, ids="+".join)
-@pytest.mark.parametrize("shape", [(700, 768), (140, 16384), (20, 70_000)], ids=str)
-def test_a_subset_of_the_gradients_can_be_requested(shape, needs):
-    assert_accurate(Case(shape, torch.bfloat16, vectors=FULL, needs=needs), GPU)
-
-
 @pytest.mark.parametrize("shape", [(700, 768), (140, 16384), (20, 70_000)], ids=str)
 def test_only_one_of_the_two_outputs_may_be_used(shape):
     assert_accurate(Case(shape, residual="contiguous", used=("y",)), GPU)
@@ -229,56 +216,9 @@ def test_the_backward_can_recompute_the_output(shape, dtype, residual_dtype):
     check_recomputed(Case(shape, dtype, vectors="weight", centred=False, **options), GPU)
 
 
-@pytest.mark.parametrize("shape", REPEATED, ids=str)
-def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(shape):
-    for options in ({"vectors": FULL, "running": torch.float32}, {"residual": "contiguous"}):
-        case = Case(shape, torch.bfloat16, params=torch.float32, **options)
-        tensors = make(case, GPU)
-        first = run(case, tensors, "triton")
-        for _ in range(3):
-            assert_same_bits(run(case, tensors, "triton"), first)
-    routes.assert_counters_are_zero()
-
-
-@pytest.mark.parametrize("shape", [(512, 768), (256, 16384), (16, 70_000)], ids=str)
-def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(shape):
-    x = torch.randn(shape, device=GPU).bfloat16().requires_grad_()
-    graphed, eager = (
-        normplug.LayerNorm(shape[1], backend="triton", device=GPU, dtype=torch.bfloat16)
-        for _ in range(2)
-    )
-    dy = torch.randn_like(x)
-
-    def step(layer):
-        y = layer(x)
-        again, total = functional.add_layer_norm(y, x, shape[1:], layer.weight, backend="triton")
-        leaves = (x, layer.weight, layer.bias)
-        return (y, again, total, *torch.autograd.grad((again, total), leaves, (dy, dy)))
-
-    check_replays(step, graphed, eager, x)
-
-
-@pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
-def test_the_operators_pass_opcheck(case):
-    check_operators(case, GPU)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "permuted"])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_one_compiled_graph_serves_other_numbers_of_rows(residual, layout, compiler):
-    check_compiled(residual, layout, GPU, compiler)
-
-
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_norms_around_an_attention_compile(compiler):
     check_compiled_around_attention(GPU, compiler)
-
-
-def test_streams_do_not_disturb_each_other():
-    sizes = [(4096, 768), (600, 16384), (64, 100_000)]
-    cases = [Case(shape, torch.bfloat16, vectors=FULL, running=torch.float32) for shape in sizes]
-    check_streams(cases, make, run)
 
 
 @pytest.mark.parametrize("width", [8192, 70_000])
@@ -305,53 +245,6 @@ def test_more_than_2_to_the_31_values_are_normalised(width):
         sums = [total + value for total, value in zip(sums, exact, strict=True)]
     assert error(dweight, sums[0]) < 1e-4
     assert error(dbias, sums[1]) < 1e-4
-
-
-@pytest.mark.parametrize("shape", [(60, 768), (140, 16384), (5, 70_000)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_tensors_may_be_unaligned(shape, dtype):
-    case = Case(shape, dtype, vectors=FULL, running=torch.float32)
-    aligned = make(case, GPU)
-
-    def moved(tensor):
-        if tensor is None:
-            return None
-        flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=GPU)
-        flat[1:] = tensor.flatten()
-        return flat[1:].view(tensor.shape)
-
-    unaligned = type(aligned)(*(moved(t) for t in vars(aligned).values()))
-    assert unaligned.x.data_ptr() % 16 != 0
-    expected = run(case, aligned, "triton")
-    # The first call prepares a launch, which is discarded for tensors that it does not fit.
-    for given in (unaligned, unaligned, aligned, unaligned):
-        torch.testing.assert_close(run(case, given, "triton"), expected)
-
-
-@pytest.mark.parametrize("low", HALVES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("asked", ["low", "float32"])
-@pytest.mark.parametrize("shape", [(300, 768), (140, 16384), (6, 70_000)], ids=str)
-def test_autocast_changes_only_the_dtype_of_the_output(shape, asked, dtype, low):
-    case = Case(shape, dtype, params=torch.float32, vectors=FULL, mode="standard")
-    inputs = make(case, GPU).inputs(INPUTS)
-    leaves = [t for t in inputs.values() if t is not None]
-    results, dy = [], None
-    for backend in ("triton", "torch"):
-        for _ in range(2):  # the second time with the plan that the first made
-            with torch.autocast(GPU, low):
-                y = call(case, inputs, backend, autocast_output=asked)["y"]
-        assert y.dtype == (low if asked == "low" else torch.float32)
-        dy = torch.randn_like(y) if dy is None else dy
-        results.append((y, *torch.autograd.grad(y, leaves, dy)))
-    weight, bias = (inputs[name].detach().double() for name in ("weight", "bias"))
-    h = (inputs["x"] + inputs["input_bias"]).detach().double()
-    exact = reference.layer_norm_backward(dy.double(), h, shape[1:], weight)
-    truth = (reference.layer_norm(h, shape[1:], weight, bias).y, *exact, exact.dx.sum(0))
-    for ours, theirs, value in zip(*results, truth, strict=True):
-        assert ours.dtype == theirs.dtype
-        bound = 2 * error(theirs, value) + torch.finfo(ours.dtype).eps
-        assert error(ours, value) <= bound + 1e-6
 
 
 def test_the_total_keeps_its_dtype_under_autocast():

@@ -47,17 +47,21 @@ def check_replays(step, graphed, eager, x):
         assert_same_bits(dict(graphed.named_buffers()), dict(eager.named_buffers()))
 
 
-def check_streams(cases, make, run):
-    """Assert that cases that run at the same time, each on its stream, give the usual bits."""
-    tensors = [make(case, "cuda") for case in cases]
-    expected = [run(case, given, "triton") for case, given in zip(cases, tensors, strict=True)]
-    streams = [torch.cuda.Stream() for _ in cases]
+def check_streams(calls):
+    """Assert that calls that run at the same time, each on its stream, give the usual bits.
+
+    calls: modules of cases, and a case of each.
+    """
+    tensors = [cases.make(case, "cuda") for cases, case in calls]
+    given = [(*call, each) for call, each in zip(calls, tensors, strict=True)]
+    expected = [cases.run(case, each, "triton") for cases, case, each in given]
+    streams = [torch.cuda.Stream() for _ in calls]
     torch.cuda.synchronize()
     results = []
     for _ in range(10):
-        for stream, case, given, truth in zip(streams, cases, tensors, expected, strict=True):
+        for stream, (cases, case, each), truth in zip(streams, given, expected, strict=True):
             with torch.cuda.stream(stream):
-                results.append((run(case, given, "triton"), truth))
+                results.append((cases.run(case, each, "triton"), truth))
     torch.cuda.synchronize()
     for ours, truth in results:
         assert_same_bits(ours, truth)

@@ -52,9 +52,9 @@ def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any])
 
 def use_64_bit_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the offsets that tensors of 2^31 or more values need."""
-    from normplug._kernels import device
+    from normplug import _kernels
 
-    monkeypatch.setattr(device, "_INT32", 0)
+    monkeypatch.setattr(_kernels, "_INT32", 0)
     forget(monkeypatch)
 
 

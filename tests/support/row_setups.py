@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import routes
-from normplug._kernels.device import power_of_2
+from normplug._kernels import power_of_2
 from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
 from row_cases import Case
 

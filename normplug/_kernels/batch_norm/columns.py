@@ -1,6 +1,15 @@
 """BatchNorm over rows of adjacent channels: (N, C), channels_last, and small contiguous planes.
 
-`slabs` explains slabs, tiles and items. Each slab is read twice. Forward, the first read gives its
+The tensor is ROWS rows of W columns. A channel is HW adjacent columns: one for (N, C) and for
+channels_last; a whole plane for a contiguous tensor with small planes. A slab is CHANNELS
+adjacent channels. Its columns are padded to BC, of which the first LIVE exist. A tile of a slab is
+U * BT rows of BC columns: BT lanes, each of which takes every BT-th row, in U steps (see `tiles`).
+
+The sums of a slab come from GATHERS items of ROWS_EACH rows, one program per item. The programs
+publish their parts. Whichever arrives last merges them, in the order of the rows and in two levels
+(`merging.publish_part`).
+
+Each slab is read twice. Forward, the first read gives its
 moments, and the second normalises it. Backward, the first gives two sums per channel, and the
 second writes dx. The two reads are ordered in one of two ways, told here for the forward:
 
@@ -25,19 +34,17 @@ from normplug._kernels.activation import (
     unpack_bits,
 )
 from normplug._kernels.batch_norm.exchange import joined_moments, joined_sums
-from normplug._kernels.batch_norm.slabs import (
-    assignment,
-    bit_columns,
-    channel_moments,
-    channel_sums,
-    coefficients,
-    column_moments,
-    dx_terms,
-    slab_columns,
-)
 from normplug._kernels.merging import after_parts, publish_part, ready_flag
 from normplug._kernels.primitives import affine, kernel, scalar, update_running
-from normplug._kernels.tiles import STEP_AXIS, as_tile, load_tile, write_tile
+from normplug._kernels.tiles import (
+    STEP_AXIS,
+    as_tile,
+    column_totals,
+    lane_counts,
+    load_tile,
+    tile_rows,
+    write_tile,
+)
 from normplug._kernels.waiting import arrive, wait
 
 # The arguments of both kernels.
@@ -65,6 +72,142 @@ from normplug._kernels.waiting import arrive, wait
 #   WIDE                 offsets need 64 bits
 # Constants: what the call has or asks for. WEIGHT, BIAS, RESIDUAL: there is one, and it is needed.
 # BITS: relu's mask is saved, one bit per value. ACTIVATION: see `activation`.
+
+
+@triton.jit
+def assignment(t, SLABS, GATHERS, WRITES, GROUP, HEAD):
+    """Program t's slab and item, and whether it writes the item (or else gathers it).
+
+    First come the gathers of the first group. Then, for each group: HEAD gathers of the next group,
+    the writes of this one in reverse order, and the other gathers of the next. A slab may come out
+    as SLABS or more; then there is nothing to do.
+    """
+    gathers = GROUP * GATHERS
+    writes = GROUP * WRITES
+    group = (t - gathers) // (gathers + writes)
+    place = (t - gathers) - group * (gathers + writes)
+    late = (t >= gathers) & (place >= HEAD) & (place < HEAD + writes)
+    item = tl.where(place < HEAD, place, place - writes)
+    item = tl.where(late, writes - 1 - (place - HEAD), item)
+    group = tl.where(late, group, group + 1)
+    item = tl.where(t < gathers, t, item)
+    group = tl.where(t < gathers, 0, group)
+    return group * GROUP + item % GROUP, item // GROUP, late
+
+
+@triton.jit
+def slab_columns(slab, LIVE, W, HW, CHANNELS, BC: tl.constexpr, SEGMENTS: tl.constexpr):
+    """A slab's columns, which of them exist, and their channels: in the slab and in the tensor."""
+    places = tl.arange(0, BC)
+    columns = slab * LIVE + places
+    live = (places < LIVE) & (columns < W)
+    if SEGMENTS:
+        own = tl.where(live, places // HW, -1)
+    else:
+        own = places
+    return columns, live, own, slab * CHANNELS + own
+
+
+@triton.jit
+def bit_columns(slab, BC: tl.constexpr):
+    """Columns of a slab in relu's mask, whose rows have BC / 8 bytes per slab."""
+    return slab * (BC // 8) + tl.arange(0, BC // 8)
+
+
+@triton.jit
+def _merge_tile(x, mean, m2, n, U: tl.constexpr):
+    """Merge a tile's moments, of U rows per lane, into those of the n rows per lane before it."""
+    tile_mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
+    x = x - tl.expand_dims(tile_mean, STEP_AXIS)
+    difference = tile_mean - mean
+    fraction = U / (n + U)
+    mean += difference * fraction
+    m2 += tl.sum(x * x, axis=STEP_AXIS) + difference * difference * (n * fraction)
+    return mean, m2, n + U
+
+
+@triton.jit
+def column_moments(
+    x_ptr, columns, live, start, end, W, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    STAGES: tl.constexpr, ACC: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Each column's mean, and sum of squared distances from it, over rows start to end.
+
+    Each lane takes U rows at a time, and merges their moments into those of its earlier rows. The
+    first row is subtracted from all values, so that no sum rounds at the size of the mean.
+    """
+    top = load_tile(x_ptr, columns, live, start, end, W, 1, 1, EVEN, False, WIDE, False).to(ACC)
+    mean = tl.zeros([BT, BC], ACC)
+    m2 = tl.zeros([BT, BC], ACC)
+    n = tl.full([], 0.0, ACC)
+    tiles = (end - start) // (U * BT)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        row = start + tile * (U * BT)
+        x = (
+            load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, True, WIDE, False).to(ACC)
+            - top
+        )
+        mean, m2, n = _merge_tile(x, mean, m2, n, U)
+    row = start + tiles * (U * BT)
+    counts = n + tl.zeros([BT, 1], ACC)
+    if row < end:
+        x = (
+            load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, False, WIDE, False).to(ACC)
+            - top
+        )
+        there = (tile_rows(row, U, BT) < end)[:, :, None]
+        more = lane_counts(end - row, BT, ACC)
+        tile_mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / tl.maximum(more, 1.0)
+        x = tl.where(there, x - tl.expand_dims(tile_mean, STEP_AXIS), 0.0)
+        difference = tile_mean - mean
+        fraction = more / tl.maximum(n + more, 1.0)
+        mean += difference * fraction
+        m2 += tl.sum(x * x, axis=STEP_AXIS) + difference * difference * (n * fraction)
+        counts += more
+    mean, m2 = column_totals(mean, m2, counts, end - start)
+    return tl.sum(tl.sum(top, axis=0), axis=0) + mean, m2
+
+
+@triton.jit
+def channel_moments(mean, m2, rows, channel, HW, BCH: tl.constexpr):
+    """Merge the moments of each channel's HW columns, which are over `rows` rows each.
+
+    `channel` is each column's channel in the slab, or -1 for padding.
+    """
+    own = channel[None, :] == tl.arange(0, BCH)[:, None]
+    average = tl.sum(tl.where(own, mean[None, :], 0.0), axis=1) / HW
+    # The sum above rounds at the size of the mean. The mean distance from it corrects that.
+    average += tl.sum(tl.where(own, mean[None, :] - average[:, None], 0.0), axis=1) / HW
+    spread = mean[None, :] - average[:, None]
+    m2 = tl.sum(tl.where(own, m2[None, :] + rows * spread * spread, 0.0), axis=1)
+    return average, m2
+
+
+@triton.jit
+def channel_sums(value, channel, BCH: tl.constexpr):
+    """Add up the sums of each channel's columns."""
+    own = channel[None, :] == tl.arange(0, BCH)[:, None]
+    return tl.sum(tl.where(own, value[None, :], 0.0), axis=1)
+
+
+@triton.jit
+def coefficients(
+    stats_ptr, weight_ptr, bias_ptr, channels, live, C, root,
+    BC: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Each column's mean, scale and bias; another program may have written the statistics."""
+    mean = tl.load(stats_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
+    rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
+    scale, bias = affine(rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS)
+    return mean, scale, bias
+
+
+@triton.jit
+def dx_terms(means_ptr, channels, live, C):
+    """Each column's mean of dz, and slope of dx in x - mean, as `finish_backward` stored them."""
+    mean_dz = tl.load(means_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
+    slope = tl.load(means_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
+    return mean_dz, slope
 
 
 @triton.jit
@@ -265,46 +408,6 @@ def finish_backward(
 
 
 @triton.jit
-def _read_gradient(
-    dy_ptr, x_ptr, residual_ptr, bits_ptr, row, end, columns, live, W, slab, SLABS,
-    U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, RESIDUAL: tl.constexpr,
-    BITS: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
-    LAST: tl.constexpr,
-):  # fmt: skip
-    """Load dy, x, and what else the activation's derivative needs: relu's mask or the residual."""
-    dy = load_tile(dy_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, LAST)
-    x = load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, LAST)
-    extra = 0
-    if BITS:
-        at = bit_columns(slab, BC)
-        extra = load_tile(
-            bits_ptr, at, at >= 0, row, end, SLABS * (BC // 8), U, BT, True, WHOLE, WIDE, LAST
-        )
-    elif RESIDUAL:
-        extra = load_tile(residual_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, LAST)
-    return dy, x, extra
-
-
-@triton.jit
-def _gradient(
-    dy, x, extra, mean, scale, bias, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-    ACC: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """Compute dz, the gradient of the activation's input, and x - mean."""
-    centred = x.to(ACC) - mean[None, None, :]
-    dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
-    if BITS:
-        bits = unpack_bits(tl.reshape(extra, [BT * U * BC // 8]), BT * U * BC)
-        dz = tl.where(as_tile(bits, BT, U, BC) != 0, dz, 0.0)
-    elif ACTIVATION != 0:
-        z = centred * scale[None, None, :] + bias[None, None, :]
-        if RESIDUAL:
-            z += extra.to(ACC)
-        dz = activation_gradient(dz, z, ACTIVATION)
-    return dz, centred
-
-
-@triton.jit
 def _tile_gradients(
     sum_dz, sum_dz_centred, mean_dz, slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
     dresidual_ptr, means_ptr, flag_ptr, row, end, columns, live, channels, slab, mean, scale, bias,
@@ -319,16 +422,30 @@ def _tile_gradients(
     terms that depend on the sums. WAIT: another program stores these terms; wait for them after
     the tile's loads, which then overlap with the wait.
     """
-    dy, x, extra = _read_gradient(
-        dy_ptr, x_ptr, residual_ptr, bits_ptr, row, end, columns, live, W, slab, SLABS, U, BT, BC,
-        RESIDUAL, BITS, EVEN, WHOLE, WIDE, WRITE,
-    )  # fmt: skip
+    dy = load_tile(dy_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, WRITE)
+    x = load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, WRITE)
+    if BITS:
+        at = bit_columns(slab, BC)
+        bits = load_tile(
+            bits_ptr, at, at >= 0, row, end, SLABS * (BC // 8), U, BT, True, WHOLE, WIDE, WRITE
+        )
+    elif RESIDUAL:
+        residual = load_tile(
+            residual_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, WRITE
+        )
     if WAIT:
         wait(flag_ptr, 1, WRITES)
         mean_dz, slope = dx_terms(means_ptr, channels, live, C)
-    dz, centred = _gradient(
-        dy, x, extra, mean, scale, bias, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION
-    )
+    centred = x.to(ACC) - mean[None, None, :]
+    dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
+    if BITS:
+        positive_z = unpack_bits(tl.reshape(bits, [BT * U * BC // 8]), BT * U * BC)
+        dz = tl.where(as_tile(positive_z, BT, U, BC) != 0, dz, 0.0)
+    elif ACTIVATION != 0:
+        z = centred * scale[None, None, :] + bias[None, None, :]
+        if RESIDUAL:
+            z += residual.to(ACC)
+        dz = activation_gradient(dz, z, ACTIVATION)
     if SUM:
         sum_dz += tl.sum(dz, axis=STEP_AXIS)
         sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from normplug._activations import ActivationLike, backward_reads_input, kernel_code
 from normplug._kernels.batch_norm import columns, planes
-from normplug._kernels.batch_norm.schedule import Columns, Geometry, Planes
+from normplug._kernels.batch_norm.schedule import Columns, Geometry, Pixels, Planes
 from normplug._kernels.launch import Launch, accumulator
 from normplug._kernels.merging import room_for_parts
 
@@ -129,3 +129,28 @@ def scratch(shape: Geometry) -> tuple[int, int]:
         return shape.c, 2 * shape.tiles + 2 * shape.c
     counters, parts = room_for_parts(shape.slabs, shape.gathers, shape.bch)
     return counters, parts + 2 * shape.c  # and the terms of dx that depend on sums
+
+
+# Kernel, stride and padding of max pooling, each by height and width.
+Window: TypeAlias = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+
+
+def pool_launch(
+    kernel: Any,
+    shape: Pixels,
+    dtype: torch.dtype,
+    window: Window,
+    size: tuple[int, int],
+    pooled: tuple[int, int],
+    tv: float,
+    **given: Any,
+) -> Launch:
+    """Set up a kernel of `windows`; `given` are its other arguments, by name.
+
+    The forward's `shape` has the rows of the output, the backward's blocks of the input, of one
+    stride each. size, pooled: height and width of the input and of the output.
+    """
+    given |= dict(zip(("KH", "KW", "SH", "SW", "PH", "PW"), sum(window, ()), strict=True))
+    given |= dict(zip(("H", "W", "OH", "OW"), (*size, *pooled), strict=True))
+    given |= {"ACC": accumulator(dtype), "root": math.sqrt(tv)}
+    return Launch(kernel, shape.grid, shape.warps, shape, **given)

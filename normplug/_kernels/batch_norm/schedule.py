@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from normplug._kernels.device import floor_2, needs_int64, power_of_2, unit_of
+from normplug._kernels import floor_2, needs_int64, power_of_2, unit_of
 
 _SMALL_PLANE = 100  # values; contiguous planes of at most so many are treated as columns
 _LAG_BYTES = 24 << 10  # read per multiprocessor between a tile's first read and its second
@@ -41,10 +41,6 @@ class Planes:
     @property
     def tiles(self) -> int:
         return self.c * self.tiles_a_channel
-
-    @property
-    def hw_units(self) -> int:
-        return self.hw // self.unit
 
     @property
     def kp(self) -> int:
@@ -86,13 +82,14 @@ class Columns:
         return -(-self.c // self.channels)
 
     @property
-    def live_units(self) -> int:
-        """Columns of a slab without its padding, in units."""
-        return self.channels * self.hw // self.unit
+    def live(self) -> int:
+        """Columns of a slab without its padding."""
+        return self.channels * self.hw
 
     @property
-    def width_units(self) -> int:
-        return self.c * self.hw // self.unit
+    def width(self) -> int:
+        """Columns of the tensor."""
+        return self.c * self.hw
 
     @property
     def segments(self) -> bool:
@@ -137,18 +134,18 @@ class Columns:
             return self.slabs * self.gathers
         groups = -(-self.slabs // self.group)
         gathers, writes = self.group * self.gathers, self.group * self.writes
-        # As in `slabs.assignment`; no group follows the last one, only an idle `head`.
+        # As in `columns.assignment`; no group follows the last one, only an idle `head`.
         return gathers + groups * (gathers + writes) - (gathers - self.head)
 
     @property
     def even(self) -> bool:
         """Whether no slab has padding."""
-        return self.c % self.channels == 0 and self.channels * self.hw == self.bc
+        return self.c % self.channels == 0 and self.live == self.bc
 
     @property
     def wide(self) -> bool:
         """Whether offsets need 64 bits."""
-        return needs_int64(self.rows, self.c * self.hw)
+        return needs_int64(self.rows, self.width)
 
 
 @dataclass(frozen=True)
@@ -169,10 +166,6 @@ class Pixels:
     @property
     def slabs(self) -> int:
         return -(-self.c // self.bc)
-
-    @property
-    def c_units(self) -> int:
-        return self.c // self.unit
 
     @property
     def grid(self) -> int:

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.activation import activate
-from normplug._kernels.batch_norm.slabs import dx_terms
+from normplug._kernels.batch_norm.columns import dx_terms
 from normplug._kernels.primitives import affine, kernel, scalar
 
-LARGEST_WINDOW = 255  # values: a place is a byte, of which one value is NOWHERE
-_NOWHERE = tl.constexpr(LARGEST_WINDOW)
+LARGEST_WINDOW = 25  # values: the loops over a window are unrolled, so all its loads are in flight
+_NOWHERE = tl.constexpr(255)
 # The arguments of both kernels.
 # Sizes. They are not compiled in, so another image size needs no other kernel.
 #   H, W                 height and width of the input
@@ -33,40 +33,8 @@ _NOWHERE = tl.constexpr(LARGEST_WINDOW)
 #   KH, KW, SH, SW, PH, PW   kernel, stride and padding of the windows, by height and width
 #   ACC                  the dtype to compute in: float32, or float64 for float64
 #   EVEN                 every slab has BC channels
-#   UNROLL               unroll the loops over a window, so that all its loads are in flight at once
 # Constants: what the call has or asks for. TRAINING: the statistics are the batch's, and else
 # constants. WEIGHT, BIAS: there is one.
-
-
-@triton.jit
-def _higher(
-    x_row_ptr, top_place, left, kw, W, C, channels, live, mean, scale, bias, best, peak, place,
-    ACC: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Update windows' largest z (best), its x (peak) and its place by one more of their values.
-
-    A place past an edge stands for the nearest one in the image, which is in the window too. So
-    all loads are in bounds, and a value that is seen twice is not higher than itself.
-    """
-    column = tl.minimum(tl.maximum(left + kw, 0), W - 1)
-    offsets = column[:, None] * C + channels[None, :]
-    if EVEN:
-        x = tl.load(x_row_ptr + offsets)
-    else:
-        x = tl.load(x_row_ptr + offsets, mask=live[None, :], other=0)
-    z = (x.to(ACC) - mean[None, :]) * scale[None, :] + bias[None, :]
-    higher = (z > best) | (z != z)
-    best = tl.where(higher, z, best)
-    peak = tl.where(higher, x, peak)
-    place = tl.where(higher, (top_place + column - left)[:, None], place)
-    return best, peak, place
-
-
-@triton.jit
-def _image_row(top, kh, image, H, row_stride):
-    """Offset of the row kh below `top`, or of the nearest in the image; its row in the window."""
-    row = tl.minimum(tl.maximum(top + kh, 0), H - 1)
-    return (image * H + row).to(tl.int64) * row_stride, row - top
 
 
 @kernel
@@ -78,7 +46,7 @@ def batch_norm_pool_forward(
     UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, ACC: tl.constexpr,
     TRAINING: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
-    EVEN: tl.constexpr, UNROLL: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Y = max over windows of relu(weight * root * (x - mean) * rstd + bias).
 
@@ -111,21 +79,26 @@ def batch_norm_pool_forward(
         best = tl.full([BP, BC], float("-inf"), ACC)
         peak = tl.zeros([BP, BC], x_ptr.dtype.element_ty)
         place = tl.zeros([BP, BC], tl.int32)
-        if UNROLL:
-            for kh in tl.static_range(KH):
-                offset, below = _image_row(top, kh, image, H, W * C)
-                for kw in tl.static_range(KW):
-                    best, peak, place = _higher(
-                        x_ptr + offset, below * KW, left, kw, W, C, channels, live, mean, scale,
-                        bias, best, peak, place, ACC, EVEN,
-                    )  # fmt: skip
-        else:
-            for step in range(KH * KW):
-                offset, below = _image_row(top, step // KW, image, H, W * C)
-                best, peak, place = _higher(
-                    x_ptr + offset, below * KW, left, step % KW, W, C, channels, live, mean, scale,
-                    bias, best, peak, place, ACC, EVEN,
-                )  # fmt: skip
+        stride = W * C
+        for kh in tl.static_range(KH):
+            # The row kh below `top`, or the nearest in the image, which is in the window too.
+            line = tl.minimum(tl.maximum(top + kh, 0), H - 1)
+            line_ptr = x_ptr + (image * H + line).to(tl.int64) * stride
+            for kw in tl.static_range(KW):
+                # Likewise: all loads are in bounds, and a value that is seen twice is not higher
+                # than itself.
+                first_place = (line - top) * KW
+                column = tl.minimum(tl.maximum(left + kw, 0), W - 1)
+                offsets = column[:, None] * C + channels[None, :]
+                if EVEN:
+                    x = tl.load(line_ptr + offsets)
+                else:
+                    x = tl.load(line_ptr + offsets, mask=live[None, :], other=0)
+                z = (x.to(ACC) - mean[None, :]) * scale[None, :] + bias[None, :]
+                higher = (z > best) | (z != z)
+                best = tl.where(higher, z, best)
+                peak = tl.where(higher, x, peak)
+                place = tl.where(higher, (first_place + column - left)[:, None], place)
         offsets = out[:, None] * C + channels[None, :]
         mask = (out < OW)[:, None] & live[None, :]
         y = activate(best, 1).to(y_ptr.dtype.element_ty)  # relu
@@ -137,28 +110,11 @@ def batch_norm_pool_forward(
 
 
 @triton.jit
-def _received(
-    dz, dy_ptr, places_ptr, image, row, column, inside, below, beside, OH, OW, C, channels, live,
-    KW: tl.constexpr, ACC: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Add to dz the dy of windows whose peak is this value, at row `below`, column `beside`."""
-    first = (image * OH + row).to(tl.int64) * (OW * C)
-    offsets = column[:, None] * C + channels[None, :]
-    width = tl.where((row >= 0) & (row < OH), OW, 0)
-    mask = (inside & (column >= 0) & (column < width))[:, None]
-    if not EVEN:
-        mask = mask & live[None, :]
-    place = tl.load(places_ptr + first + offsets, mask=mask, other=_NOWHERE).to(tl.int32)
-    dy = tl.load(dy_ptr + first + offsets, mask=mask, other=0).to(ACC)
-    return dz + tl.where(place == below * KW + beside, dy, 0.0)
-
-
-@triton.jit
 def _gather(
     dy_ptr, x_ptr, places_ptr, dx_ptr, image, up, left, i, j, mean, scale, mean_dz, slope,
     H, W, OH, OW, C, channels, live, BP: tl.constexpr, BC: tl.constexpr, KH: tl.constexpr,
     KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    ACC: tl.constexpr, TRAINING: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr,
+    ACC: tl.constexpr, TRAINING: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Write dx of the values in row up * SH + i and columns left * SW + j.
 
@@ -175,22 +131,20 @@ def _gather(
     if TRAINING:
         x = tl.load(x_ptr + first + offsets, mask=mask, other=0)
     dz = tl.zeros([BP, BC], ACC)
-    if UNROLL:
-        for below in tl.static_range((i + PH) % SH, KH, SH):
-            for beside in tl.static_range((j + PW) % SW, KW, SW):
-                dz = _received(
-                    dz, dy_ptr, places_ptr, image, up + (i + PH - below) // SH,
-                    left + (j + PW - beside) // SW, inside, below, beside, OH, OW, C, channels,
-                    live, KW, ACC, EVEN,
-                )  # fmt: skip
-    else:
-        for below in range((i + PH) % SH, KH, SH):
-            for beside in range((j + PW) % SW, KW, SW):
-                dz = _received(
-                    dz, dy_ptr, places_ptr, image, up + (i + PH - below) // SH,
-                    left + (j + PW - beside) // SW, inside, below, beside, OH, OW, C, channels,
-                    live, KW, ACC, EVEN,
-                )  # fmt: skip
+    for below in tl.static_range((i + PH) % SH, KH, SH):
+        for beside in tl.static_range((j + PW) % SW, KW, SW):
+            # The window whose place (below, beside) these values take.
+            top = up + (i + PH - below) // SH
+            start = left + (j + PW - beside) // SW
+            window = (image * OH + top).to(tl.int64) * (OW * C)
+            windows = start[:, None] * C + channels[None, :]
+            width = tl.where((top >= 0) & (top < OH), OW, 0)
+            there = (inside & (start >= 0) & (start < width))[:, None]
+            if not EVEN:
+                there = there & live[None, :]
+            place = tl.load(places_ptr + window + windows, mask=there, other=_NOWHERE).to(tl.int32)
+            dy = tl.load(dy_ptr + window + windows, mask=there, other=0).to(ACC)
+            dz += tl.where(place == below * KW + beside, dy, 0.0)
     if TRAINING:
         centred = x.to(ACC) - mean[None, :]
         dz = dz - mean_dz[None, :] - centred * slope[None, :]
@@ -206,7 +160,6 @@ def batch_norm_pool_backward(
     UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, ACC: tl.constexpr,
     TRAINING: tl.constexpr, JOINED: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Compute dx. In TRAINING its sums are read from dweight and dbias, which are in ACC.
 
@@ -240,18 +193,10 @@ def batch_norm_pool_backward(
         slope = dweight * rstd * (each / scalar(root, ACC))
     for start in range(0, tl.cdiv(W, SW), BP):
         left = start + tl.arange(0, BP)
-        if UNROLL:
-            for i in tl.static_range(SH):
-                for j in tl.static_range(SW):
-                    _gather(
-                        dy_ptr, x_ptr, places_ptr, dx_ptr, image, up, left, i, j, mean, scale,
-                        mean_dz, slope, H, W, OH, OW, C, channels, live, BP, BC, KH, KW, SH, SW, PH,
-                        PW, ACC, TRAINING, EVEN, True,
-                    )  # fmt: skip
-        else:
-            for step in range(SH * SW):
+        for i in tl.static_range(SH):
+            for j in tl.static_range(SW):
                 _gather(
-                    dy_ptr, x_ptr, places_ptr, dx_ptr, image, up, left, step // SW, step % SW, mean,
-                    scale, mean_dz, slope, H, W, OH, OW, C, channels, live, BP, BC, KH, KW, SH, SW,
-                    PH, PW, ACC, TRAINING, EVEN, False,
+                    dy_ptr, x_ptr, places_ptr, dx_ptr, image, up, left, i, j, mean, scale, mean_dz,
+                    slope, H, W, OH, OW, C, channels, live, BP, BC, KH, KW, SH, SW, PH, PW, ACC,
+                    TRAINING, EVEN,
                 )  # fmt: skip

@@ -13,28 +13,27 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.activation import activate
-from normplug._kernels.group_norm.items import (
-    behind_parts,
-    channels_of_groups,
-    groups_of_slab,
-    item_moments,
-    item_of,
-    of_columns,
-)
 from normplug._kernels.group_norm.shared import (
     gradient_before,
     load_statistics,
     load_vector,
     save_statistics,
 )
-from normplug._kernels.merging import finish_columns, publish_part, ready_flag
+from normplug._kernels.merging import after_parts, finish_gradients, publish_part, ready_flag
 from normplug._kernels.primitives import kernel, scalar
-from normplug._kernels.tiles import STEP_AXIS, load_tile, write_tile
+from normplug._kernels.tiles import (
+    STEP_AXIS,
+    column_totals,
+    lane_counts,
+    load_tile,
+    tile_rows,
+    write_tile,
+)
 from normplug._kernels.waiting import arrive, wait
 
 # The arguments that `shared` does not explain.
 # Sizes.
-#   S, WIDTH_UNITS       rows of a sample; C / UNIT
+#   S, C_UNITS           rows of a sample; C / UNIT
 #   SLABS, K, ROWS_EACH  slabs of a sample; items of a slab; rows of an item
 # Constants.
 #   U, BT, BC            a tile: U steps of BT rows, of BC columns
@@ -44,6 +43,126 @@ from normplug._kernels.waiting import arrive, wait
 #   EACH                 channels of a group where slabs are whole groups, or 0
 #   SINGLE               an item is a whole slab of a sample
 #   SOLO                 an item is a whole sample, which its program also writes
+
+
+@triton.jit
+def item_of(
+    turn, SLABS, K, S, ROWS_EACH, C, BC: tl.constexpr, REVERSE: tl.constexpr
+):  # fmt: skip
+    """Item number `turn`: its sample, slab and place k, its rows, and the slab's channels and mask.
+
+    With REVERSE, the items of each sample are counted from the last.
+    """
+    sample = turn // (SLABS * K)
+    place = turn - sample * (SLABS * K)
+    if REVERSE:
+        place = SLABS * K - 1 - place
+    k = place // SLABS
+    slab = place - k * SLABS
+    start = k * ROWS_EACH
+    columns = slab * BC + tl.arange(0, BC)
+    return sample, slab, k, start, tl.minimum(start + ROWS_EACH, S), columns, columns < C
+
+
+@triton.jit
+def behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SINGLE: tl.constexpr):
+    """The address in `partial` after the parts of items; with SINGLE there are no parts."""
+    if SINGLE:
+        behind_ptr = partial_ptr
+    else:
+        behind_ptr = after_parts(partial_ptr, UNITS, K, BC)
+    return behind_ptr
+
+
+@triton.jit
+def groups_of_slab(slab, G, CHANNELS, BC: tl.constexpr, GB: tl.constexpr):
+    """GB groups, from the first that a slab touches on, and which of them exist."""
+    groups = slab * BC // CHANNELS + tl.arange(0, GB)
+    return groups, groups < G
+
+
+@triton.jit
+def channels_of_groups(groups, live, channel, CHANNELS, CB: tl.constexpr):
+    """CB channels of each group, from its `channel`-th on, and which of them exist."""
+    within = channel + tl.arange(0, CB)
+    there = live[:, None] & (within < CHANNELS)[None, :]
+    return groups[:, None] * CHANNELS + within[None, :], there
+
+
+@triton.jit
+def of_columns(values, groups, columns, CHANNELS, EACH: tl.constexpr):
+    """The value of each column's group, from the values of a slab's groups."""
+    if EACH > 0:
+        GB: tl.constexpr = groups.shape[0]
+        chosen = tl.reshape(tl.broadcast_to(values[:, None], [GB, EACH]), [GB * EACH])
+    else:
+        own = (columns // CHANNELS)[:, None] == groups[None, :]
+        chosen = tl.sum(tl.where(own, values[None, :], 0.0), axis=1)
+    return chosen
+
+
+@triton.jit
+def _lane_sums(
+    x, shift, row, end, U: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Each lane's sums of distances from `shift`, and of their squares."""
+    d = x - tl.expand_dims(shift, STEP_AXIS)
+    if not WHOLE:
+        d = tl.where((tile_rows(row, U, BT) < end)[:, :, None], d, 0.0)
+    return tl.sum(d, axis=STEP_AXIS), tl.sum(d * d, axis=STEP_AXIS)
+
+
+@triton.jit
+def _first_sums(
+    x_ptr, columns, live, row, end, C, U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The mean of each lane's first rows, and the sums of their distances from it."""
+    x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, False).to(ACC)
+    if WHOLE:
+        mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
+    else:
+        there = (tile_rows(row, U, BT) < end)[:, :, None]
+        count = tl.maximum(lane_counts(tl.minimum(end - row, U * BT), BT, ACC), 1.0)
+        mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / count
+    a, b = _lane_sums(x, mean, row, end, U, BT, WHOLE)
+    return mean, a, b
+
+
+@triton.jit
+def item_moments(
+    x_ptr, columns, live, start, end, C, U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Each column's mean, and sum of squared distances from it, over rows start to end.
+
+    Each lane sums distances from the mean of its first U rows, and their squares. That mean is
+    within sqrt(rows / U) standard deviations of the lane's mean, so hardly anything cancels in m2.
+    """
+    R: tl.constexpr = U * BT
+    if start + R <= end:
+        shift, a, b = _first_sums(x_ptr, columns, live, start, end, C, U, BT, ACC, EVEN, WIDE, True)
+    else:
+        shift, a, b = _first_sums(
+            x_ptr, columns, live, start, end, C, U, BT, ACC, EVEN, WIDE, False
+        )
+    whole = (end - start) // R
+    for tile in tl.range(1, whole, num_stages=STAGES):
+        row = start + tile * R
+        x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, True, WIDE, False).to(ACC)
+        more_a, more_b = _lane_sums(x, shift, row, end, U, BT, True)
+        a += more_a
+        b += more_b
+    row = start + whole * R
+    if (row < end) & (whole > 0):
+        x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, False, WIDE, False).to(ACC)
+        more_a, more_b = _lane_sums(x, shift, row, end, U, BT, False)
+        a += more_a
+        b += more_b
+    counts = lane_counts(end - start, BT, ACC)
+    mean = a / tl.maximum(counts, 1.0)
+    m2 = tl.maximum(b - a * mean, 0.0)
+    return column_totals(shift + mean, m2, counts, (end - start).to(ACC))
 
 
 @triton.jit
@@ -137,7 +256,7 @@ def _write_item(
 @kernel
 def group_norm_columns_forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, partial_ptr, counters_ptr,
-    N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
+    N, G, CHANNELS, S, C_UNITS, SLABS, K, ROWS_EACH, LAG,
     eps, root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
     CB: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr,
@@ -150,7 +269,7 @@ def group_norm_columns_forward(
     SOLO its own.
     """
     t = tl.program_id(0)
-    C = WIDTH_UNITS * UNIT
+    C = C_UNITS * UNIT
     GROUPS = N * G
     UNITS = N * SLABS
     moments_ptr = behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
@@ -292,7 +411,7 @@ def _write_item_dx(
 def group_norm_columns_backward(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr,
     counters_ptr,
-    N, G, CHANNELS, S, WIDTH_UNITS, SLABS, K, ROWS_EACH, LAG,
+    N, G, CHANNELS, S, C_UNITS, SLABS, K, ROWS_EACH, LAG,
     root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
     CB: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr,
@@ -305,7 +424,7 @@ def group_norm_columns_backward(
     The sums of a sample's channels are two rows of C in `partial`: those of dz * xhat, and of dz.
     """
     t = tl.program_id(0)
-    C = WIDTH_UNITS * UNIT
+    C = C_UNITS * UNIT
     GROUPS = N * G
     UNITS = N * SLABS
     R: tl.constexpr = U * BT
@@ -376,9 +495,7 @@ def group_norm_columns_backward(
         f = u - UNITS * K
         if f >= 0:
             wait(done_ptr, UNITS, tl.cdiv(C, FINISH))
-            if DWEIGHT:
-                finish_columns(
-                    dweight_ptr, sums_ptr, 0, f, C, N, scalar(root, ACC), 2, FAN_IN, FINISH, ACC
-                )
-            if DBIAS:
-                finish_columns(dbias_ptr, sums_ptr, 1, f, C, N, 1.0, 2, FAN_IN, FINISH, ACC)
+            finish_gradients(
+                dweight_ptr, dbias_ptr, dbias_ptr, sums_ptr, f, C, N, root, FINISH, FAN_IN, ACC,
+                DWEIGHT, DBIAS, False, SUMS=2, ROOT=True,
+            )  # fmt: skip

@@ -14,14 +14,19 @@ import triton.language as tl
 
 from normplug._kernels.activation import activate
 from normplug._kernels.group_norm.shared import (
-    finish_sums,
     gradient_before,
     load_statistics,
     load_vector,
     publish_sums,
     save_statistics,
 )
-from normplug._kernels.merging import after_parts, publish_part, ready_flag, tile_counts
+from normplug._kernels.merging import (
+    after_parts,
+    finish_gradients,
+    publish_part,
+    ready_flag,
+    tile_counts,
+)
 from normplug._kernels.primitives import kernel, scalar, sum_both
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, wait
@@ -349,7 +354,8 @@ def group_norm_planes_backward(
         parts = N * KS
     if SUMS:
         if f >= 0:
-            finish_sums(
-                dweight_ptr, dbias_ptr, sums_ptr, done_ptr, f, arrivals, parts, C, root, FINISH,
-                FAN_IN, ACC, DWEIGHT, DBIAS,
+            wait(done_ptr, arrivals, tl.cdiv(C, FINISH))
+            finish_gradients(
+                dweight_ptr, dbias_ptr, dbias_ptr, sums_ptr, f, C, parts, root, FINISH, FAN_IN, ACC,
+                DWEIGHT, DBIAS, False, SUMS=DWEIGHT + DBIAS, ROOT=True,
             )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from normplug._kernels.device import floor_2, needs_int64, power_of_2, unit_of
+from normplug._kernels import floor_2, needs_int64, power_of_2, unit_of
 
 # Most bytes of a unit, counted as float32 or wider, that a program holds. LayerNorm holds rows of
 # 32,768 halves. Backward there are two tensors.
@@ -61,10 +61,6 @@ class PlanesForward:
         return unit_of(self.width)
 
     @property
-    def width_units(self) -> int:
-        return self.width // self.unit
-
-    @property
     def held(self) -> bool:
         return self.lag == 0
 
@@ -113,10 +109,6 @@ class PlanesBackward:
     def unit(self) -> int:
         """A divisor of a plane: the alignment that the compiler may assume."""
         return unit_of(self.hw)
-
-    @property
-    def hw_units(self) -> int:
-        return self.hw // self.unit
 
     @property
     def held(self) -> bool:
@@ -186,10 +178,6 @@ class Columns:
     def unit(self) -> int:
         """A divisor of the channels: the alignment that the compiler may assume."""
         return unit_of(self.c)
-
-    @property
-    def width_units(self) -> int:
-        return self.c // self.unit
 
     @property
     def slabs(self) -> int:

@@ -44,9 +44,7 @@ import triton
 import triton.language as tl
 
 from normplug._kernels.activation import activation_gradient
-from normplug._kernels.merging import finish_columns
 from normplug._kernels.primitives import scalar
-from normplug._kernels.waiting import wait
 
 
 @triton.jit
@@ -100,20 +98,3 @@ def publish_sums(
         part_ptr += C
     if DBIAS:
         tl.store(part_ptr + channels, sum_dz, mask=live)
-
-
-@triton.jit
-def finish_sums(
-    dweight_ptr, dbias_ptr, sums_ptr, counter_ptr, f, arrivals, parts, C, root,
-    FINISH: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr,
-):  # fmt: skip
-    """Wait for all parts, and add up those of FINISH channels, in order."""
-    SUMS: tl.constexpr = DWEIGHT + DBIAS
-    wait(counter_ptr, arrivals, tl.cdiv(C, FINISH))
-    if DWEIGHT:
-        finish_columns(
-            dweight_ptr, sums_ptr, 0, f, C, parts, scalar(root, ACC), SUMS, FAN_IN, FINISH, ACC
-        )
-    if DBIAS:
-        finish_columns(dbias_ptr, sums_ptr, DWEIGHT, f, C, parts, 1.0, SUMS, FAN_IN, FINISH, ACC)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from normplug._kernels.device import needs_int64, power_of_2, unit_of
+from normplug._kernels import needs_int64, power_of_2, unit_of
 from normplug._kernels.launch import Launch, accumulator
 from normplug._kernels.layer_norm import rows, wide_rows
 from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward

@@ -15,12 +15,13 @@ import triton.language as tl
 
 from normplug._kernels.layer_norm.shared import (
     factor_of,
-    finish_gradients,
     finish_running,
     load_statistics,
     row_places,
     size,
+    strides_of,
 )
+from normplug._kernels.merging import finish_gradients
 from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar, sum_both
 from normplug._kernels.tiles import LANE_AXIS, STEP_AXIS, load, store, tile_of_zeros
 from normplug._kernels.waiting import arrive, meet, publish, wait
@@ -151,10 +152,8 @@ def layer_norm_rows_forward(
     if program < programs:
         WIDTH = WIDTH_UNITS * UNIT
         DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-        X_STEP = size(X_UNITS, UNIT, WIDE)
-        X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
-        RESIDUAL_STEP = size(RESIDUAL_UNITS, UNIT, WIDE)
-        RESIDUAL_OUTER = size(RESIDUAL_OUTER_UNITS, UNIT, WIDE)
+        x_strides = strides_of(X_UNITS, X_OUTER_UNITS, UNIT, WIDE)
+        residual_strides = strides_of(RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, UNIT, WIDE)
         n = WIDTH.to(ACC)
         columns, live = _columns(0, WIDTH, U, BC, VECTOR)
         if KEEP and WEIGHT:
@@ -165,13 +164,13 @@ def layer_norm_rows_forward(
         sum_var = tl.zeros([R], ACC)
         for tile in range(program, tl.cdiv(ROWS, R), programs):
             rows, inside = _rows(tile, ROWS, R, WIDE)
-            places = row_places(rows, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
+            places = row_places(rows, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
             h = _load(x_ptr, places, inside, columns, live, EVEN, False).to(ACC)
             if CENTRED:
                 first = tl.load(x_ptr + places, mask=inside, other=0.0).to(ACC)
             if RESIDUAL:
                 places = row_places(
-                    rows, INNER, RESIDUAL_OUTER, RESIDUAL_STEP, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS
+                    rows, INNER, residual_strides, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS
                 )
                 h += _load(residual_ptr, places, inside, columns, live, EVEN, False).to(ACC)
                 if CENTRED:
@@ -190,29 +189,22 @@ def layer_norm_rows_forward(
                 d = h - _each(first)
             else:
                 d = h
-            if not CENTRED:
-                if GIVEN:
-                    rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)
-                else:
-                    var = _sum(d * d) / n
-                    rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
-            elif GIVEN:
-                mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
-                rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
-                d -= _each(mean - first)
+            if GIVEN:
+                mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
+                if CENTRED:
+                    d -= _each(mean - first)
             else:
-                if not EVEN:
-                    d = tl.where(_all_rows(live), d, 0.0)
-                mean = _sum(d) / n + first
-                # Subtract the mean as it is saved, so that GIVEN gives the same bits.
-                d -= _each(mean - first)
-                if not EVEN:
-                    d = tl.where(_all_rows(live), d, 0.0)
+                if CENTRED:
+                    if not EVEN:
+                        d = tl.where(_all_rows(live), d, 0.0)
+                    mean = _sum(d) / n + first
+                    # Subtract the mean as it is saved, so that GIVEN gives the same bits.
+                    d -= _each(mean - first)
+                    if not EVEN:
+                        d = tl.where(_all_rows(live), d, 0.0)
                 var = _sum(d * d) / n
                 rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
-            y = d * _each(rstd * scalar(root, ACC))
-            if ROUND != ACC:
-                y = as_dtype(y, ROUND).to(ACC)
+            y = as_dtype(d * _each(rstd * scalar(root, ACC)), ROUND).to(ACC)
             if WEIGHT:
                 if not KEEP:
                     weight = _vector(weight_ptr, columns, live, R, EVEN)
@@ -295,12 +287,9 @@ def layer_norm_rows_backward(
         parts_ptr += tiles.to(tl.int64) * (2 * K * R)
     if program < PROGRAMS:
         DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-        X_STEP = size(X_UNITS, UNIT, WIDE)
-        X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
-        DY_STEP = size(DY_UNITS, UNIT, WIDE)
-        DY_OUTER = size(DY_OUTER_UNITS, UNIT, WIDE)
-        DTOTAL_STEP = size(DTOTAL_UNITS, UNIT, WIDE)
-        DTOTAL_OUTER = size(DTOTAL_OUTER_UNITS, UNIT, WIDE)
+        x_strides = strides_of(X_UNITS, X_OUTER_UNITS, UNIT, WIDE)
+        dy_strides = strides_of(DY_UNITS, DY_OUTER_UNITS, UNIT, WIDE)
+        dtotal_strides = strides_of(DTOTAL_UNITS, DTOTAL_OUTER_UNITS, UNIT, WIDE)
         n = WIDTH.to(ACC)
         columns, live = _columns(k * (U * BC), WIDTH, U, BC, VECTOR)
         # Inside the loop these would be prefetched like a tile, into as much shared memory.
@@ -313,9 +302,9 @@ def layer_norm_rows_backward(
         dinput_bias = tile_of_zeros(LANES, U, BC, ACC)
         for tile in tl.range(group, tiles, groups, num_stages=STAGES):
             rows, inside = _rows(tile, ROWS, R, WIDE)
-            x_places = row_places(rows, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
+            x_places = row_places(rows, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
             h = _load(x_ptr, x_places, inside, columns, live, EVEN, LAST).to(ACC)
-            places = row_places(rows, INNER, DY_OUTER, DY_STEP, DY_MIDDLE, HEADS, TWO_LEVELS)
+            places = row_places(rows, INNER, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
             dy = _load(dy_ptr, places, inside, columns, live, EVEN, LAST).to(ACC)
             mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
             if INPUT_BIAS:
@@ -358,7 +347,7 @@ def layer_norm_rows_backward(
                     dx = g * _each(scale) - d * _each(slope)
                 if DTOTAL:
                     places = row_places(
-                        rows, INNER, DTOTAL_OUTER, DTOTAL_STEP, DTOTAL_MIDDLE, HEADS, TWO_LEVELS
+                        rows, INNER, dtotal_strides, DTOTAL_MIDDLE, HEADS, TWO_LEVELS
                     )
                     dx += _load(dtotal_ptr, places, inside, columns, live, EVEN, LAST).to(ACC)
                 if DINPUT_BIAS:
@@ -394,5 +383,5 @@ def layer_norm_rows_backward(
             for stretch in range(c, stretches, step):
                 finish_gradients(
                     dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, groups,
-                    root, FINISH, FAN_IN, ACC, ROUND, DWEIGHT, DBIAS, DINPUT_BIAS,
+                    root, FINISH, FAN_IN, ACC, DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROUND == ACC,
                 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from normplug._kernels.device import power_of_2
+from normplug._kernels import power_of_2
 
 _HELD_BYTES = 128 << 10  # most bytes of a row, as float32 or wider, that a program holds forward
 _SUMMED_BYTES = 32 << 10  # the same backward, beside the sums for weight and bias

@@ -41,7 +41,6 @@ Constants: what the call has or asks for.
 import triton
 import triton.language as tl
 
-from normplug._kernels.merging import finish_columns
 from normplug._kernels.primitives import scalar, update_running
 from normplug._kernels.waiting import collect, publish
 
@@ -55,15 +54,21 @@ def size(units, UNIT: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def strides_of(STEP_UNITS, OUTER_UNITS, UNIT: tl.constexpr, WIDE: tl.constexpr):
+    """STEP and OUTER of a tensor's rows, in values, for `row_places`."""
+    return size(STEP_UNITS, UNIT, WIDE), size(OUTER_UNITS, UNIT, WIDE)
+
+
+@triton.jit
 def row_places(
-    rows, INNER, OUTER, STEP,
-    MIDDLE: tl.constexpr, HEADS: tl.constexpr, TWO_LEVELS: tl.constexpr,
-):  # fmt: skip
+    rows, INNER, strides, MIDDLE: tl.constexpr, HEADS: tl.constexpr, TWO_LEVELS: tl.constexpr
+):
     """Offsets at which rows begin, in values: STEP apart if there is one level of strides.
 
     On two levels, the INNER rows of a group are STEP apart, and groups OUTER apart. On three, where
     MIDDLE is not 0, sets of HEADS groups are OUTER apart, and the groups of a set MIDDLE apart.
     """
+    STEP, OUTER = strides
     if TWO_LEVELS and MIDDLE > 0:
         group = rows.to(tl.int32) // INNER
         outer = group // HEADS
@@ -96,35 +101,6 @@ def load_statistics(stats_ptr, rows, inside, ROWS, CENTRED: tl.constexpr):
         mean = 0.0
         rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)
     return mean, rstd
-
-
-@triton.jit
-def finish_gradients(
-    dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, PARTS, root,
-    FINISH: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr, ROUND: tl.constexpr,
-    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr,
-):  # fmt: skip
-    """Store a stretch of FINISH columns of each wanted gradient: see `finish_columns`.
-
-    A part has a row of sums for each wanted gradient, in the order of the arguments.
-    """
-    SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
-    if DWEIGHT:
-        factor = 1.0  # values that were rounded include the root already
-        if ROUND == ACC:
-            factor = scalar(root, ACC)
-        finish_columns(
-            dweight_ptr, parts_ptr, 0, stretch, WIDTH, PARTS, factor, SUMS, FAN_IN, FINISH, ACC
-        )
-    if DBIAS:
-        finish_columns(
-            dbias_ptr, parts_ptr, DWEIGHT, stretch, WIDTH, PARTS, 1.0, SUMS, FAN_IN, FINISH, ACC
-        )
-    if DINPUT_BIAS:
-        finish_columns(
-            dinput_bias_ptr, parts_ptr, DWEIGHT + DBIAS, stretch, WIDTH, PARTS, 1.0, SUMS, FAN_IN,
-            FINISH, ACC,
-        )  # fmt: skip
 
 
 @triton.jit

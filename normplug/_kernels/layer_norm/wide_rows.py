@@ -12,13 +12,18 @@ import triton.language as tl
 
 from normplug._kernels.layer_norm.shared import (
     factor_of,
-    finish_gradients,
     finish_running,
     load_statistics,
     row_places,
     size,
+    strides_of,
 )
-from normplug._kernels.merging import merge_tile_moments, merge_tile_sum, tile_counts
+from normplug._kernels.merging import (
+    finish_gradients,
+    merge_tile_moments,
+    merge_tile_sum,
+    tile_counts,
+)
 from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, publish, wait
@@ -53,23 +58,19 @@ def layer_norm_wide_forward(
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
     DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-    X_STEP = size(X_UNITS, UNIT, WIDE)
-    X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
-    RESIDUAL_STEP = size(RESIDUAL_UNITS, UNIT, WIDE)
-    RESIDUAL_OUTER = size(RESIDUAL_OUTER_UNITS, UNIT, WIDE)
+    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, UNIT, WIDE)
+    residual_strides = strides_of(RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, UNIT, WIDE)
     if t < (0 if GIVEN else ROWS * K):
         row = t // K
         k = t - row * K
         columns = k * BLOCK + tl.arange(0, BLOCK)
         live = columns < WIDTH
-        place = row_places(row, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(row, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
         if CENTRED:
             first = tl.load(x_ptr + place + k * BLOCK).to(ACC)
         h = tl.load(x_ptr + place + columns, mask=live, other=0.0).to(ACC)
         if RESIDUAL:
-            place = row_places(
-                row, INNER, RESIDUAL_OUTER, RESIDUAL_STEP, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS
-            )
+            place = row_places(row, INNER, residual_strides, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS)
             if CENTRED:
                 first += tl.load(residual_ptr + place + k * BLOCK).to(ACC)
             h += tl.load(residual_ptr + place + columns, mask=live, other=0.0).to(ACC)
@@ -106,22 +107,18 @@ def layer_norm_wide_forward(
                 total_ptr + row * DENSE + columns, mask=live, other=0.0, cache_modifier=".cg"
             )
         else:
-            place = row_places(row, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
+            place = row_places(row, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
             h = tl.load(x_ptr + place + columns, mask=live, other=0.0)
             if not GIVEN:
                 wait(counters_ptr + row, K, K)
-        if not CENTRED:
-            if GIVEN:
-                rstd = tl.load(stats_ptr + row)
+        if GIVEN:
+            mean, rstd = load_statistics(stats_ptr, row, True, ROWS, CENTRED)
+        else:
+            if CENTRED:
+                mean, m2 = merge_tile_moments(partial_ptr + 2 * row * K, K, WIDTH, BLOCK, KP, ACC)
             else:
                 mean = tl.full([], 0.0, ACC)
-                var = merge_tile_sum(partial_ptr + row * K, K, KP, ACC) / WIDTH.to(ACC)
-                rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
-        elif GIVEN:
-            mean = tl.load(stats_ptr + row)
-            rstd = tl.load(stats_ptr + ROWS + row)
-        else:
-            mean, m2 = merge_tile_moments(partial_ptr + 2 * row * K, K, WIDTH, BLOCK, KP, ACC)
+                m2 = merge_tile_sum(partial_ptr + row * K, K, KP, ACC)
             var = m2 / WIDTH.to(ACC)
             rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
         h = h.to(ACC)
@@ -129,9 +126,7 @@ def layer_norm_wide_forward(
             h += tl.load(input_bias_ptr + columns, mask=live, other=0.0).to(ACC)
         if CENTRED:
             h -= mean
-        y = h * (rstd * scalar(root, ACC))
-        if ROUND != ACC:
-            y = as_dtype(y, ROUND).to(ACC)
+        y = as_dtype(h * (rstd * scalar(root, ACC)), ROUND).to(ACC)
         if WEIGHT:
             weight = tl.load(weight_ptr + columns, mask=live, other=0.0)
             y *= factor_of(weight, OFFSET, ACC)
@@ -210,12 +205,9 @@ def layer_norm_wide_backward(
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
     DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-    X_STEP = size(X_UNITS, UNIT, WIDE)
-    X_OUTER = size(X_OUTER_UNITS, UNIT, WIDE)
-    DY_STEP = size(DY_UNITS, UNIT, WIDE)
-    DY_OUTER = size(DY_OUTER_UNITS, UNIT, WIDE)
-    DTOTAL_STEP = size(DTOTAL_UNITS, UNIT, WIDE)
-    DTOTAL_OUTER = size(DTOTAL_OUTER_UNITS, UNIT, WIDE)
+    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, UNIT, WIDE)
+    dy_strides = strides_of(DY_UNITS, DY_OUTER_UNITS, UNIT, WIDE)
+    dtotal_strides = strides_of(DTOTAL_UNITS, DTOTAL_OUTER_UNITS, UNIT, WIDE)
     SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
     LATE: tl.constexpr = DX or DINPUT_BIAS
     BLOCKS = tl.cdiv(ROWS, RB)
@@ -234,9 +226,9 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        place = row_places(rows, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(rows, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
         x = _tile(x_ptr, place, columns, mask, EVEN, False)
-        place = row_places(rows, INNER, DY_OUTER, DY_STEP, DY_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(rows, INNER, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, False).to(ACC)
         mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
@@ -278,9 +270,9 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        x_place = row_places(rows, INNER, X_OUTER, X_STEP, X_MIDDLE, HEADS, TWO_LEVELS)
+        x_place = row_places(rows, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
         x = _tile(x_ptr, x_place, columns, mask, EVEN, True)
-        place = row_places(rows, INNER, DY_OUTER, DY_STEP, DY_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(rows, INNER, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, True).to(ACC)
         mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
@@ -305,9 +297,7 @@ def layer_norm_wide_backward(
             else:
                 dx = g * scale[:, None] - d * slope[:, None]
             if DTOTAL:
-                place = row_places(
-                    rows, INNER, DTOTAL_OUTER, DTOTAL_STEP, DTOTAL_MIDDLE, HEADS, TWO_LEVELS
-                )
+                place = row_places(rows, INNER, dtotal_strides, DTOTAL_MIDDLE, HEADS, TWO_LEVELS)
                 dx += _tile(dtotal_ptr, place, columns, mask, EVEN, True).to(ACC)
             if DX:
                 place = x_place if DX_AS_X else rows * DENSE
@@ -338,5 +328,5 @@ def layer_norm_wide_backward(
             wait(done_ptr + k, BLOCKS, 1)
             finish_gradients(
                 dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, k, WIDTH, BLOCKS, root, CW,
-                FAN_IN, ACC, ROUND, DWEIGHT, DBIAS, DINPUT_BIAS,
+                FAN_IN, ACC, DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROUND == ACC,
             )  # fmt: skip

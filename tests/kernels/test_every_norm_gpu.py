@@ -1,0 +1,205 @@
+"""What holds for the kernels of every norm on a GPU: waiting, graphs, streams, compilers."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import group_kernel_cases
+import kernel_cases
+import normplug
+import pool_cases
+import routes
+import row_cases
+from accuracy import assert_same_bits, error
+from calls import case_id
+from graphs import check_replays, check_streams
+from kernel_cases import HALF
+from normplug import functional
+
+pytestmark = pytest.mark.gpu
+GPU = "cuda"
+LAYOUTS = ("contiguous", "channels_last")
+FORMATS = (torch.contiguous_format, torch.channels_last)
+FULL = "weight+bias+input_bias"
+
+
+def batch(shape, layout, **options):
+    options = {"residual": layout, "activation": "relu", **options}
+    return kernel_cases, kernel_cases.Case(shape, **HALF, layout=layout, **options)
+
+
+def group(shape, groups, layout):
+    case = group_kernel_cases.Case(shape, groups, **HALF, layout=layout, activation="silu")
+    return group_kernel_cases, case
+
+
+def rows(shape, **options):
+    return row_cases, row_cases.Case(shape, **HALF, **options)
+
+
+def pool(shape):
+    return pool_cases, pool_cases.PoolCase(shape, **HALF)
+
+
+# A call of each kernel, so small that others can run beside it.
+SMALL = [
+    batch((64, 64, 28, 28), "contiguous"),
+    batch((64, 64, 28, 28), "channels_last"),
+    batch((64, 128, 7, 7), "contiguous"),
+    pool((8, 64, 20, 21)),
+    *(group((16, 320, 32, 32), 32, layout) for layout in LAYOUTS),
+    *(group((64, 64, 14, 14), 32, layout) for layout in LAYOUTS),
+    *(rows(shape, vectors=FULL, running=torch.float32) for shape in [(700, 768), (20, 70_000)]),
+    rows((140, 16384), vectors=FULL, running=torch.float32),
+    rows((700, 768), vectors="weight", centred=False),
+]
+# Shapes at which many programs wait for others.
+LARGE = [
+    batch((64, 64, 56, 56), "contiguous"),
+    batch((64, 64, 56, 56), "channels_last"),
+    batch((128, 256, 56, 56), "channels_last"),
+    batch((256, 512, 7, 7), "contiguous"),
+    batch((1024, 1000), "contiguous"),
+    batch((64, 256, 28, 28), "channels_last"),
+    pool((256, 64, 112, 112)),
+    pool((64, 256, 15, 13)),
+    *(
+        rows(shape, **options)
+        for shape in [
+            (3, 24),
+            (50_432, 768),
+            (4096, 4096),
+            (600, 16384),
+            (300, 40_000),
+            (64, 2**17),
+        ]
+        for options in ({"vectors": FULL, "running": torch.float32}, {"residual": "contiguous"})
+    ),
+]
+EACH = pytest.mark.parametrize(("cases", "case"), SMALL, ids=case_id)
+
+
+@pytest.mark.parametrize(("cases", "case"), LARGE, ids=case_id)
+def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(cases, case):
+    tensors = cases.make(case, GPU)
+    first = cases.run(case, tensors, "triton")
+    for _ in range(3):
+        assert_same_bits(cases.run(case, tensors, "triton"), first)
+    assert error(first["y"], cases.run(case, tensors, "torch")["y"]) < 1e-2
+    routes.assert_counters_are_zero()
+
+
+@EACH
+def test_a_subset_of_the_gradients_can_be_requested(cases, case):
+    names = [name for name, t in cases.make(case, GPU).inputs(()).items() if t is not None]
+    for needs in [*((name,) for name in names), ("x", names[-1]), tuple(names[1:])]:
+        out = cases.assert_accurate(dataclasses.replace(case, needs=needs), GPU)
+        assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
+
+
+def test_streams_do_not_disturb_each_other():
+    check_streams(SMALL)
+
+
+@EACH
+def test_tensors_may_be_unaligned(cases, case):
+    aligned = cases.make(case, GPU)
+
+    def moved(tensor):
+        if tensor is None:
+            return None
+        flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=GPU)
+        return flat[1:].as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+    unaligned = type(aligned)(*(moved(t) for t in vars(aligned).values()))
+    assert unaligned.x.data_ptr() % 16 != 0
+    expected = cases.run(case, aligned, "triton")
+    # The first call prepares a launch, which is discarded for tensors that it does not fit.
+    for given in (unaligned, unaligned, aligned, unaligned):
+        for name, value in cases.run(case, given, "triton").items():
+            assert error(value, expected[name]) < 4e-3, name
+
+
+def added(layer, x):
+    """A LayerNorm, and an addition with another."""
+    y = layer(x)
+    return sum(functional.add_layer_norm(y, x, x.shape[1:], layer.weight, backend="triton"))
+
+
+def pooled(layer, x):
+    return layer._fused(x, activation="relu", pool=routes.Pool((3, 3), (2, 2), (1, 1), False))
+
+
+# A stock layer and its sizes, the input, and a call that is not the layer's own.
+GRAPHS = [
+    *((nn.BatchNorm2d, (64,), (16, 64, 28, 28), layout, None) for layout in FORMATS),
+    (nn.BatchNorm2d, (256,), (32, 256, 56, 56), torch.channels_last, None),
+    (nn.BatchNorm2d, (64,), (32, 64, 56, 56), torch.channels_last, pooled),
+    *((nn.GroupNorm, (32, 320), (16, 320, 64, 64), layout, None) for layout in FORMATS),
+    *((nn.GroupNorm, (32, 64), (64, 64, 28, 28), layout, None) for layout in FORMATS),
+    *(
+        (nn.LayerNorm, (width,), (count, width), torch.contiguous_format, added)
+        for count, width in [(512, 768), (256, 16384), (16, 70_000)]
+    ),
+]
+
+
+@pytest.mark.parametrize(("stock", "sizes", "shape", "layout", "call"), GRAPHS, ids=str)
+def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(
+    stock, sizes, shape, layout, call
+):
+    x = torch.randn(shape, device=GPU).bfloat16().contiguous(memory_format=layout)
+    x.requires_grad_()
+    graphed, eager = (normplug.swap(stock(*sizes, device=GPU), backend="triton") for _ in range(2))
+
+    def step(layer):
+        y = layer(x) if call is None else call(layer, x)
+        leaves = (x, layer.weight, layer.bias)
+        return (y, *torch.autograd.grad(y.square().sum(), leaves))
+
+    check_replays(step, graphed, eager, x)
+
+
+OPERATORS = [
+    (cases, case)
+    for cases in (kernel_cases, row_cases, pool_cases)
+    for case in cases.OPERATOR_CASES
+]
+
+
+@pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=case_id)
+def test_the_operators_pass_opcheck(cases, case):
+    cases.check_operators(case, GPU)
+
+
+COMPILED = [
+    *((kernel_cases, ((8, 32, 14, 14), layout, None)) for layout in LAYOUTS),
+    *((row_cases, a) for a in itertools.product((False, True), ("contiguous", "permuted"))),
+    (pool_cases, ()),
+]
+
+
+@pytest.mark.parametrize(("cases", "arguments"), COMPILED, ids=case_id)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_one_compiled_graph_serves_other_numbers_of_rows(cases, arguments, compiler):
+    cases.check_compiled(*arguments, GPU, compiler)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_the_host_never_waits_for_the_gpu():
+    norms = [nn.BatchNorm2d(320), nn.GroupNorm(32, 320), nn.InstanceNorm2d(320), nn.LayerNorm(64)]
+    layer = normplug.swap(nn.Sequential(*norms).to(GPU))
+    x = torch.randn(4, 320, 64, 64, device=GPU, requires_grad=True)
+
+    def step():
+        layer(x).sum().backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
