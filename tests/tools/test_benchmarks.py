@@ -20,6 +20,7 @@ import normplug
 import rivals
 import sync
 import tables
+import turns
 from forks import forked
 from normplug._ops.recompute import AVAILABLE
 from normplug.bench import targets, timing
@@ -178,6 +179,21 @@ def test_single_calls_are_compared_before_they_are_timed(name, tmp_path, monkeyp
     monkeypatch.setattr(host, "_calls", lambda op: wrong)
     with pytest.raises(AssertionError, match="a result differs from eager's by 0.1"):
         list(host.measure(Case("batch_norm", "NC", (4, 8), "float32"), CPU))
+
+
+def test_two_checkouts_take_turns(tmp_path):
+    path, trees = tmp_path / "rows.json", [tables.DOCS.parent, tmp_path / "other"]
+    trees[1].symlink_to(trees[0])
+    words = [*map(str, trees), "--rows", "layer_norm", "--arms", "swap", "--device", "cpu"]
+    turns.main([*words, "--rounds", "2", "--json", str(path)])
+    turns.main([*words, "--first-step", "--json", str(path)])
+    rows = read_file(path)
+    assert [row["tree"] for row in rows] == 2 * list(map(str, trees))
+    assert {(row["model"], row["arm"], row["batch"]) for row in rows} == {
+        ("layer_norm", "swap", 32)
+    }
+    assert all(row["ms"] > 0 and row["host_ms"] > 0 for row in rows[:2])
+    assert all(row["first_step_s"] > 0 for row in rows[2:])
 
 
 BOTH = """
