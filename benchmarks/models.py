@@ -63,7 +63,7 @@ def groups_ms(events: Iterable[Event]) -> Row:
     """The GPU's milliseconds a step, by groups of kernels, as a field of a row."""
     ms = Counter(dict.fromkeys(GROUPS, 0.0))
     for event in events:
-        ms[group(event["name"])] += event["dur"] / 1e3 / STEPS
+        ms[group(event.name)] += event.time_range.elapsed_us() / 1e3 / STEPS
     return {"groups_ms": dict(ms)}
 
 
@@ -98,7 +98,7 @@ class Captured:
 
 
 _swap = partial(normplug.swap, mode=MODE)
-ARMS = models.arms(MODE) | {
+ARMS = models.usual_arms(MODE) | {
     "swap+fuse+recompute": Arm((_swap, partial(normplug.fuse, recompute=True))),
     "eager+graph": Arm(wrap=Captured),
     "swap+fuse+graph": Arm((_swap, normplug.fuse), Captured),
@@ -122,12 +122,13 @@ def measure(name: str, batch: int, names: Sequence[str], rounds: int, device: An
     """A row for each arm, with the GPU's time by groups of kernels."""
     torch.manual_seed(0)
     model, data, loss = nets.NETS[name].make(batch=batch)
-    variants = {arm: ARMS[arm] for arm in names}
-    how = {"autocast": torch.bfloat16, "rounds": rounds, "profile": groups_ms}
-    rows = models.measure_arms(model.to(device), data, loss, variants, **how)
-    facts = {"model": name, "batch": batch, "mode": MODE}
-    shown = {"model": ("model", "{}"), "batch": ("batch", "{}"), **models.COLUMNS}
-    return Rows([facts | row for row in rows], shown)
+    arms = {arm: ARMS[arm] for arm in names}
+    how = {"autocast": torch.bfloat16, "rounds": rounds, "arms": arms, "profile": groups_ms}
+    rows = models.measure(model.to(device), data, loss, mode=MODE, **how)
+    for row in rows:
+        row |= {"model": name, "batch": batch}
+    rows.notes.insert(0, f"{name}, batch {batch}")
+    return rows
 
 
 def _measure_all(a: Namespace) -> Iterator[Rows]:
@@ -139,9 +140,9 @@ OPTIONS: dict[str, Any] = {
     "--rows": {"nargs": "+", "choices": (ALL, *nets.NETS), "default": [ALL], "metavar": "NAME"},
     "--batch": {"type": int, "help": "samples a step; default: each model's own"},
     "--arms": {"nargs": "+", "choices": (ALL, *ARMS), "default": USUAL, "metavar": "NAME"},
+    "--rounds": {"type": int, "default": models.ROUNDS},
 }
-ROUNDS = {"--rounds": {"type": int, "default": models.ROUNDS}}
-main = partial(script.main, __doc__, _measure_all, OPTIONS | ROUNDS)
+main = partial(script.main, __doc__, _measure_all, OPTIONS)
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,6 @@ python benchmarks/tables.py FILE.json             # print the tables of a file
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,12 +14,9 @@ import pandas as pd
 
 from normplug._results import write_file
 from normplug.bench import show
-from normplug.bench.rows import Row
+from normplug.bench.rows import Row, read_file
 
 DOCS = Path(__file__).parents[1] / "docs"
-# Shapes that are so small that the host dominates.
-SMALL = ["32x128", "128x512", "8x16x8x8", "32x64x14x14", "32x64x28x28", "128x64x32x32"]
-SMALL += ["64x512x7x7", "512x256", "4096x256"]
 PACKAGES = ("torchvision", "transformers", "diffusers", "liger_kernel", "liger-kernel")
 PACKAGES += ("flag_gems", "quack-kernels", "timm")
 NEAR, NEAR_DTYPES = 1e-7, ["float32", "float64"]  # differences from torch that are expected
@@ -49,28 +45,6 @@ PICTURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "group_norm_h100": ("families_h100", ("gn", "gn_silu", "in3d")),
     "host_h100": ("host_h100", ()),
 }
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a file, or of one of normplug 0.2: an object, with facts about all its rows."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(content, list):
-        return content
-    rows, versions = content.pop("rows"), content.pop("versions")
-    facts = content | content.pop("settings", {}) | versions
-    return [facts | dict(_as_today(row)) for row in rows]
-
-
-def _as_today(row: Row) -> Iterator[tuple[str, object]]:
-    for key, value in row.items():
-        if key == "shape":
-            yield key, "x".join(map(str, value))
-        elif key == "difference":
-            yield "max_rel", value
-        elif f"median_{key}" in row:
-            yield f"best_{key}", value
-        else:
-            yield key.removeprefix("median_"), value
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -103,20 +77,10 @@ def _kernels(found: pd.DataFrame) -> Iterator[str]:
         "GPU time, as % of the speed of a copy that moves the fewest bytes the operation can "
         f"({passes}), and median microseconds:\n"
     )
-    percent = found.get("percent_of_copy", 100 * found["gbps"] / found["copy_gbps"])
+    percent = 100 * found["gbps"] / found["copy_gbps"]
     yield _table(
         found, percent.map("{:.0f}%".format) + found["us"].map(_us).map(" ({})".format), "us"
     )
-    small = found[found["shape"].isin(SMALL)]
-    if len(small):
-        yield (
-            "Small shapes, microseconds a call: until the host is free again / in calls back to "
-            "back, host and GPU overlapped. The last columns compare calls back to back:\n"
-        )
-        cells = small["wall_us"].map(_us)
-        if "host_us" in small:
-            cells = small["host_us"].map(_us) + " / " + cells
-        yield _table(small, cells, "wall_us")
     if "max_rel" in found:
         yield (
             "Largest difference from eager, in parts of the largest element of the same output; "
@@ -172,7 +136,7 @@ def _profile(found: pd.DataFrame) -> str:
 
 def text_of(page: Path) -> str:
     """What a page of tables must hold, from the results of the same name."""
-    return render(read(DOCS / "results" / f"{page.stem}.json"))
+    return render(read_file(DOCS / "results" / f"{page.stem}.json"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -180,12 +144,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path, nargs="?", help="print the tables of this file only")
     if file := parser.parse_args(argv).file:
-        print(render(read(file)), end="")
+        print(render(read_file(file)), end="")
         return
     for page in DOCS.glob("*_h100.md"):
         write_file(page, text_of(page))
     for name, (results, ops) in PICTURES.items():
-        rows = read(DOCS / "results" / f"{results}.json")
+        rows = read_file(DOCS / "results" / f"{results}.json")
         if ops:
             only = "float32 bfloat16" if name == "layer_norm_h100" else "bfloat16"
             rows = [row for row in rows if row["op"] in ops and row["dtype"] in only]

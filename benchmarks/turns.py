@@ -1,9 +1,10 @@
-"""Time two checkouts of normplug in turns on one device, to see what a change costs.
+"""Time checkouts of normplug in turns on one device, to see what a change costs.
 
     python benchmarks/turns.py old new --rows resnet50 layer_norm --json turns.json
 
-Each checkout has a process of its own, which holds the model. A step is a forward and a backward
-under bfloat16 autocast; the optimizer is left out, as it does not depend on normplug.
+Each checkout has a process of its own, which holds the model, swapped in mode golden. A step is a
+forward and a backward under bfloat16 autocast; the optimizer is left out, as it does not depend on
+normplug. `--first-step` times first steps instead, also of a single checkout.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import nets
 
-ARMS = {"eager": (), "swap": ("swap",), "swap+fuse": ("swap", "fuse")}
+ARMS = ("eager", "swap", "swap+fuse")
 COMPILED = "swap+fuse+compile"
 WARM_UPS, TURN_MS, MOST = 4, 50, 400
 PROFILES, STEPS = 5, 3  # of an arm; in each
@@ -64,7 +65,8 @@ def _serve(connection: Connection, tree: Path, device: str) -> None:
                     step()
                 ms, _ = _turn(step, 2)
                 count = max(1, min(int(TURN_MS / ms), MOST))
-                connection.send(first_ms / 1e3)
+                kernels = importlib.import_module("normplug.native").status().kernels
+                connection.send({"first_step_s": first_ms / 1e3, "kernels": sum(kernels.values())})
             case ("time",):
                 wall_ms, _ = _turn(step, count)
                 _, host_ms = _turn(step, max(1, count // 4))  # they fit the queue of launches
@@ -85,9 +87,11 @@ def _step(
     model, data, loss = NETS[name].make(batch=batch)
     model = model.to(device).train()
     data = tuple(each.detach().to(device).requires_grad_(each.requires_grad) for each in data)
-    for change in ARMS.get(arm, ARMS["swap+fuse"]):
-        model = getattr(normplug, change)(model)
-    if arm == COMPILED:
+    if "swap" in arm:
+        model = normplug.swap(model, "golden")
+    if "fuse" in arm:
+        model = normplug.fuse(model)
+    if "compile" in arm:
         model = torch.compile(model)
 
     def step() -> None:
@@ -150,7 +154,7 @@ def _first_steps(a: argparse.Namespace, build: Sequence[Any]) -> Samples:
         with TemporaryDirectory() as folder:
             os.environ |= {cache: str(Path(folder, cache)) for cache in CACHES}
             with _worker(tree, a.device) as ask:
-                found[tree].append({"first_step_s": ask("build", *build)})
+                found[tree].append(ask("build", *build))
     return found
 
 
@@ -198,7 +202,7 @@ def _origin(tree: Path, device: str) -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("trees", nargs=2, metavar="TREE", help="a folder that holds `normplug`")
+    parser.add_argument("trees", nargs="+", metavar="TREE", help="a folder that holds `normplug`")
     parser.add_argument("--rows", nargs="+", choices=NETS, required=True, metavar="NAME")
     parser.add_argument("--batch", type=int, help="samples; default: the network's own")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["swap", "swap+fuse"])

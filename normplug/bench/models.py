@@ -22,7 +22,7 @@ from normplug import _torch
 from normplug._results import stamp
 from normplug._table import counts
 from normplug.bench import timing
-from normplug.bench.rows import Row, Rows
+from normplug.bench.rows import ORIGIN, Row, Rows
 
 Change = Callable[[Any], Any]  # takes a model, and returns it or another
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -54,8 +54,8 @@ class Arm(NamedTuple):
     wrap: Callable[[timing.Call], timing.Call] = lambda step: step
 
 
-def arms(mode: Any) -> dict[str, Arm]:
-    """The usual arms, swapped in a mode."""
+def usual_arms(mode: Any) -> dict[str, Arm]:
+    """The arms of `measure`, swapped in a mode."""
     swap = partial(normplug.swap, mode=mode)
     return {
         "eager": Arm(),
@@ -74,6 +74,8 @@ def measure(
     mode: Any = "standard",
     autocast: torch.dtype | None = None,
     rounds: int = ROUNDS,
+    arms: Mapping[str, Arm] | None = None,
+    profile: Callable[[list[timing.Event]], Row] | None = None,
 ) -> Rows:
     """Time training steps of a model: eager, compiled, swapped, fused, and fused and compiled.
 
@@ -89,28 +91,13 @@ def measure(
         mode: the mode to swap in.
         autocast: the dtype of autocast in the forward; None for no autocast.
         rounds: how many turns each arm gets.
+        arms: other variants of the model than the usual ones, by name.
+        profile: makes more fields of an arm's row, of its events on the GPU in a profile.
 
     Returns:
         A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, the peak
         memory, and the seconds of the first step. A row of an arm that failed has an `error`.
     """
-    rows = measure_arms(model, batch, step, arms(mode), autocast=autocast, rounds=rounds)
-    for row in rows:
-        row["mode"] = str(mode)
-    return Rows(rows, COLUMNS, _notes(model, rows))
-
-
-def measure_arms(
-    model: nn.Module,
-    batch: Any,
-    step: Loss | None,
-    variants: Mapping[str, Arm],
-    *,
-    autocast: torch.dtype | None = None,
-    rounds: int = ROUNDS,
-    profile: Callable[[list[timing.Event]], Row] | None = None,
-) -> list[Row]:
-    """As `measure`, for any arms; `profile` makes fields of a row of an arm's events on the GPU."""
     device = next(model.parameters()).device
     gpu = device.type == "cuda"
     batch = _torch.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
@@ -118,15 +105,16 @@ def measure_arms(
     torch.compiler.reset()  # earlier models count towards the recompilation limit
     # Libraries allocate workspaces in the first step and keep them: charge no arm for them.
     timing.attempt("the first step", lambda: make(Arm())[0]())
+    origin = stamp(gpu, "transformers", "timm", "diffusers", "liger-kernel")
+    facts = {"mode": str(mode), "autocast": str(autocast).removeprefix("torch."), **origin}
     steps: dict[str, timing.Call] = {}
     rows: dict[str, Row] = {}
-    size = sum(each.nbytes for each in _torch.tree_leaves(batch) if isinstance(each, Tensor))
-    for name, arm in variants.items():
-        warmed, why = timing.attempt(name, partial(_warmed, make, arm, device, size))
-        rows[name] = {"arm": name, "autocast": str(autocast).removeprefix("torch."), "error": why}
+    for name, arm in (usual_arms(mode) if arms is None else arms).items():
+        warmed, why = timing.attempt(name, partial(_warmed, make, arm, device, batch))
+        rows[name] = {"arm": name, "error": why, **facts}
         if warmed is not None:
-            steps[name], facts = warmed
-            rows[name] |= facts
+            steps[name], found = warmed
+            rows[name] |= found
     turns = {name: timing.back_to_back(step) for name, step in steps.items()}
     for name, samples in timing.in_turns(turns, rounds).items():
         rows[name] |= timing.spread("ms", [us / 1e3 for us in samples])
@@ -136,12 +124,10 @@ def measure_arms(
             if events:  # a profile without events measured nothing
                 rows[name]["gpu_ms"] = timing.busy_ms(events)
                 rows[name] |= profile(events) if profile else {}
-    origin = stamp(gpu, "transformers", "timm", "diffusers", "liger-kernel")
-    eager = rows.get("eager", {}).get("ms")
-    return [
-        row | {"over_eager": eager and row.get("ms") and eager / row["ms"]} | origin
-        for row in rows.values()
-    ]
+    ms = {name: row["ms"] for name, row in rows.items() if "ms" in row}
+    for name in ms if "eager" in ms else ():
+        rows[name]["over_eager"] = ms["eager"] / ms[name]
+    return Rows(rows.values(), COLUMNS, _notes(model, rows, ms))
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
@@ -189,12 +175,13 @@ def _warmed(
     make: Callable[[Arm], tuple[timing.Call, nn.Module]],
     arm: Arm,
     device: torch.device,
-    batch_bytes: int,
+    batch: Any,
 ) -> tuple[timing.Call, Row]:
     """An arm's step after the warm-up, and the first fields of its row."""
+    gpu = device.type == "cuda"
     gc.collect()
     timing.at_rest()
-    others = torch.cuda.memory_allocated() - batch_bytes if device.type == "cuda" else 0
+    others = torch.cuda.memory_allocated() if gpu else 0  # of other arms, and the batch
     step, net = make(arm)
     start = timing.at_rest()
     step()
@@ -203,31 +190,31 @@ def _warmed(
         value = step()
     if not value.isfinite():
         raise ArithmeticError(f"the loss is {value.item()}, which would make the step faster")
-    if device.type == "cuda":
+    if gpu:
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
+        tensors = (each for each in _torch.tree_leaves(batch) if isinstance(each, Tensor))
+        others -= sum(each.nbytes for each in tensors)
         facts["peak_gib"] = (torch.cuda.max_memory_allocated() - others) / 2**30
     if normplug.fuse in arm.changes:
         facts["fused"] = normplug.fusions(getattr(net, "_orig_mod", net)).summary()
     return arm.wrap(step), facts | {"loss": value.item()}
 
 
-def _notes(model: nn.Module, rows: list[Row]) -> list[str]:
+def _notes(model: nn.Module, rows: Mapping[str, Row], ms: Mapping[str, float]) -> list[str]:
     """What was swapped and fused, how much faster that is, and where it was measured."""
     plan = normplug.plan(model)
     swapped = counts(Counter(row.kind for row in plan if row.becomes))
-    ms = {row["arm"]: row["ms"] for row in rows if "ms" in row}
+    notes = [f"swapped: {swapped}, of {len(plan)} norm layers"]
+    if fused := rows.get("swap+fuse", {}).get("fused"):
+        notes.append(f"fused: {fused}")
     pairs = (
         ("swap+fuse", "eager", "fuse: {:.2f} times eager"),
         ("swap+fuse+compile", "compile", "with torch.compile: {:.2f} times compile alone"),
     )
-    sentence = [
+    faster = [
         words.format(ms[peer] / ms[ours]) for ours, peer, words in pairs if {ours, peer} <= set(ms)
     ]
-    return [
-        f"swapped: {swapped}, of {len(plan)} norm layers",
-        *(f"fused: {row['fused']}" for row in rows if row["arm"] == "swap+fuse" and "fused" in row),
-        *(["; ".join(sentence)] if sentence else []),
-        "{device}, torch {torch}, {date:.10}, commit {commit}".format(**rows[0]),
-    ]
+    notes += ["; ".join(faster)] if faster else []
+    return [*notes, ORIGIN.format(**next(iter(rows.values())))]
