@@ -25,14 +25,7 @@ from normplug._results import stamp
 from normplug.bench.rows import Row, Rows
 from normplug.bench.timing import back_to_back, in_turns, spread
 
-COLUMNS = {
-    "what": ("what", "{}"),
-    "provider": ("provider", "{}"),
-    "median us": ("wall_us", "{:.1f}"),
-    "20%": ("wall_us_p20", "{:.1f}"),
-    "80%": ("wall_us_p80", "{:.1f}"),
-    "over stock": ("over_stock", "{:.3f}"),
-}
+COLUMNS = ("what", "provider", "wall_us", "wall_us_p20", "wall_us_p80", "over_stock")
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "stock": lambda net: net,
     "standard": swap,

@@ -21,12 +21,12 @@ from torch import nn
 import nets
 import normplug
 from normplug._results import stamp
-from normplug.bench.models import Arm, Change, make_step
+from normplug.bench.models import Change, make_step
 from normplug.bench.rows import Row, Rows, report
 from normplug.bench.timing import Call, at_rest, in_turns, ready, spread
 
 MODE = "standard"
-COLUMNS = {key: (key, "{}") for key in ("model", "batch", "arm")} | {"ms": ("ms", "{:.2f}")}
+COLUMNS = ("model", "batch", "arm", "ms", "ms_p20", "ms_p80")
 _alone = partial(normplug.swap, mode=MODE)
 _joined = partial(normplug.swap, mode=MODE, sync=True)
 
@@ -67,8 +67,8 @@ def measure(
     for name, changes in arms.items():
         if name.startswith("torch") and device.type == "cpu":  # it needs CUDA
             continue
-        arm = Arm((partial(_parallel, changes),))
-        steps[name], _ = make_step(stock.to(device), data, loss, torch.bfloat16, arm)
+        change = partial(_parallel, changes)
+        steps[name], _ = make_step(stock.to(device), data, loss, torch.bfloat16, change)
         for _ in range(warm_ups):
             steps[name]()
     # Each round starts with another arm, which is the same in all processes.

@@ -7,7 +7,7 @@ python benchmarks/tables.py FILE.json             # print the tables of a file
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -18,7 +18,7 @@ from normplug.bench.rows import Row, read_file
 
 DOCS = Path(__file__).parents[1] / "docs"
 PACKAGES = ("torchvision", "transformers", "diffusers", "liger_kernel", "liger-kernel")
-PACKAGES += ("flag_gems", "quack-kernels", "timm")
+PACKAGES += ("flag_gems", "timm")
 NEAR, NEAR_DTYPES = 1e-7, ["float32", "float64"]  # differences from torch that are expected
 PEERS = ("eager", "compile", "liger")  # arms of others
 PAIRS = [  # arms whose training steps are compared
@@ -50,11 +50,9 @@ PICTURES: dict[str, tuple[str, tuple[str, ...]]] = {
 def render(rows: Sequence[Row]) -> str:
     """The tables of a file of results of any of the scripts."""
     found = pd.DataFrame(rows)
-    origin = show.origin(rows, *PACKAGES)
+    origin = _origin(rows)
     if "floor_passes" in found:
         return "\n".join([f"{origin}. {_copy(found)}\n", *_kernels(found)])
-    if "arm" not in found:
-        return show.render(rows)
     how = {"autocast": "bfloat16", "optimizer": "SGD, momentum 0.9", **rows[0]}
     trained = f"Training under {how['autocast']} autocast, {how['optimizer']}; swapped in mode"
     parts = [f"{origin}. {trained} {how['mode']}.\n", *_steps(found)]
@@ -96,12 +94,41 @@ def _table(found: pd.DataFrame, cells: pd.Series, time: str | None = None) -> st
     """A line for each call, a column for each provider, and one for the speed over each other."""
     wide = show.pivot(found.assign(cell=cells), "provider", "cell", "last")
     if time is None:
-        return show.markdown(wide)
+        return markdown(wide)
     ours = [name for name in wide if name.startswith("normplug")]
     # The twin runs the same kernels.
     compared = [name for name in ours if name != "normplug-triton" or "normplug" not in ours]
     pairs = [(name, peer) for name in compared for peer in wide if peer not in ours]
-    return show.markdown(show.with_speeds(wide, show.pivot(found, "provider", time), pairs))
+    return markdown(_with_speeds(wide, show.pivot(found, "provider", time), pairs))
+
+
+def _with_speeds(
+    cells: pd.DataFrame, times: pd.DataFrame, pairs: Iterable[tuple[str, str]]
+) -> pd.DataFrame:
+    """The cells, and a column for each pair of columns of `times`: the first one's speed."""
+    for ours, peer in pairs:
+        if {ours, peer} <= set(times) and (speeds := (times[peer] / times[ours]).dropna()).any():
+            cells = cells.assign(**{f"{ours} over {peer}": speeds.map("{:.2f}x".format)})
+    return cells
+
+
+def _origin(rows: Sequence[Row]) -> str:
+    """Where rows come from, in words: the device, versions of packages, commits and dates."""
+    words = []
+    for key in ("device", "torch", "triton", "cuda", "python", "normplug", *PACKAGES, "commit"):
+        if found := sorted({str(row[key]) for row in rows if row.get(key)}):
+            words.append(("" if key == "device" else f"{key} ") + " or ".join(found))
+    days = sorted({str(row["date"])[:10] for row in rows if row.get("date")})
+    return ", ".join([*words, " to ".join(dict.fromkeys(days[:1] + days[-1:]))])
+
+
+def markdown(cells: pd.DataFrame) -> str:
+    """A frame as a Markdown table, with the levels of its index first; numbers align right."""
+    header = [*cells.index.names, *cells.columns]
+    rules = ["---"] * cells.index.nlevels + ["---:"] * len(cells.columns)
+    lines = cells.astype(object).fillna("-").reset_index().astype(str).values.tolist()
+    lines = ([cell.replace("|", "/") for cell in line] for line in (header, rules, *lines))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _us(value: float) -> str:
@@ -117,7 +144,7 @@ def _steps(found: pd.DataFrame) -> Iterator[str]:
             cells = [form.format(*pair) for pair in zip(part[key], samples, strict=True)]
             wide = show.pivot(part.assign(cell=cells), "arm", "cell", "last")
             pairs = [] if key == "peak_gib" else PAIRS
-            yield show.markdown(show.with_speeds(wide, show.pivot(part, "arm", key), pairs))
+            yield markdown(_with_speeds(wide, show.pivot(part, "arm", key), pairs))
 
 
 def _profile(found: pd.DataFrame) -> str:
@@ -131,7 +158,7 @@ def _profile(found: pd.DataFrame) -> str:
     for peer in [peer for peer in PEERS if peer in totals]:
         speeds = totals.rdiv(totals[peer], axis=0).drop(columns=peer).stack().dropna()
         cells[f"over {peer}"] = speeds.map("{:.2f}x".format)
-    return show.markdown(cells)
+    return markdown(cells)
 
 
 def text_of(page: Path) -> str:
@@ -155,9 +182,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows = [row for row in rows if row["op"] in ops and row["dtype"] in only]
         if name == "layer_norm_h100":
             rows = [row for row in rows if row["shape"].startswith("4096x")]
-        show.draw(
-            [row for row in rows if row.get("provider") != "normplug-triton"], DOCS / f"{name}.png"
-        )
+        rows = [row for row in rows if row.get("provider") != "normplug-triton"]
+        show.draw(rows, DOCS / f"{name}.png", _origin(rows))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from normplug import _torch
 from normplug._extras import needs
-from normplug.bench import models, targets, timing
+from normplug.bench import models, op, targets, timing
 from normplug.bench.op import OPS, Problem, cases, measure_op
-from normplug.bench.rows import add_to_file, read_file, report
+from normplug.bench.rows import Rows, add_to_file, read_file, report
 
 # The rows and widths of a sweep; on a CPU a small one.
 SWEEPS = {"cuda": (4096, [2**n for n in range(8, 16)]), "cpu": (512, [256, 1024, 4096])}
@@ -64,7 +64,7 @@ def _sweep(a: Namespace) -> None:
 
 
 def _table(a: Namespace) -> None:
-    print(_show(a).render(read_file(a.file)), end="")
+    print(Rows(read_file(a.file), ("model", "batch", *models.COLUMNS, *op.COLUMNS)))
 
 
 def _plot(a: Namespace) -> None:
@@ -72,7 +72,7 @@ def _plot(a: Namespace) -> None:
 
 
 def _show(a: Namespace) -> Any:
-    """The module of tables and plots, which needs pandas and matplotlib."""
+    """The module of plots, which needs pandas and matplotlib."""
     with needs(f"normplug.bench {a.command}", "bench", SystemExit):
         from normplug.bench import show
     return show
@@ -86,9 +86,7 @@ def _value(text: str) -> Any:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    key, is_one, value = text.partition("=")
-    if not is_one:
-        raise ValueError(f"an option is NAME=VALUE; got {text!r}.")
+    key, _, value = text.partition("=")
     return key, _value(value)
 
 
@@ -101,15 +99,17 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m normplug.bench", description=__doc__)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(run: Any, text: str) -> Any:
+    def command(run: Any, text: str, measures: bool = True) -> Any:
         made = commands.add_parser(run.__name__[1:], help=text, description=text)
         made.set_defaults(run=run)
+        if measures:
+            made.add_argument("--device", default=device, help="default: cuda if there is one")
         return made.add_argument
 
-    def add_usual(add: Any, mode: str) -> None:
-        add("--device", help="default: cuda if there is one")
+    def usual(add: Any, mode: str) -> None:
         add("--mode", type=_value, default=mode, help="of normplug; default: %(default)s")
         add("--json", metavar="FILE", type=Path, help="append the rows to this file")
 
@@ -120,24 +120,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--autocast", choices=("none", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
     add("--channels-last", action="store_true", help="channels_last memory")
     add("--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns of each arm")
-    add_usual(add, "standard")
+    usual(add, "standard")
 
     add = command(_op, "time one operation, and compare it with PyTorch's")
     add("name", choices=OPS, metavar="NAME", help=", ".join(OPS))
     add("--shape", metavar="SIZES", type=_shape, action="append", required=True, help="512x8192")
     add("--dtype", choices=DTYPES, action="append", help="may be repeated; default: float32")
     add("--eps", type=float, help="default: 1e-6 for RMSNorm, 1e-5 for others")
-    add_usual(add, "golden")
+    usual(add, "golden")
 
     add = command(_sweep, "LayerNorm over widths: rows, plot and both traces")
     add("--rows", metavar="N", type=int, help="default: 4096; on a CPU 512")
     add("--width", metavar="N", type=int, action="append", help="default: 256, 512, ..., 32768")
     add("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    add("--device", help="default: cuda if there is one")
     add("-o", "--out", type=Path, default=Path("sweep"), help="a folder; default: sweep")
 
-    command(_table, "print a table of a file of rows")("file", type=Path)
-    add = command(_plot, "plot a file of rows")
+    command(_table, "print a table of a file of rows", measures=False)("file", type=Path)
+    add = command(_plot, "plot a file of rows", measures=False)
     add("file", type=Path)
     add("-o", "--out", metavar="FILE", type=Path, help="default: FILE.png")
     return top
@@ -147,11 +146,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; a wrong input ends it with one line."""
     a = _parser().parse_args(argv)
     if "device" in a:
-        there = torch.cuda.is_available()
-        device = a.device or ("cuda" if there else "cpu")
-        if device.startswith("cuda") and not there:
-            raise SystemExit(f"normplug.bench: --device {device}, but there is no CUDA device.")
-        a.device = timing.ready(device)
+        if a.device.startswith("cuda") and not torch.cuda.is_available():
+            raise SystemExit(f"normplug.bench: --device {a.device}, but there is no CUDA device.")
+        a.device = timing.ready(a.device)
     try:
         a.run(a)
     except (OSError, ValueError, TypeError) as error:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,40 +29,18 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 WARM_UPS = 4  # steps after the first
 ROUNDS = 10
-COLUMNS = {
-    "arm": ("arm", "{}"),
-    "median ms": ("ms", "{:.2f}"),
-    "20%": ("ms_p20", "{:.2f}"),
-    "80%": ("ms_p80", "{:.2f}"),
-    "over eager": ("over_eager", "{:.2f}"),
-    "GPU busy, ms": ("gpu_ms", "{:.2f}"),
-    "peak GiB": ("peak_gib", "{:.2f}"),
-    "first step, s": ("first_step_s", "{:.1f}"),
-    "left out": ("error", "{}"),
-}
+COLUMNS = ("arm", "ms", "ms_p20", "ms_p80", "over_eager", "gpu_ms", "peak_gib", "first_step_s")
 
 
-class Arm(NamedTuple):
-    """A variant of a model.
-
-    Attributes:
-        changes: what is done to a copy of the model, in this order; each returns the model.
-        wrap: makes the step that is timed of a plain one, such as a CUDA graph's replay.
-    """
-
-    changes: tuple[Change, ...] = ()
-    wrap: Callable[[timing.Call], timing.Call] = lambda step: step
-
-
-def usual_arms(mode: Any) -> dict[str, Arm]:
-    """The arms of `measure`, swapped in a mode."""
+def usual_arms(mode: Any) -> dict[str, Change]:
+    """Arm -> what it does to a copy of the model; swapped in a mode."""
     swap = partial(normplug.swap, mode=mode)
     return {
-        "eager": Arm(),
-        "compile": Arm((torch.compile,)),
-        "swap": Arm((swap,)),
-        "swap+fuse": Arm((swap, normplug.fuse)),
-        "swap+fuse+compile": Arm((swap, normplug.fuse, torch.compile)),
+        "eager": lambda model: model,
+        "compile": torch.compile,
+        "swap": swap,
+        "swap+fuse": lambda model: normplug.fuse(swap(model)),
+        "swap+fuse+compile": lambda model: torch.compile(normplug.fuse(swap(model))),
     }
 
 
@@ -74,8 +52,9 @@ def measure(
     mode: Any = "standard",
     autocast: torch.dtype | None = None,
     rounds: int = ROUNDS,
-    arms: Mapping[str, Arm] | None = None,
-    profile: Callable[[list[timing.Event]], Row] | None = None,
+    arms: Mapping[str, Change] | None = None,
+    wrap: Callable[[str, timing.Call], timing.Call] = lambda arm, step: step,
+    profile: Callable[[Mapping[str, float]], Row] | None = None,
 ) -> Rows:
     """Time training steps of a model: eager, compiled, swapped, fused, and fused and compiled.
 
@@ -91,12 +70,13 @@ def measure(
         mode: the mode to swap in.
         autocast: the dtype of autocast in the forward; None for no autocast.
         rounds: how many turns each arm gets.
-        arms: other variants of the model than the usual ones, by name.
-        profile: makes more fields of an arm's row, of its events on the GPU in a profile.
+        arms: other arms than the usual ones: what each does to a copy of the model.
+        wrap: makes the step that is timed of an arm's plain one, such as a CUDA graph's replay.
+        profile: makes more fields of an arm's row: of the GPU's microseconds by kernel.
 
     Returns:
         A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, the peak
-        memory, and the seconds of the first step. A row of an arm that failed has an `error`.
+        memory, and the seconds of the first step. An arm that fails is left out.
     """
     device = next(model.parameters()).device
     gpu = device.type == "cuda"
@@ -104,30 +84,28 @@ def measure(
     make = partial(make_step, model, batch, step or _loss, autocast)
     torch.compiler.reset()  # earlier models count towards the recompilation limit
     # Libraries allocate workspaces in the first step and keep them: charge no arm for them.
-    timing.attempt("the first step", lambda: make(Arm())[0]())
+    loss = make(lambda net: net)[0]()
+    if not loss.isfinite():
+        raise ValueError(f"the loss is {loss.item()}, which would make the step faster")
     origin = stamp(gpu, "transformers", "timm", "diffusers", "liger-kernel")
     facts = {"mode": str(mode), "autocast": str(autocast).removeprefix("torch."), **origin}
     steps: dict[str, timing.Call] = {}
     rows: dict[str, Row] = {}
-    for name, arm in (usual_arms(mode) if arms is None else arms).items():
-        warmed, why = timing.attempt(name, partial(_warmed, make, arm, device, batch))
-        rows[name] = {"arm": name, "error": why, **facts}
+    for name, change in (usual_arms(mode) if arms is None else arms).items():
+        warmed = timing.attempt(name, partial(_warmed, partial(make, change), name, wrap, batch))
         if warmed is not None:
             steps[name], found = warmed
-            rows[name] |= found
+            rows[name] = {"arm": name, **facts, **found}
     turns = {name: timing.back_to_back(step) for name, step in steps.items()}
     for name, samples in timing.in_turns(turns, rounds).items():
         rows[name] |= timing.spread("ms", [us / 1e3 for us in samples])
-        if gpu:
-            what = f"{name}, profile"
-            events, _ = timing.attempt(what, partial(timing.gpu_events, steps[name]))
-            if events:  # a profile without events measured nothing
-                rows[name]["gpu_ms"] = timing.busy_ms(events)
-                rows[name] |= profile(events) if profile else {}
-    ms = {name: row["ms"] for name, row in rows.items() if "ms" in row}
-    for name in ms if "eager" in ms else ():
-        rows[name]["over_eager"] = ms["eager"] / ms[name]
-    return Rows(rows.values(), COLUMNS, _notes(model, rows, ms))
+        spent = timing.gpu_us(steps[name]) if gpu else {}
+        if spent:  # a profile without events measured nothing
+            rows[name]["gpu_ms"] = sum(spent.values()) / 1e3
+            rows[name] |= profile(spent) if profile else {}
+    for row in rows.values() if "eager" in rows else ():
+        row["over_eager"] = rows["eager"]["ms"] / row["ms"]
+    return Rows(rows.values(), COLUMNS, _notes(model, rows, ORIGIN.format(**origin)))
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
@@ -149,12 +127,10 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def make_step(
-    model: nn.Module, batch: Any, loss: Loss, autocast: torch.dtype | None, arm: Arm
+    model: nn.Module, batch: Any, loss: Loss, autocast: torch.dtype | None, change: Change
 ) -> tuple[timing.Call, nn.Module]:
     """A training step of a changed copy of the model, and that copy."""
-    net = copy.deepcopy(model).train()
-    for change in arm.changes:
-        net = change(net)
+    net = change(copy.deepcopy(model).train())
     # A step's work does not depend on the rate. At 0 the weights stay finite: infinities take a GPU
     # less power, so it would run faster.
     optimizer = SGD([p for p in net.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
@@ -172,24 +148,22 @@ def make_step(
 
 
 def _warmed(
-    make: Callable[[Arm], tuple[timing.Call, nn.Module]],
-    arm: Arm,
-    device: torch.device,
+    make: Callable[[], tuple[timing.Call, nn.Module]],
+    name: str,
+    wrap: Callable[[str, timing.Call], timing.Call],
     batch: Any,
 ) -> tuple[timing.Call, Row]:
     """An arm's step after the warm-up, and the first fields of its row."""
-    gpu = device.type == "cuda"
+    gpu = torch.cuda.is_initialized()
     gc.collect()
     timing.at_rest()
     others = torch.cuda.memory_allocated() if gpu else 0  # of other arms, and the batch
-    step, net = make(arm)
+    step, net = make()
     start = timing.at_rest()
     step()
     facts: Row = {"first_step_s": timing.at_rest() - start}
     for _ in range(WARM_UPS):
         value = step()
-    if not value.isfinite():
-        raise ArithmeticError(f"the loss is {value.item()}, which would make the step faster")
     if gpu:
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -197,12 +171,12 @@ def _warmed(
         tensors = (each for each in _torch.tree_leaves(batch) if isinstance(each, Tensor))
         others -= sum(each.nbytes for each in tensors)
         facts["peak_gib"] = (torch.cuda.max_memory_allocated() - others) / 2**30
-    if normplug.fuse in arm.changes:
+    if "fuse" in name:
         facts["fused"] = normplug.fusions(getattr(net, "_orig_mod", net)).summary()
-    return arm.wrap(step), facts | {"loss": value.item()}
+    return wrap(name, step), facts | {"loss": value.item()}
 
 
-def _notes(model: nn.Module, rows: Mapping[str, Row], ms: Mapping[str, float]) -> list[str]:
+def _notes(model: nn.Module, rows: Mapping[str, Row], origin: str) -> list[str]:
     """What was swapped and fused, how much faster that is, and where it was measured."""
     plan = normplug.plan(model)
     swapped = counts(Counter(row.kind for row in plan if row.becomes))
@@ -214,7 +188,8 @@ def _notes(model: nn.Module, rows: Mapping[str, Row], ms: Mapping[str, float]) -
         ("swap+fuse+compile", "compile", "with torch.compile: {:.2f} times compile alone"),
     )
     faster = [
-        words.format(ms[peer] / ms[ours]) for ours, peer, words in pairs if {ours, peer} <= set(ms)
+        words.format(rows[peer]["ms"] / rows[ours]["ms"])
+        for ours, peer, words in pairs
+        if {ours, peer} <= set(rows)
     ]
-    notes += ["; ".join(faster)] if faster else []
-    return [*notes, ORIGIN.format(**next(iter(rows.values())))]
+    return [*notes, "; ".join(faster), origin]

@@ -35,18 +35,8 @@ ROUNDINGS_OF_SUMS = 8
 # Forward reads x and writes y, backward reads dy and x and writes dx. A residual adds a read, and
 # its gradient a write. The sum, if it is returned, adds a write, and its gradient a read.
 PASSES = {"": (2, 5), "after": (3, 7), "before": (4, 8)}
-COLUMNS = {
-    **{key: (key, "{}") for key in ("op", "shape", "dtype", "layout", "direction")},
-    "": ("provider", "{}"),
-    "median us": ("us", "{:.1f}"),
-    "20%": ("us_p20", "{:.1f}"),
-    "80%": ("us_p80", "{:.1f}"),
-    "GB/s": ("gbps", "{:.0f}"),
-    "speed-up over PyTorch": ("over_eager", "{:.2f}"),
-    "over torch.compile": ("over_compile", "{:.2f}"),
-    "largest difference from PyTorch": ("max_abs", "{:.1e}"),
-    "relative": ("max_rel", "{:.1e}"),
-}
+COLUMNS = ("op", "shape", "dtype", "layout", "direction", "provider", "us", "us_p20", "us_p80")
+COLUMNS += ("gbps", "over_eager", "over_compile", "max_abs", "max_rel")
 # A norm -> the stock layer for an input of this shape.
 _LAYERS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
     "layer_norm": lambda shape: nn.LayerNorm(shape[-1]),
@@ -137,7 +127,7 @@ OPS = {
 
 
 class Case(NamedTuple):
-    """An operation of `OPS` on one input, whose memory layout is one of its `layouts`."""
+    """An operation of `OPS` on one input."""
 
     op: str
     layout: str
@@ -152,31 +142,23 @@ class Case(NamedTuple):
         return " ".join(self.facts().values())
 
 
-def layouts(op: str, shape: Sequence[int]) -> list[str]:
-    """The memory layouts of an operation's input of this shape.
-
-    "rows" for norms of rows; for others "NC" for features, "NCHW" for contiguous images with any
-    number of spatial dimensions, and "NHWC" for channels_last ones.
-    """
-    if OPS[op].norm in ("layer_norm", "rms_norm"):
-        return ["rows"]
-    return ["NC"] if len(shape) == 2 else ["NCHW", "NHWC"][: len(shape) - 2]
-
-
 def cases(
     ops: Iterable[str],
     shapes: Iterable[tuple[int, ...]],
     dtypes: Iterable[str],
-    only: Sequence[str] = ("rows", "NC", "NCHW", "NHWC"),
+    layouts: Sequence[str] = ("rows", "NC", "NCHW", "NHWC"),
 ) -> list[Case]:
-    """Every operation on every shape, in each of its layouts that is in `only`, and each dtype."""
-    return [
-        Case(op, layout, shape, dtype)
-        for op, shape in itertools.product(ops, shapes)
-        for layout in layouts(op, shape)
-        if layout in only
-        for dtype in dtypes
-    ]
+    """Every operation on every shape, in each of its layouts that is in `layouts`, and each dtype.
+
+    The layout is "rows" for norms of rows; for others "NC" for features, "NCHW" for contiguous
+    images with any number of spatial dimensions, and "NHWC" for channels_last ones.
+    """
+    found = []
+    for op, shape, dtype in itertools.product(ops, shapes, dtypes):
+        own = ["NC"] if len(shape) == 2 else ["NCHW", "NHWC"][: len(shape) - 2]
+        own = ["rows"] if OPS[op].norm in ("layer_norm", "rms_norm") else own
+        found += [Case(op, layout, shape, dtype) for layout in own if layout in layouts]
+    return found
 
 
 class Problem:
@@ -201,8 +183,9 @@ class Problem:
             return x.contiguous(memory_format=last[x.dim()]) if case.layout == "NHWC" else x
 
         norm: Any = _LAYERS[self.op.norm](case.shape)
-        usual = 1e-6 if self.op.norm == "rms_norm" else 1e-5
-        norm.eps = self.eps = usual if eps is None else eps
+        self.eps = norm.eps = (
+            eps if eps is not None else 1e-6 if self.op.norm == "rms_norm" else 1e-5
+        )
         # BatchNorm's parameters are float32 for half-precision input, as they are under autocast.
         norm.to(device, accumulator_dtype(dtype) if self.op.norm == "batch_norm" else dtype)
         for name, parameter in norm.named_parameters():
@@ -211,8 +194,10 @@ class Problem:
         self.layer = self.op.layer(norm)
         self.inputs = [image().mul_(2).add_(3), *([image()] if self.op.add else [])]
         self.gradients = [image() for _ in range(2 if self.op.add == "before" else 1)]
-        if self.op.activation is _RELU:
-            self._mask_undecided_signs()
+        if self.op.activation is _RELU:  # no gradient depends on how its input's sign is rounded
+            (dy,), margin = self.gradients, math.sqrt(torch.finfo(dtype).eps)
+            for mode in ("standard", "golden"):
+                dy.masked_fill_(self._truth(mode, activated=False)["y"].abs() < margin, 0)
         for tensor in self.inputs:
             tensor.requires_grad_()
         self.stock, self._exact = self.results(copy.deepcopy(self.layer)), self._truth("standard")
@@ -268,16 +253,6 @@ class Problem:
         name = next(name for name, _ in layer.named_parameters())
         return found | {f"d{name}": found[f"d{name}"] * scale}
 
-    def _mask_undecided_signs(self) -> None:
-        """Clear dy where rounding may decide the sign of a ReLU's input.
-
-        All implementations then have the same gradients.
-        """
-        (dy,) = self.gradients
-        margin = math.sqrt(torch.finfo(dy.dtype).eps)  # far above any rounding of the input
-        for mode in ("standard", "golden"):
-            dy.masked_fill_(self._truth(mode, activated=False)["y"].abs() < margin, 0)
-
 
 def measure_op(
     case: Case,
@@ -308,7 +283,7 @@ def measure_op(
             found = problem.results(op.ours(copy.deepcopy(problem.layer), "standard"))
         else:
             test = problem.results if name == COMPILED else partial(problem.check, name)
-            found, _ = timing.attempt(f"{case}: {name}", partial(test, layer))
+            found = timing.attempt(f"{case}: {name}", partial(test, layer))
         if found is not None:
             layers[name], results[name] = layer, found
     facts = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,20 @@ class Rows(list[Row]):
 
     Args:
         rows: flat dictionaries.
-        columns: the columns to show: header -> (key, format); those without any value are left out.
+        columns: the keys to show; a column without any value is left out.
         notes: sentences to print below the table.
     """
 
     def __init__(
-        self,
-        rows: Iterable[Row],
-        columns: Mapping[str, tuple[str, str]],
-        notes: Sequence[str] = (),
+        self, rows: Iterable[Row], columns: Sequence[str], notes: Iterable[str] = ()
     ) -> None:
         super().__init__(rows)
         self.columns, self.notes = columns, list(notes)
 
     def __str__(self) -> str:
-        shown = {
-            header: ["-" if row.get(key) is None else form.format(row[key]) for row in self]
-            for header, (key, form) in self.columns.items()
-            if any(row.get(key) is not None for row in self)
-        }
-        lines = table([tuple(shown), *zip(*shown.values(), strict=True)])
-        return "\n".join([lines, *self.notes])
+        keys = [key for key in self.columns if any(row.get(key) is not None for row in self)]
+        lines = [tuple(_cell(row.get(key)) for key in keys) for row in self]
+        return "\n".join([table([tuple(keys), *lines]), *self.notes])
 
     __repr__ = __str__
 
@@ -53,6 +46,12 @@ class Rows(list[Row]):
         with needs("normplug.bench", "bench"):
             import pandas
         return pandas.DataFrame(list(self))
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)
 
 
 def read_file(path: Path) -> list[Row]:

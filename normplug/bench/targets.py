@@ -30,16 +30,10 @@ def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):
         return _from_file(Path(place), name, options | ({"batch": batch} if batch else {}))
-    if place and place not in _LIBRARIES:
-        raise ValueError(f"{place!r} is no library to take a model from: {', '.join(_LIBRARIES)}.")
-    for library in [place] if place else _LIBRARIES:
-        if importlib.util.find_spec(library) is not None:
-            names, make = _LIBRARIES[library]
-            if name in names():
-                return make(name, batch or 8, **options)
-        elif place:
-            raise ValueError(f"{place} is not installed.")
-    raise ValueError(f"no model {target!r} in torchvision, timm or transformers.")
+    for library, (names, make) in _LIBRARIES.items():
+        if place in ("", library) and importlib.util.find_spec(library) and name in names():
+            return make(name, batch or 8, **options)
+    raise ValueError(f"no model {target!r} in torchvision, timm or transformers, if installed.")
 
 
 def _from_file(path: Path, name: str, options: dict[str, Any]) -> Target:

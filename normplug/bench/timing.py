@@ -9,8 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from normplug._torch import gpu_sleep
 
 Call = Callable[[], Any]
 Turn = Callable[[], list[float]]  # some calls; it returns their times
-Event = Any  # of a profiler: it has a name and a time_range
 
 TURNS = 5
 TURN_MS = 25  # of repetitions in a turn
@@ -104,10 +103,7 @@ class _Sleep:
     def __init__(self, us: float) -> None:
         self.cycles = int(us * CYCLES_PER_US)
 
-    def _sleep(self, value: None) -> None:
-        gpu_sleep(self.cycles)
-
-    grad = property(fset=_sleep)
+    grad = property(fset=lambda self, value: gpu_sleep(self.cycles))
 
 
 def gpu_stopwatch(call: Call) -> Turn:
@@ -131,17 +127,17 @@ def back_to_back(call: Call) -> Turn:
     return lambda: [1e6 * timer.timeit(count).median]
 
 
-def attempt(what: str, call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """The result of `call()` and None; if it raises, None and why, which is printed."""
+def attempt(what: str, call: Callable[[], Any]) -> Any:
+    """The result of `call()`; if it raises, why is printed, and the result is None."""
     try:
-        return call(), None
+        return call()
     except Exception as error:  # of any kind, such as no compiler: measure the others anyway
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     # Not in the except block: the traceback there keeps tensors alive.
     print(f"normplug.bench: {what} is left out: {why}", file=sys.stderr, flush=True)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    return None, why
+    return None
 
 
 def traced(call: Call, host: bool = True) -> profile:
@@ -155,16 +151,10 @@ def traced(call: Call, host: bool = True) -> profile:
     return profiler
 
 
-def gpu_events(step: Call) -> list[Event]:
-    """The GPU's work in `STEPS` steps: kernels, copies and fills."""
-    events = traced(step, host=False).events() or []
-    return [event for event in events if event.device_type == DeviceType.CUDA]
-
-
-def busy_ms(events: Iterable[Event]) -> float:
-    """Milliseconds a step in which the GPU is busy; work that overlaps counts once."""
-    total_us, busy_until = 0.0, float("-inf")
-    for start, end in sorted((e.time_range.start, e.time_range.end) for e in events):
-        total_us += max(0.0, end - max(start, busy_until))
-        busy_until = max(busy_until, end)
-    return total_us / 1e3 / STEPS
+def gpu_us(step: Call) -> Counter[str]:
+    """Name of a kernel, a copy or a fill -> microseconds a step that the GPU spends in it."""
+    spent: Counter[str] = Counter()
+    for event in traced(step, host=False).events() or ():
+        if event.device_type == DeviceType.CUDA:
+            spent[event.name] += event.time_range.elapsed_us() / STEPS
+    return spent

@@ -5,7 +5,6 @@ import itertools
 import json
 import socket
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -127,10 +126,10 @@ def test_other_arms_differ_from_the_usual_as_their_names_say(tmp_path, monkeypat
     words = ["--rows", "nnunet3d", "--device", "cpu", "--rounds", "1", "--json", str(path)]
     models.main([*words, "--arms", "eager", "swap+fuse", "no-norm", "swap+fuse+recompute", "liger"])
     rows = {row["arm"]: row for row in read_file(path)}
-    refused = {name for name, row in rows.items() if row["error"]}
     # The model is no Llama, and recomputation needs torch 2.8.
-    assert refused == {"liger"} | (set() if AVAILABLE else {"swap+fuse+recompute"})
-    losses = [row["loss"] for name, row in rows.items() if "fuse" in name and not row["error"]]
+    recompute = {"swap+fuse+recompute"} if AVAILABLE else set()
+    assert set(rows) == {"eager", "swap+fuse", "no-norm"} | recompute
+    losses = [row["loss"] for name, row in rows.items() if "fuse" in name]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
     assert rows["no-norm"]["loss"] != pytest.approx(rows["eager"]["loss"])
     assert type(models.without_norms(nn.Sequential(nn.LayerNorm(3)))[0]) is nn.Identity
@@ -145,11 +144,9 @@ def test_kernels_are_grouped_by_name():
         "optimizer": ["void multi_tensor_apply_kernel", "multi_tensor_apply"],
         "other": ["normalize_channels", "triton_red_fused_sum_1"],
     }
-    span = SimpleNamespace(elapsed_us=lambda: 3e3)
-    found = itertools.chain(*names.values())
-    events = [SimpleNamespace(name=name, time_range=span) for name in found]
-    ms = dict.fromkeys(models.GROUPS, 6.0 / timing.STEPS)
-    assert models.groups_ms(events) == {"groups_ms": pytest.approx(ms)}
+    spent = dict.fromkeys(itertools.chain(*names.values()), 3e3)
+    ms = dict.fromkeys(models.GROUPS, 6.0)
+    assert models.groups_ms(spent) == {"groups_ms": ms}
     assert models.group("triton_red_fused_native_layer_norm_1") == "norm"
 
 
@@ -195,7 +192,6 @@ def test_two_checkouts_take_turns(tmp_path):
 BOTH = """
 import os, sys, torch
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 def process(rank, path):
@@ -256,5 +252,5 @@ def test_a_step_may_be_one_cuda_graph(monkeypatch):
     rows = models.measure(
         "encoder_6x256", 2, ["eager", "eager+graph", "swap+fuse+graph"], 2, "cuda"
     )
-    assert all(row["error"] is None for row in rows)
+    assert len(rows) == 3
     assert all(sum(row["groups_ms"].values()) > 0 for row in rows)
