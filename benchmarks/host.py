@@ -20,7 +20,7 @@ import torch
 import script
 from normplug import native
 from normplug._results import stamp
-from normplug.bench.op import EAGER, OURS, Case, Problem, cases
+from normplug.bench.op import EAGER, OURS, Case, Problem, cases, ours
 from normplug.bench.rows import Row, Rows
 from normplug.bench.timing import back_to_back, in_turns, spread
 
@@ -46,7 +46,7 @@ def measure(case: Case, device: torch.device) -> Iterator[Row]:
     problem = Problem(case, device)
     layers = {EAGER: problem.layer}
     for name in (OURS, PYTHON):
-        layers[name] = problem.op.ours(deepcopy(problem.layer), MODE)
+        layers[name] = ours(deepcopy(problem.layer), MODE)
         with WAYS[name]():
             problem.check(name, layers[name], MODE)
     for direction in ("F", "F+B"):

@@ -11,7 +11,7 @@ from functools import partial
 
 import rivals
 import script
-from normplug.bench.op import OPS, cases, measure_op
+from normplug.bench.op import cases, measure_op, usual_providers
 from normplug.bench.rows import Rows
 
 BATCH_NORMS = ("batch_norm", "batch_norm_relu", "batch_norm_add_relu")
@@ -44,13 +44,12 @@ SUITES = {
         *cases(["batch_norm"], HEADLINE[:1], ["float32"]),
         *cases(BATCH_NORMS[1:], FUSED, HALF, ["NHWC"]),
         *cases(["layer_norm"], [*WIDTHS, VIT, (512, 8192)], BOTH),
-        *cases(["layer_norm_stats"], [VIT, (4096, 8192)], HALF),
         *cases(["add_layer_norm"], [VIT, (8192, 4096)], HALF),
     ],
     "float32-float64": cases(BATCH_NORMS, PLAIN, ["float32", "float64"], ["NC", "NCHW"]),
     "small": [
         *cases(BATCH_NORMS, SMALL, BOTH),
-        *cases(["layer_norm", "layer_norm_stats", "add_layer_norm"], SMALL_ROWS, BOTH),
+        *cases(["layer_norm", "add_layer_norm"], SMALL_ROWS, BOTH),
     ],
     "families": [
         *cases(["rms_norm"], [(4096, 4096), (4096, 8192), VIT, HEADS], HALF),
@@ -77,7 +76,7 @@ def measure(a: Namespace) -> Iterator[Rows]:
     if not found:
         raise SystemExit(f"no case of suite {a.suite} has {a.only!r} in its name")
     for case in found:
-        providers = OPS[case.op].providers("golden") | rivals.of(case.op)
+        providers = usual_providers("golden") | rivals.of(case.op)
         chosen = {name: providers[name] for name in a.provider or providers if name in providers}
         yield measure_op(case, a.device, providers=chosen)
 

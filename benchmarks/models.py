@@ -138,9 +138,10 @@ def measure(name: str, batch: int, names: Sequence[str], rounds: int, device: An
         rounds=rounds,
         arms={arm: ARMS[arm] for arm in names},
         wrap=captured,
-        profile=groups_ms,
     )
     columns = ("model", "batch", *models.COLUMNS)
+    for row in rows:
+        row |= groups_ms(row.pop("kernels_us", {}))
     return Rows([{"model": name, "batch": batch, **row} for row in rows], columns)
 
 

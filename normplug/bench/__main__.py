@@ -55,7 +55,7 @@ def _sweep(a: Namespace) -> None:
     report((measure_op(case, a.device) for case in chosen), file)
     show.draw(read_file(file), a.out / "sweep.png")
     problem = Problem(chosen[-1], a.device)
-    ours = problem.op.ours(copy.deepcopy(problem.layer), "golden")
+    ours = op.ours(copy.deepcopy(problem.layer), "golden")
     for name, layer in (("normplug", ours), ("torch", problem.layer)):
         call = problem.calls(layer)["F+B"]
         call()

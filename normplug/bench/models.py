@@ -54,7 +54,6 @@ def measure(
     rounds: int = ROUNDS,
     arms: Mapping[str, Change] | None = None,
     wrap: Callable[[str, timing.Call], timing.Call] = lambda arm, step: step,
-    profile: Callable[[Mapping[str, float]], Row] | None = None,
 ) -> Rows:
     """Time training steps of a model: eager, compiled, swapped, fused, and fused and compiled.
 
@@ -72,11 +71,11 @@ def measure(
         rounds: how many turns each arm gets.
         arms: other arms than the usual ones: what each does to a copy of the model.
         wrap: makes the step that is timed of an arm's plain one, such as a CUDA graph's replay.
-        profile: makes more fields of an arm's row: of the GPU's microseconds by kernel.
 
     Returns:
-        A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, the peak
-        memory, and the seconds of the first step. An arm that fails is left out.
+        A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, its
+        microseconds by kernel, the peak memory, and the seconds of the first step. An arm that
+        fails is left out.
     """
     device = next(model.parameters()).device
     gpu = device.type == "cuda"
@@ -99,10 +98,8 @@ def measure(
     turns = {name: timing.back_to_back(step) for name, step in steps.items()}
     for name, samples in timing.in_turns(turns, rounds).items():
         rows[name] |= timing.spread("ms", [us / 1e3 for us in samples])
-        spent = timing.gpu_us(steps[name]) if gpu else {}
-        if spent:  # a profile without events measured nothing
-            rows[name]["gpu_ms"] = sum(spent.values()) / 1e3
-            rows[name] |= profile(spent) if profile else {}
+        if spent := timing.gpu_us(steps[name]) if gpu else None:
+            rows[name] |= {"gpu_ms": sum(spent.values()) / 1e3, "kernels_us": spent}
     for row in rows.values() if "eager" in rows else ():
         row["over_eager"] = rows["eager"]["ms"] / row["ms"]
     return Rows(rows.values(), COLUMNS, _notes(model, rows, ORIGIN.format(**origin)))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import normplug
 from normplug._results import stamp
@@ -31,99 +32,82 @@ OURS, EAGER, COMPILED = "normplug", "eager", "compile"
 # Roundings in the accumulator dtype: of mean, rstd, weight * sqrt(tv) and the gradients' sums, and
 # as many again in a truth that is itself float64.
 ROUNDINGS_OF_SUMS = 8
-# What is added -> the fewest passes over the input: of the forward, and also of the backward.
-# Forward reads x and writes y, backward reads dy and x and writes dx. A residual adds a read, and
-# its gradient a write. The sum, if it is returned, adds a write, and its gradient a read.
-PASSES = {"": (2, 5), "after": (3, 7), "before": (4, 8)}
-COLUMNS = ("op", "shape", "dtype", "layout", "direction", "provider", "us", "us_p20", "us_p80")
-COLUMNS += ("gbps", "over_eager", "over_compile", "max_abs", "max_rel")
-# A norm -> the stock layer for an input of this shape.
-_LAYERS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
-    "layer_norm": lambda shape: nn.LayerNorm(shape[-1]),
-    "rms_norm": lambda shape: nn.RMSNorm(shape[-1]),
-    "group_norm": lambda shape: nn.GroupNorm(math.gcd(32, shape[1]), shape[1]),
-    "instance_norm": lambda shape: _of_images(shape, "InstanceNorm")(shape[1], affine=True),
-    "batch_norm": lambda shape: _of_images(shape, "BatchNorm")(shape[1]),
-}
+COLUMNS = (
+    *("op", "shape", "dtype", "layout", "direction", "provider", "us", "us_p20", "us_p80"),
+    *("gbps", "over_eager", "over_compile", "max_abs", "max_rel"),
+)
 
 
-def _of_images(shape: Sequence[int], name: str) -> Any:
-    return getattr(nn, f"{name}{max(len(shape) - 2, 1)}d")
+class _Neighbours(nn.Module):
+    """A stock norm with the operations next to it."""
 
-
-class Op(NamedTuple):
-    """A norm, and the operations next to it.
-
-    `add` is "before" for the norm of x + residual, which is returned too, and "after" for a
-    residual that is added to the norm's result. Only a norm that is `watched` has running
-    statistics that the stock layer has not.
-    """
-
-    norm: str
-    add: str = ""
-    activation: nn.Module | None = None
-    watched: bool = False
-
-    def layer(self, norm: nn.Module) -> nn.Module:
-        """A stock norm with the operations next to it."""
-        if self.activation is None and not self.add:
-            return norm
-        return {"before": _Before, "after": _After, "": _Activated}[self.add](norm, self.activation)
-
-    def ours(self, layer: nn.Module, mode: Any) -> nn.Module:
-        """Swap the layer, and fuse the operations next to the norm."""
-        layer = normplug.swap(layer, mode, track_running_stats=self.watched, preserve_output=False)
-        return normplug.fuse(layer) if self.add or self.activation else layer
-
-    def providers(self, mode: Any) -> dict[str, Change]:
-        """Provider -> what it does to a stock layer."""
-        return {
-            OURS: partial(self.ours, mode=mode),
-            EAGER: lambda layer: layer,
-            COMPILED: partial(torch.compile, fullgraph=True, dynamic=False),
-        }
-
-
-class _Before(nn.Module):
-    """The norm of a sum, and the sum."""
-
-    def __init__(self, norm: nn.Module, activation: nn.Module | None) -> None:
+    def __init__(self, norm: nn.Module, activation: Any = None) -> None:
         super().__init__()
         self.norm, self.activation = norm, activation
 
-    def forward(self, x: Tensor, residual: Tensor) -> Any:
+
+class _Before(_Neighbours):
+    """The norm of x + residual, and the sum."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         x = x + residual
         return self.norm(x), x
 
 
-class _After(_Before):
-    """The activation of a norm's result and a residual."""
+class _After(_Neighbours):
+    """The activation of a norm's result + residual."""
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.activation(self.norm(x) + residual)
 
 
-class _Activated(_Before):
+class _Activated(_Neighbours):
     """The activation of a norm's result."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.activation(self.norm(x))
 
 
-_RELU = nn.ReLU(inplace=True)
-OPS = {
-    "layer_norm": Op("layer_norm"),
-    "layer_norm_stats": Op("layer_norm", watched=True),
-    "add_layer_norm": Op("layer_norm", "before"),
-    "rms_norm": Op("rms_norm"),
-    "add_rms_norm": Op("rms_norm", "before"),
-    "batch_norm": Op("batch_norm"),
-    "batch_norm_relu": Op("batch_norm", activation=_RELU),
-    "batch_norm_add_relu": Op("batch_norm", "after", _RELU),
-    "group_norm": Op("group_norm"),
-    "group_norm_silu": Op("group_norm", activation=nn.SiLU()),
-    "instance_norm": Op("instance_norm"),
+# The fewest passes over the input: of the forward, and also of the backward. Forward reads x and
+# writes y, backward reads dy and x and writes dx: (2, 5). A residual adds a read, and its gradient
+# a write. The sum, if it is returned, adds a write, and its gradient a read.
+PASSES: dict[type, tuple[int, int]] = {_Before: (4, 8), _After: (3, 7)}
+
+
+def _of_images(name: str, shape: Sequence[int], **how: Any) -> nn.Module:
+    return getattr(nn, f"{name}{max(len(shape) - 2, 1)}d")(shape[1], **how)
+
+
+_batch_norm = partial(_of_images, "BatchNorm")
+# An operation -> the stock layer for an input of this shape.
+OPS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
+    "layer_norm": lambda shape: nn.LayerNorm(shape[-1]),
+    "add_layer_norm": lambda shape: _Before(nn.LayerNorm(shape[-1])),
+    "rms_norm": lambda shape: nn.RMSNorm(shape[-1]),
+    "add_rms_norm": lambda shape: _Before(nn.RMSNorm(shape[-1])),
+    "batch_norm": _batch_norm,
+    "batch_norm_relu": lambda shape: _Activated(_batch_norm(shape), nn.ReLU(inplace=True)),
+    "batch_norm_add_relu": lambda shape: _After(_batch_norm(shape), nn.ReLU(inplace=True)),
+    "group_norm": lambda shape: nn.GroupNorm(math.gcd(32, shape[1]), shape[1]),
+    "group_norm_silu": lambda shape: _Activated(OPS["group_norm"](shape), nn.SiLU()),
+    "instance_norm": partial(_of_images, "InstanceNorm", affine=True),
 }
+ROWS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")  # operations on rows
+
+
+def ours(layer: nn.Module, mode: Any) -> nn.Module:
+    """Swap a layer, without statistics to watch, and fuse the operations next to its norm."""
+    swapped = normplug.swap(layer, mode, track_running_stats=False, preserve_output=False)
+    return normplug.fuse(swapped) if isinstance(layer, _Neighbours) else swapped
+
+
+def usual_providers(mode: Any) -> dict[str, Change]:
+    """Provider -> what it does to a stock layer."""
+    return {
+        OURS: partial(ours, mode=mode),
+        EAGER: lambda layer: layer,
+        COMPILED: partial(torch.compile, fullgraph=True, dynamic=False),
+    }
 
 
 class Case(NamedTuple):
@@ -156,7 +140,7 @@ def cases(
     found = []
     for op, shape, dtype in itertools.product(ops, shapes, dtypes):
         own = ["NC"] if len(shape) == 2 else ["NCHW", "NHWC"][: len(shape) - 2]
-        own = ["rows"] if OPS[op].norm in ("layer_norm", "rms_norm") else own
+        own = ["rows"] if op in ROWS else own
         found += [Case(op, layout, shape, dtype) for layout in own if layout in layouts]
     return found
 
@@ -172,7 +156,7 @@ class Problem:
     """
 
     def __init__(self, case: Case, device: torch.device, eps: float | None = None) -> None:
-        self.case, self.op = case, OPS[case.op]
+        self.case = case
         dtype: torch.dtype = getattr(torch, case.dtype)
         generator = torch.Generator(device).manual_seed(0)
         normal = partial(torch.randn, generator=generator, device=device)
@@ -182,19 +166,20 @@ class Problem:
             last = {4: torch.channels_last, 5: torch.channels_last_3d}
             return x.contiguous(memory_format=last[x.dim()]) if case.layout == "NHWC" else x
 
-        norm: Any = _LAYERS[self.op.norm](case.shape)
-        self.eps = norm.eps = (
-            eps if eps is not None else 1e-6 if self.op.norm == "rms_norm" else 1e-5
-        )
+        self.layer = OPS[case.op](case.shape)
+        norm: Any = getattr(self.layer, "norm", self.layer)
+        usual = 1e-6 if isinstance(norm, nn.RMSNorm) else 1e-5
+        self.eps = norm.eps = usual if eps is None else eps
         # BatchNorm's parameters are float32 for half-precision input, as they are under autocast.
-        norm.to(device, accumulator_dtype(dtype) if self.op.norm == "batch_norm" else dtype)
+        norm.to(device, accumulator_dtype(dtype) if isinstance(norm, _BatchNorm) else dtype)
         for name, parameter in norm.named_parameters():
             drawn = normal(parameter.shape, dtype=parameter.dtype)
             parameter.data = drawn.abs_().add_(0.5) if name == "weight" else drawn
-        self.layer = self.op.layer(norm)
-        self.inputs = [image().mul_(2).add_(3), *([image()] if self.op.add else [])]
-        self.gradients = [image() for _ in range(2 if self.op.add == "before" else 1)]
-        if self.op.activation is _RELU:  # no gradient depends on how its input's sign is rounded
+        adds = type(self.layer) in PASSES
+        self.inputs = [image().mul_(2).add_(3), *([image()] if adds else [])]
+        self.gradients = [image() for _ in range(2 if isinstance(self.layer, _Before) else 1)]
+        # No gradient depends on how the sign of a ReLU's input is rounded.
+        if isinstance(getattr(self.layer, "activation", None), nn.ReLU):
             (dy,), margin = self.gradients, math.sqrt(torch.finfo(dtype).eps)
             for mode in ("standard", "golden"):
                 dy.masked_fill_(self._truth(mode, activated=False)["y"].abs() < margin, 0)
@@ -273,14 +258,14 @@ def measure_op(
     gc.collect()  # the tensors of an earlier case
     torch.compiler.reset()  # earlier cases count towards the recompilation limit
     problem = Problem(case, device, eps)
-    op, gpu = problem.op, device.type == "cuda"
+    gpu = device.type == "cuda"
     layers: dict[str, nn.Module] = {}
     results: dict[str, Tensors] = {}
-    for name, change in (providers or op.providers(mode)).items():
+    for name, change in (providers or usual_providers(mode)).items():
         layer = change(copy.deepcopy(problem.layer))
         if name == OURS:
             problem.check(name, layer, mode)
-            found = problem.results(op.ours(copy.deepcopy(problem.layer), "standard"))
+            found = problem.results(ours(copy.deepcopy(problem.layer), "standard"))
         else:
             test = problem.results if name == COMPILED else partial(problem.check, name)
             found = timing.attempt(f"{case}: {name}", partial(test, layer))
@@ -294,7 +279,8 @@ def measure_op(
         **stamp(gpu, "liger-kernel"),
     }
     rows = []
-    for direction, passes in zip(("F", "F+B"), PASSES[op.add], strict=True):
+    floors = PASSES.get(type(problem.layer), (2, 5))
+    for direction, passes in zip(("F", "F+B"), floors, strict=True):
         calls = {name: problem.calls(layer)[direction] for name, layer in layers.items()}
         times = timing.device_us(calls, device)
         medians = {name: statistics.median(samples) for name, samples in times.items()}
