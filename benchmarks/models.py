@@ -11,7 +11,7 @@ import re
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -24,9 +24,8 @@ import normplug
 import rivals
 import script
 from normplug.bench import models
-from normplug.bench.models import Arm
 from normplug.bench.rows import Row, Rows
-from normplug.bench.timing import STEPS, Call, Event
+from normplug.bench.timing import Call
 
 MODE = "golden"
 USUAL = ("eager", "swap", "swap+fuse")
@@ -59,11 +58,11 @@ def group(kernel: str) -> str:
     return next(found, OTHER)
 
 
-def groups_ms(events: Iterable[Event]) -> Row:
+def groups_ms(spent: Mapping[str, float]) -> Row:
     """The GPU's milliseconds a step, by groups of kernels, as a field of a row."""
     ms = Counter(dict.fromkeys(GROUPS, 0.0))
-    for event in events:
-        ms[group(event["name"])] += event["dur"] / 1e3 / STEPS
+    for kernel, us in spent.items():
+        ms[group(kernel)] += us / 1e3
     return {"groups_ms": dict(ms)}
 
 
@@ -97,13 +96,21 @@ class Captured:
         self._graph.replay()
 
 
-_swap = partial(normplug.swap, mode=MODE)
-ARMS = models.arms(MODE) | {
-    "swap+fuse+recompute": Arm((_swap, partial(normplug.fuse, recompute=True))),
-    "eager+graph": Arm(wrap=Captured),
-    "swap+fuse+graph": Arm((_swap, normplug.fuse), Captured),
-    "no-norm": Arm((without_norms,)),
-    "liger": Arm((rivals.liger_llama,)),
+def captured(arm: str, step: Call) -> Call:
+    """The step, or its CUDA graph if the arm is one."""
+    return Captured(step) if arm.endswith("+graph") else step
+
+
+def _fused(net: nn.Module, **how: bool) -> nn.Module:
+    return normplug.fuse(normplug.swap(net, MODE), **how)
+
+
+ARMS = models.usual_arms(MODE) | {
+    "swap+fuse+recompute": partial(_fused, recompute=True),
+    "eager+graph": lambda net: net,
+    "swap+fuse+graph": _fused,
+    "no-norm": without_norms,
+    "liger": rivals.liger_llama,
 }
 
 
@@ -122,12 +129,20 @@ def measure(name: str, batch: int, names: Sequence[str], rounds: int, device: An
     """A row for each arm, with the GPU's time by groups of kernels."""
     torch.manual_seed(0)
     model, data, loss = nets.NETS[name].make(batch=batch)
-    variants = {arm: ARMS[arm] for arm in names}
-    how = {"autocast": torch.bfloat16, "rounds": rounds, "profile": groups_ms}
-    rows = models.measure_arms(model.to(device), data, loss, variants, **how)
-    facts = {"model": name, "batch": batch, "mode": MODE}
-    shown = {"model": ("model", "{}"), "batch": ("batch", "{}"), **models.COLUMNS}
-    return Rows([facts | row for row in rows], shown)
+    rows = models.measure(
+        model.to(device),
+        data,
+        loss,
+        mode=MODE,
+        autocast=torch.bfloat16,
+        rounds=rounds,
+        arms={arm: ARMS[arm] for arm in names},
+        wrap=captured,
+    )
+    columns = ("model", "batch", *models.COLUMNS)
+    for row in rows:
+        row |= groups_ms(row.pop("kernels_us", {}))
+    return Rows([{"model": name, "batch": batch, **row} for row in rows], columns)
 
 
 def _measure_all(a: Namespace) -> Iterator[Rows]:
@@ -139,9 +154,9 @@ OPTIONS: dict[str, Any] = {
     "--rows": {"nargs": "+", "choices": (ALL, *nets.NETS), "default": [ALL], "metavar": "NAME"},
     "--batch": {"type": int, "help": "samples a step; default: each model's own"},
     "--arms": {"nargs": "+", "choices": (ALL, *ARMS), "default": USUAL, "metavar": "NAME"},
+    "--rounds": {"type": int, "default": models.ROUNDS},
 }
-ROUNDS = {"--rounds": {"type": int, "default": models.ROUNDS}}
-main = partial(script.main, __doc__, _measure_all, OPTIONS | ROUNDS)
+main = partial(script.main, __doc__, _measure_all, OPTIONS)
 
 if __name__ == "__main__":
     main()

@@ -14,10 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normplug.bench.models import Loss
-from normplug.bench.targets import cross_entropy
-
+# Nothing of normplug is imported here: `turns.py` runs these networks with other checkouts of it.
+Loss = Callable[[nn.Module, Any], Tensor]
 Target = tuple[nn.Module, Any, Loss]
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """The loss of logits (..., classes) for the last tensor of the batch."""
+    *inputs, target = batch
+    return F.cross_entropy(model(*inputs).flatten(0, -2), target.flatten())
+
+
+def layer(make: Callable[[], nn.Module], *shape: int, batch: int) -> Target:
+    """A single layer, whose loss is the mean square of its outputs."""
+    x = torch.randn(batch, *shape, requires_grad=True)
+    return make(), (x,), lambda model, batch: model(*batch).square().mean()
 
 
 def images(
@@ -177,6 +188,16 @@ NETS = {
     "t5_small": Net(_t5, (32,), "transformers"),
     "unet2d": Net(_unet2d, (16,), "diffusers"),
     "nnunet3d": Net(_nnunet3d, (2,), None),
+}
+# Small single layers, whose host time is measured.
+LAYERS = {
+    "layer_norm": Net(partial(layer, partial(nn.LayerNorm, 128), 128), (32,), None),
+    "rms_norm": Net(partial(layer, partial(nn.RMSNorm, 128), 128), (32,), None),
+    "batch_norm": Net(partial(layer, partial(nn.BatchNorm1d, 128), 128), (32,), None),
+    "group_norm": Net(partial(layer, partial(nn.GroupNorm, 8, 32), 32, 8, 8), (8,), None),
+    "instance_norm": Net(
+        partial(layer, partial(nn.InstanceNorm2d, 32, affine=True), 32, 8, 8), (8,), None
+    ),
 }
 
 

@@ -1,11 +1,8 @@
-"""The stock norms of other packages, which are measured if they are installed.
-
-Each is called as `normplug.bench.ops.Op.theirs`: with the tensors by name, and eps.
-"""
+"""The stock norms of other packages, which are measured if they are installed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,142 +10,74 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from normplug.bench.ops import OPS, Function, groups
-
-MODULES = {"liger": "liger_kernel", "flaggems": "flag_gems", "quack": "quack", "apex": "apex"}
-
-
-def of(op: str, names: Sequence[str] = ()) -> dict[str, Function]:
-    """Provider -> its function for an operation, for each (or those of `names`) installed."""
-    return {
-        name: functions[op]
-        for name, functions in PROVIDERS.items()
-        if op in functions
-        and (not names or name in names)
-        and (name == "cudnn" or find_spec(MODULES[name]) is not None)
-    }
+from normplug.bench.op import Change
 
 
-class _Pair(torch.autograd.Function):
-    """Two kernels as one differentiable call."""
+class _Called(nn.Module):
+    """A layer whose work is done by a function of its norm and the inputs."""
 
-    @staticmethod
-    def forward(ctx: Any, forward: Function, backward: Function, *tensors: Tensor) -> Tensor:
-        """The first result of `forward`; the others are saved."""
-        y, *saved = forward(*tensors)
-        ctx.save_for_backward(*saved)
-        ctx.run = backward
-        return y
+    def __init__(self, function: Callable[..., Any], layer: nn.Module) -> None:
+        super().__init__()
+        self.function, self.norm = function, getattr(layer, "norm", layer)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        """What `backward` makes of dy and the saved tensors."""
-        return None, None, *ctx.run(dy, *ctx.saved_tensors)
+    def forward(self, *inputs: Tensor) -> Any:
+        """What the layer would return."""
+        return self.function(self.norm, *inputs)
 
 
-def _flaggems_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """FlagGems' two kernels: enabling FlagGems would replace eager's operators."""
-    gems: Any = import_module("flag_gems")
+class _Cudnn(_BatchNorm):
+    """The stock BatchNorm through cuDNN, which torch picks in some dtypes and layouts only."""
 
-    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        y, mean, rstd = gems.layer_norm(x, x.shape[-1:], weight, bias, eps)
-        return y, x, mean, rstd, weight, bias
-
-    def backward(dy: Tensor, x: Tensor, *others: Tensor) -> Any:
-        return gems.layer_norm_backward(dy, x, x.shape[-1:], *others, [True] * 3)
-
-    return _Pair.apply(forward, backward, x, weight, bias)
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise in training."""
+        self.num_batches_tracked.add_(1)
+        running = (self.running_mean, self.running_var)
+        return torch.cudnn_batch_norm(
+            x, self.weight, self.bias, *running, True, self.momentum, self.eps
+        )[0]
 
 
-def _quack_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """QuACK's two kernels, which take only float32 parameters."""
-    quack: Any = import_module("quack.rmsnorm")
-
-    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        y, rstd, mean = quack.layernorm_fwd(
-            x, weight, bias, eps, return_rstd=True, return_mean=True
-        )
-        return y, x, weight, rstd, mean
-
-    def backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor) -> Any:
-        return quack.layernorm_bwd(x, weight, dy, rstd, mean)
-
-    return _Pair.apply(forward, backward, x, weight, bias)
+def _cudnn(layer: nn.Module) -> nn.Module:
+    for norm in layer.modules():
+        if isinstance(norm, _BatchNorm):
+            norm.__class__ = _Cudnn
+    return layer
 
 
 def _liger(module: str, name: str) -> Any:
     return getattr(import_module(f"liger_kernel.ops.{module}"), f"Liger{name}Function").apply
 
 
-def _liger_group_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def _liger_group_norm(norm: Any, x: Tensor) -> Tensor:
     # It takes contiguous input with one spatial dimension.
-    norm = _liger("group_norm", "GroupNorm")
-    return norm(x.flatten(2), weight, bias, x.shape[1], groups(x.shape), eps).view(x.shape)
+    call = _liger("group_norm", "GroupNorm")
+    y = call(x.flatten(2), norm.weight, norm.bias, x.shape[1], norm.num_groups, norm.eps)
+    return y.view(x.shape)
 
 
 _GEMMA = (0.0, "gemma", False)  # Liger's RMSNorm then rounds once, as torch's
-
-
-def _quack(*arguments: Any, **named: Any) -> Any:
-    return import_module("quack.rmsnorm").rmsnorm(*arguments, **named)
-
-
-def _apex(name: str) -> Any:
-    return getattr(import_module("apex.normalization.fused_layer_norm"), name)
-
-
-def _cudnn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Tensor:
-    statistics = (running_mean, running_var, training, momentum, eps)
-    return torch.cudnn_batch_norm(x, weight, bias, *statistics)[0]
-
-
-PROVIDERS: dict[str, dict[str, Function]] = {
-    # The stock BatchNorm through cuDNN, which torch picks in some dtypes and layouts only.
-    "cudnn": {
-        name: partial(op.theirs, norm=_cudnn) for name, op in OPS.items() if op.norm == "batch_norm"
-    },
-    "liger": {
-        "layer_norm": lambda x, weight, bias, eps: _liger("layer_norm", "LayerNorm")(
-            x, weight, bias, eps
-        ),
-        "rms_norm": lambda x, weight, eps: _liger("rms_norm", "RMSNorm")(x, weight, eps, *_GEMMA),
-        "add_rms_norm": lambda x, residual, weight, eps: _liger(
-            "fused_add_rms_norm", "FusedAddRMSNorm"
-        )(x, residual, weight, eps, *_GEMMA),
-        "group_norm": _liger_group_norm,
-    },
-    "flaggems": {
-        "layer_norm": _flaggems_layer_norm,
-        "rms_norm": lambda x, weight, eps: import_module("flag_gems").rms_norm(
-            x, x.shape[-1:], weight, eps
-        ),
-    },
-    "quack": {
-        "layer_norm": _quack_layer_norm,
-        "rms_norm": lambda x, weight, eps: _quack(x, weight, eps=eps),
-        "add_rms_norm": lambda x, residual, weight, eps: _quack(
-            x, weight, residual=residual, eps=eps, prenorm=True
-        ),
-    },
-    "apex": {
-        "layer_norm": lambda x, weight, bias, eps: _apex("fused_layer_norm_affine")(
-            x, weight, bias, x.shape[-1:], eps
-        ),
-        "rms_norm": lambda x, weight, eps: _apex("fused_rms_norm_affine")(
-            x, weight, x.shape[-1:], eps
-        ),
-    },
+_LIGER: dict[str, Callable[..., Any]] = {
+    "layer_norm": lambda norm, x: _liger("layer_norm", "LayerNorm")(
+        x, norm.weight, norm.bias, norm.eps
+    ),
+    "rms_norm": lambda norm, x: _liger("rms_norm", "RMSNorm")(x, norm.weight, norm.eps, *_GEMMA),
+    "add_rms_norm": lambda norm, x, residual: _liger("fused_add_rms_norm", "FusedAddRMSNorm")(
+        x, residual, norm.weight, norm.eps, *_GEMMA
+    ),
+    "group_norm": _liger_group_norm,
 }
+
+
+def of(op: str) -> dict[str, Change]:
+    """Provider -> what it does to the stock layer of an operation."""
+    found: dict[str, Change] = {}
+    if op.startswith("batch_norm"):
+        found["cudnn"] = _cudnn
+    if op in _LIGER and find_spec("liger_kernel") is not None:
+        found["liger"] = partial(_Called, _LIGER[op])
+    return found
 
 
 def liger_llama(net: nn.Module) -> nn.Module:

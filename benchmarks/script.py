@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from normplug.bench.rows import Rows, add_to_file
+from normplug.bench.rows import Rows, report
 from normplug.bench.timing import ready
 
 
@@ -35,6 +35,4 @@ def main(
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
     a = parser.parse_args(argv)
     a.device = ready(a.device)
-    for rows in measure(a):
-        print(rows, flush=True)
-        add_to_file(a.json, rows)
+    report(measure(a), a.json)

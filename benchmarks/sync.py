@@ -21,11 +21,12 @@ from torch import nn
 import nets
 import normplug
 from normplug._results import stamp
-from normplug.bench.models import Arm, Change, make_step
-from normplug.bench.rows import Row, add_to_file
-from normplug.bench.timing import Call, at_rest, ready, spread
+from normplug.bench.models import Change, make_step
+from normplug.bench.rows import Row, Rows, report
+from normplug.bench.timing import Call, at_rest, in_turns, ready, spread
 
 MODE = "standard"
+COLUMNS = ("model", "batch", "arm", "ms", "ms_p20", "ms_p80")
 _alone = partial(normplug.swap, mode=MODE)
 _joined = partial(normplug.swap, mode=MODE, sync=True)
 
@@ -66,20 +67,15 @@ def measure(
     for name, changes in arms.items():
         if name.startswith("torch") and device.type == "cpu":  # it needs CUDA
             continue
-        arm = Arm((partial(_parallel, changes),))
-        steps[name], _ = make_step(stock.to(device), data, loss, torch.bfloat16, arm)
+        change = partial(_parallel, changes)
+        steps[name], _ = make_step(stock.to(device), data, loss, torch.bfloat16, change)
         for _ in range(warm_ups):
             steps[name]()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for done in range(rounds):
-        # Each round starts with another arm, which is the same in all processes.
-        order = list(steps)
-        for name in order[done % len(order) :] + order[: done % len(order)]:
-            times[name].append(_turn_ms(steps[name], turn))
+    # Each round starts with another arm, which is the same in all processes.
+    times = in_turns({name: partial(_turn_ms, step, turn) for name, step in steps.items()}, rounds)
     for name, samples in times.items():
-        facts: Row = {"model": model, "batch": batch, "arm": name, "mode": MODE, "size": size}
         yield {
-            **facts,
+            **{"model": model, "batch": batch, "arm": name, "mode": MODE, "size": size},
             **spread("ms", samples),
             "steps": rounds * turn,
             "processes": dist.get_world_size(),
@@ -101,7 +97,7 @@ def _parallel(changes: Sequence[Change], net: nn.Module) -> nn.Module:
     return parallel
 
 
-def _turn_ms(step: Call, count: int) -> float:
+def _turn_ms(step: Call, count: int) -> list[float]:
     """Mean milliseconds a step of `count` steps back to back, after one that is not timed."""
     step()
     at_rest()
@@ -109,7 +105,7 @@ def _turn_ms(step: Call, count: int) -> float:
     start = time.perf_counter()
     for _ in range(count):
         step()
-    return (at_rest() - start) / count * 1e3
+    return [(at_rest() - start) / count * 1e3]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -142,15 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for batch in a.batch:
             arms = ARMS | COMPILED if a.compile else ARMS
             rows = list(measure(a.model, batch, a.size, a.warm_ups, a.rounds, a.turn, device, arms))
-            if dist.get_rank():
-                continue
-            for row in rows:
-                print(
-                    f"{a.model}, batch {batch} a process | {row['arm']} {row['ms']:.2f} ms",
-                    flush=True,
-                )
-            print(normplug.native.status(), flush=True)  # how the batches were joined
-            add_to_file(a.json, rows)
+            if dist.get_rank() == 0:
+                report([Rows(rows, COLUMNS, [str(normplug.native.status())])], a.json)
     finally:
         dist.destroy_process_group()
 

@@ -7,22 +7,18 @@ python benchmarks/tables.py FILE.json             # print the tables of a file
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from normplug._results import write_file
 from normplug.bench import show
-from normplug.bench.rows import Row
+from normplug.bench.rows import Row, read_file
 
 DOCS = Path(__file__).parents[1] / "docs"
-# Shapes that are so small that the host dominates.
-SMALL = ["32x128", "128x512", "8x16x8x8", "32x64x14x14", "32x64x28x28", "128x64x32x32"]
-SMALL += ["64x512x7x7", "512x256", "4096x256"]
 PACKAGES = ("torchvision", "transformers", "diffusers", "liger_kernel", "liger-kernel")
-PACKAGES += ("flag_gems", "quack-kernels", "timm")
+PACKAGES += ("flag_gems", "timm")
 NEAR, NEAR_DTYPES = 1e-7, ["float32", "float64"]  # differences from torch that are expected
 PEERS = ("eager", "compile", "liger")  # arms of others
 PAIRS = [  # arms whose training steps are compared
@@ -51,36 +47,12 @@ PICTURES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a file, or of one of normplug 0.2: an object, with facts about all its rows."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(content, list):
-        return content
-    rows, versions = content.pop("rows"), content.pop("versions")
-    facts = content | content.pop("settings", {}) | versions
-    return [facts | dict(_as_today(row)) for row in rows]
-
-
-def _as_today(row: Row) -> Iterator[tuple[str, object]]:
-    for key, value in row.items():
-        if key == "shape":
-            yield key, "x".join(map(str, value))
-        elif key == "difference":
-            yield "max_rel", value
-        elif f"median_{key}" in row:
-            yield f"best_{key}", value
-        else:
-            yield key.removeprefix("median_"), value
-
-
 def render(rows: Sequence[Row]) -> str:
     """The tables of a file of results of any of the scripts."""
     found = pd.DataFrame(rows)
-    origin = show.origin(rows, *PACKAGES)
+    origin = _origin(rows)
     if "floor_passes" in found:
         return "\n".join([f"{origin}. {_copy(found)}\n", *_kernels(found)])
-    if "arm" not in found:
-        return show.render(rows)
     how = {"autocast": "bfloat16", "optimizer": "SGD, momentum 0.9", **rows[0]}
     trained = f"Training under {how['autocast']} autocast, {how['optimizer']}; swapped in mode"
     parts = [f"{origin}. {trained} {how['mode']}.\n", *_steps(found)]
@@ -103,20 +75,10 @@ def _kernels(found: pd.DataFrame) -> Iterator[str]:
         "GPU time, as % of the speed of a copy that moves the fewest bytes the operation can "
         f"({passes}), and median microseconds:\n"
     )
-    percent = found.get("percent_of_copy", 100 * found["gbps"] / found["copy_gbps"])
+    percent = 100 * found["gbps"] / found["copy_gbps"]
     yield _table(
         found, percent.map("{:.0f}%".format) + found["us"].map(_us).map(" ({})".format), "us"
     )
-    small = found[found["shape"].isin(SMALL)]
-    if len(small):
-        yield (
-            "Small shapes, microseconds a call: until the host is free again / in calls back to "
-            "back, host and GPU overlapped. The last columns compare calls back to back:\n"
-        )
-        cells = small["wall_us"].map(_us)
-        if "host_us" in small:
-            cells = small["host_us"].map(_us) + " / " + cells
-        yield _table(small, cells, "wall_us")
     if "max_rel" in found:
         yield (
             "Largest difference from eager, in parts of the largest element of the same output; "
@@ -132,12 +94,41 @@ def _table(found: pd.DataFrame, cells: pd.Series, time: str | None = None) -> st
     """A line for each call, a column for each provider, and one for the speed over each other."""
     wide = show.pivot(found.assign(cell=cells), "provider", "cell", "last")
     if time is None:
-        return show.markdown(wide)
+        return markdown(wide)
     ours = [name for name in wide if name.startswith("normplug")]
     # The twin runs the same kernels.
     compared = [name for name in ours if name != "normplug-triton" or "normplug" not in ours]
     pairs = [(name, peer) for name in compared for peer in wide if peer not in ours]
-    return show.markdown(show.with_speeds(wide, show.pivot(found, "provider", time), pairs))
+    return markdown(_with_speeds(wide, show.pivot(found, "provider", time), pairs))
+
+
+def _with_speeds(
+    cells: pd.DataFrame, times: pd.DataFrame, pairs: Iterable[tuple[str, str]]
+) -> pd.DataFrame:
+    """The cells, and a column for each pair of columns of `times`: the first one's speed."""
+    for ours, peer in pairs:
+        if {ours, peer} <= set(times) and (speeds := (times[peer] / times[ours]).dropna()).any():
+            cells = cells.assign(**{f"{ours} over {peer}": speeds.map("{:.2f}x".format)})
+    return cells
+
+
+def _origin(rows: Sequence[Row]) -> str:
+    """Where rows come from, in words: the device, versions of packages, commits and dates."""
+    words = []
+    for key in ("device", "torch", "triton", "cuda", "python", "normplug", *PACKAGES, "commit"):
+        if found := sorted({str(row[key]) for row in rows if row.get(key)}):
+            words.append(("" if key == "device" else f"{key} ") + " or ".join(found))
+    days = sorted({str(row["date"])[:10] for row in rows if row.get("date")})
+    return ", ".join([*words, " to ".join(dict.fromkeys(days[:1] + days[-1:]))])
+
+
+def markdown(cells: pd.DataFrame) -> str:
+    """A frame as a Markdown table, with the levels of its index first; numbers align right."""
+    header = [*cells.index.names, *cells.columns]
+    rules = ["---"] * cells.index.nlevels + ["---:"] * len(cells.columns)
+    lines = cells.astype(object).fillna("-").reset_index().astype(str).values.tolist()
+    lines = ([cell.replace("|", "/") for cell in line] for line in (header, rules, *lines))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _us(value: float) -> str:
@@ -153,7 +144,7 @@ def _steps(found: pd.DataFrame) -> Iterator[str]:
             cells = [form.format(*pair) for pair in zip(part[key], samples, strict=True)]
             wide = show.pivot(part.assign(cell=cells), "arm", "cell", "last")
             pairs = [] if key == "peak_gib" else PAIRS
-            yield show.markdown(show.with_speeds(wide, show.pivot(part, "arm", key), pairs))
+            yield markdown(_with_speeds(wide, show.pivot(part, "arm", key), pairs))
 
 
 def _profile(found: pd.DataFrame) -> str:
@@ -167,12 +158,12 @@ def _profile(found: pd.DataFrame) -> str:
     for peer in [peer for peer in PEERS if peer in totals]:
         speeds = totals.rdiv(totals[peer], axis=0).drop(columns=peer).stack().dropna()
         cells[f"over {peer}"] = speeds.map("{:.2f}x".format)
-    return show.markdown(cells)
+    return markdown(cells)
 
 
 def text_of(page: Path) -> str:
     """What a page of tables must hold, from the results of the same name."""
-    return render(read(DOCS / "results" / f"{page.stem}.json"))
+    return render(read_file(DOCS / "results" / f"{page.stem}.json"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -180,20 +171,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path, nargs="?", help="print the tables of this file only")
     if file := parser.parse_args(argv).file:
-        print(render(read(file)), end="")
+        print(render(read_file(file)), end="")
         return
     for page in DOCS.glob("*_h100.md"):
         write_file(page, text_of(page))
     for name, (results, ops) in PICTURES.items():
-        rows = read(DOCS / "results" / f"{results}.json")
+        rows = read_file(DOCS / "results" / f"{results}.json")
         if ops:
             only = "float32 bfloat16" if name == "layer_norm_h100" else "bfloat16"
             rows = [row for row in rows if row["op"] in ops and row["dtype"] in only]
         if name == "layer_norm_h100":
             rows = [row for row in rows if row["shape"].startswith("4096x")]
-        show.draw(
-            [row for row in rows if row.get("provider") != "normplug-triton"], DOCS / f"{name}.png"
-        )
+        rows = [row for row in rows if row.get("provider") != "normplug-triton"]
+        show.draw(rows, DOCS / f"{name}.png", _origin(rows))
 
 
 if __name__ == "__main__":

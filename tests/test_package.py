@@ -140,7 +140,7 @@ def run_without(packages, kind, *words):
         (TRAIN, ["-m", "normplug.compare", "{runs}"], "normplug.compare", "train"),
         (["matplotlib"], ["-m", "normplug.compare", "{runs}"], "normplug.compare", "train"),
         (["matplotlib"], [*BENCH, "plot", "{json}"], "normplug.bench plot", "bench"),
-        (["pandas"], [*BENCH, "table", "{json}"], "normplug.bench table", "bench"),
+        (["pandas"], [*BENCH, "plot", "{json}"], "normplug.bench plot", "bench"),
         (["pandas"], [*BENCH, "sweep", "--device", "cpu"], "normplug.bench sweep", "bench"),
         (["timm"], ["path", "benchmarks/zoo", "--library", "timm"], "zoo --library timm", "zoo"),
         (TRAIN, ["path", str(CHECKOUT / "train.py")], "train.py", "train"),

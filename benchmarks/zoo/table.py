@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from normplug.bench.show import markdown
+from tables import markdown
 
 Row = Mapping[str, Any]
 

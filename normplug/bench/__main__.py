@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import sys
+import copy
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +15,12 @@ from torch import Tensor
 
 from normplug import _torch
 from normplug._extras import needs
-from normplug._results import write_file
 from normplug.bench import models, op, targets, timing
-from normplug.bench.ops import OPS, Problem, cases
-from normplug.bench.rows import add_to_file, read_file
+from normplug.bench.op import OPS, Problem, cases, measure_op
+from normplug.bench.rows import Rows, add_to_file, read_file, report
 
-WIDTHS, ROWS = [2**n for n in range(8, 16)], 4096  # of a sweep: 256 to 32768
-SMALL_WIDTHS, FEW_ROWS = [256, 1024, 4096], 512  # on a CPU
+# The rows and widths of a sweep; on a CPU a small one.
+SWEEPS = {"cuda": (4096, [2**n for n in range(8, 16)]), "cpu": (512, [256, 1024, 4096])}
 LAST = torch.channels_last
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -43,37 +42,29 @@ def _model(a: Namespace) -> None:
 
 def _op(a: Namespace) -> None:
     chosen = cases([a.name], a.shape, a.dtype or ["float32"])
-    for rows in op.run(chosen, a.device, a.json, eps=a.eps, mode=a.mode):
-        print(rows, flush=True)
+    report((measure_op(case, a.device, eps=a.eps, mode=a.mode) for case in chosen), a.json)
 
 
 def _sweep(a: Namespace) -> None:
     show = _show(a)  # before hours of measurements
-    small = a.device.type == "cpu"
-    if small:
-        print("normplug.bench sweep: a small sweep, as it runs on the CPU", file=sys.stderr)
-    height, widths = (FEW_ROWS, SMALL_WIDTHS) if small else (ROWS, WIDTHS)
+    height, widths = SWEEPS[a.device.type]
     shapes = [(a.rows or height, width) for width in a.width or widths]
     chosen = cases(["layer_norm"], shapes, [a.dtype])
     file = a.out / "sweep.json"
     file.unlink(missing_ok=True)
-    for rows in op.run(chosen, a.device, file):
-        print(rows, flush=True)
+    report((measure_op(case, a.device) for case in chosen), file)
     show.draw(read_file(file), a.out / "sweep.png")
     problem = Problem(chosen[-1], a.device)
-    for name, function in (("normplug", problem.op.ours), ("torch", problem.op.theirs)):
-        call = problem.calls(function)["F+B"]
+    ours = op.ours(copy.deepcopy(problem.layer), "golden")
+    for name, layer in (("normplug", ours), ("torch", problem.layer)):
+        call = problem.calls(layer)["F+B"]
         call()
-        timing.trace(call, a.out / f"trace_{name}.json", steps=3)
+        timing.traced(call).export_chrome_trace(str(a.out / f"trace_{name}.json"))
     print(f"{a.out}: sweep.json, sweep.png, trace_normplug.json, trace_torch.json")
 
 
 def _table(a: Namespace) -> None:
-    text = _show(a).render(read_file(a.file))
-    if a.out:
-        write_file(a.out, text)
-    else:
-        print(text, end="")
+    print(Rows(read_file(a.file), ("model", "batch", *models.COLUMNS, *op.COLUMNS)))
 
 
 def _plot(a: Namespace) -> None:
@@ -81,20 +72,10 @@ def _plot(a: Namespace) -> None:
 
 
 def _show(a: Namespace) -> Any:
-    """The module of tables and plots, which needs pandas and matplotlib."""
+    """The module of plots, which needs pandas and matplotlib."""
     with needs(f"normplug.bench {a.command}", "bench", SystemExit):
         from normplug.bench import show
     return show
-
-
-def _device(name: str | None) -> torch.device:
-    there = torch.cuda.is_available()
-    if name is None and not there:
-        print("normplug.bench: no CUDA device, so it runs on the CPU", file=sys.stderr, flush=True)
-    device = name or ("cuda" if there else "cpu")
-    if device.startswith("cuda") and not there:
-        raise SystemExit(f"normplug.bench: --device {name}, but there is no CUDA device.")
-    return timing.ready(device)
 
 
 def _value(text: str) -> Any:
@@ -105,59 +86,59 @@ def _value(text: str) -> Any:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    key, is_one, value = text.partition("=")
-    if not is_one:
-        raise ValueError(f"an option is NAME=VALUE; got {text!r}.")
+    key, _, value = text.partition("=")
     return key, _value(value)
 
 
 def _shape(text: str) -> tuple[int, ...]:
     parts = text.split("x")
-    if not all(part.isdecimal() and int(part) for part in parts):
+    if len(parts) < 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"must be sizes joined by x, as 512x8192; got {text!r}")
     return tuple(map(int, parts))
 
 
 def _parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m normplug.bench", description=__doc__)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(run: Any, text: str, mode: str | None = None) -> Any:
+    def command(run: Any, text: str, measures: bool = True) -> Any:
         made = commands.add_parser(run.__name__[1:], help=text, description=text)
         made.set_defaults(run=run)
-        if run not in (_table, _plot):
-            made.add_argument("--device", help="default: cuda if there is one")
-        if mode:
-            told = "of normplug; default: %(default)s"
-            made.add_argument("--mode", type=_value, default=mode, help=told)
-            told = "append the rows to this file"
-            made.add_argument("--json", metavar="FILE", type=Path, help=told)
+        if measures:
+            made.add_argument("--device", default=device, help="default: cuda if there is one")
         return made.add_argument
 
-    add = command(_model, "time training steps, swapped and stock", "standard")
+    def usual(add: Any, mode: str) -> None:
+        add("--mode", type=_value, default=mode, help="of normplug; default: %(default)s")
+        add("--json", metavar="FILE", type=Path, help="append the rows to this file")
+
+    add = command(_model, "time training steps, swapped and stock")
     add("target", help="a name of torchvision, timm or transformers, or file.py:function")
     add("option", nargs="*", help="NAME=VALUE, for the model or the function")
     add("--batch", metavar="N", type=int, help="samples; default: 8, or the function's own")
     add("--autocast", choices=("none", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
     add("--channels-last", action="store_true", help="channels_last memory")
     add("--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns of each arm")
+    usual(add, "standard")
 
-    add = command(_op, "time one operation, and compare it with PyTorch's", "golden")
+    add = command(_op, "time one operation, and compare it with PyTorch's")
     add("name", choices=OPS, metavar="NAME", help=", ".join(OPS))
     add("--shape", metavar="SIZES", type=_shape, action="append", required=True, help="512x8192")
     add("--dtype", choices=DTYPES, action="append", help="may be repeated; default: float32")
     add("--eps", type=float, help="default: 1e-6 for RMSNorm, 1e-5 for others")
+    usual(add, "golden")
 
     add = command(_sweep, "LayerNorm over widths: rows, plot and both traces")
-    add("--rows", metavar="N", type=int, help=f"default: {ROWS}; on a CPU {FEW_ROWS}")
+    add("--rows", metavar="N", type=int, help="default: 4096; on a CPU 512")
     add("--width", metavar="N", type=int, action="append", help="default: 256, 512, ..., 32768")
     add("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     add("-o", "--out", type=Path, default=Path("sweep"), help="a folder; default: sweep")
 
-    for run, what, default in ((_table, "table", "print it"), (_plot, "plot", "FILE.png")):
-        add = command(run, f"make a {what} of a file of rows")
-        add("file", metavar="FILE", type=Path)
-        add("-o", "--out", metavar="FILE", type=Path, help=f"default: {default}")
+    command(_table, "print a table of a file of rows", measures=False)("file", type=Path)
+    add = command(_plot, "plot a file of rows", measures=False)
+    add("file", type=Path)
+    add("-o", "--out", metavar="FILE", type=Path, help="default: FILE.png")
     return top
 
 
@@ -165,7 +146,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; a wrong input ends it with one line."""
     a = _parser().parse_args(argv)
     if "device" in a:
-        a.device = _device(a.device)
+        if a.device.startswith("cuda") and not torch.cuda.is_available():
+            raise SystemExit(f"normplug.bench: --device {a.device}, but there is no CUDA device.")
+        a.device = timing.ready(a.device)
     try:
         a.run(a)
     except (OSError, ValueError, TypeError) as error:

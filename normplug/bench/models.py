@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,47 +22,25 @@ from normplug import _torch
 from normplug._results import stamp
 from normplug._table import counts
 from normplug.bench import timing
-from normplug.bench.rows import Row, Rows
+from normplug.bench.rows import ORIGIN, Row, Rows
 
 Change = Callable[[Any], Any]  # takes a model, and returns it or another
 Loss = Callable[[nn.Module, Any], Tensor]
 
 WARM_UPS = 4  # steps after the first
 ROUNDS = 10
-COLUMNS = {
-    "arm": ("arm", "{}"),
-    "median ms": ("ms", "{:.2f}"),
-    "20%": ("ms_p20", "{:.2f}"),
-    "80%": ("ms_p80", "{:.2f}"),
-    "over eager": ("over_eager", "{:.2f}"),
-    "GPU busy, ms": ("gpu_ms", "{:.2f}"),
-    "peak GiB": ("peak_gib", "{:.2f}"),
-    "first step, s": ("first_step_s", "{:.1f}"),
-    "left out": ("error", "{}"),
-}
+COLUMNS = ("arm", "ms", "ms_p20", "ms_p80", "over_eager", "gpu_ms", "peak_gib", "first_step_s")
 
 
-class Arm(NamedTuple):
-    """A variant of a model.
-
-    Attributes:
-        changes: what is done to a copy of the model, in this order; each returns the model.
-        wrap: makes the step that is timed of a plain one, such as a CUDA graph's replay.
-    """
-
-    changes: tuple[Change, ...] = ()
-    wrap: Callable[[timing.Call], timing.Call] = lambda step: step
-
-
-def arms(mode: Any) -> dict[str, Arm]:
-    """The usual arms, swapped in a mode."""
+def usual_arms(mode: Any) -> dict[str, Change]:
+    """Arm -> what it does to a copy of the model; swapped in a mode."""
     swap = partial(normplug.swap, mode=mode)
     return {
-        "eager": Arm(),
-        "compile": Arm((torch.compile,)),
-        "swap": Arm((swap,)),
-        "swap+fuse": Arm((swap, normplug.fuse)),
-        "swap+fuse+compile": Arm((swap, normplug.fuse, torch.compile)),
+        "eager": lambda model: model,
+        "compile": torch.compile,
+        "swap": swap,
+        "swap+fuse": lambda model: normplug.fuse(swap(model)),
+        "swap+fuse+compile": lambda model: torch.compile(normplug.fuse(swap(model))),
     }
 
 
@@ -74,6 +52,8 @@ def measure(
     mode: Any = "standard",
     autocast: torch.dtype | None = None,
     rounds: int = ROUNDS,
+    arms: Mapping[str, Change] | None = None,
+    wrap: Callable[[str, timing.Call], timing.Call] = lambda arm, step: step,
 ) -> Rows:
     """Time training steps of a model: eager, compiled, swapped, fused, and fused and compiled.
 
@@ -89,59 +69,40 @@ def measure(
         mode: the mode to swap in.
         autocast: the dtype of autocast in the forward; None for no autocast.
         rounds: how many turns each arm gets.
+        arms: other arms than the usual ones: what each does to a copy of the model.
+        wrap: makes the step that is timed of an arm's plain one, such as a CUDA graph's replay.
 
     Returns:
-        A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, the peak
-        memory, and the seconds of the first step. A row of an arm that failed has an `error`.
+        A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, its
+        microseconds by kernel, the peak memory, and the seconds of the first step. An arm that
+        fails is left out.
     """
-    rows = measure_arms(model, batch, step, arms(mode), autocast=autocast, rounds=rounds)
-    for row in rows:
-        row["mode"] = str(mode)
-    return Rows(rows, COLUMNS, _notes(model, rows))
-
-
-def measure_arms(
-    model: nn.Module,
-    batch: Any,
-    step: Loss | None,
-    variants: Mapping[str, Arm],
-    *,
-    autocast: torch.dtype | None = None,
-    rounds: int = ROUNDS,
-    profile: Callable[[list[timing.Event]], Row] | None = None,
-) -> list[Row]:
-    """As `measure`, for any arms; `profile` makes fields of a row of an arm's events on the GPU."""
     device = next(model.parameters()).device
     gpu = device.type == "cuda"
     batch = _torch.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
     make = partial(make_step, model, batch, step or _loss, autocast)
     torch.compiler.reset()  # earlier models count towards the recompilation limit
     # Libraries allocate workspaces in the first step and keep them: charge no arm for them.
-    timing.attempt("the first step", lambda: make(Arm())[0]())
+    loss = make(lambda net: net)[0]()
+    if not loss.isfinite():
+        raise ValueError(f"the loss is {loss.item()}, which would make the step faster")
+    origin = stamp(gpu, "transformers", "timm", "diffusers", "liger-kernel")
+    facts = {"mode": str(mode), "autocast": str(autocast).removeprefix("torch."), **origin}
     steps: dict[str, timing.Call] = {}
     rows: dict[str, Row] = {}
-    size = sum(each.nbytes for each in _torch.tree_leaves(batch) if isinstance(each, Tensor))
-    for name, arm in variants.items():
-        warmed, why = timing.attempt(name, partial(_warmed, make, arm, device, size))
-        rows[name] = {"arm": name, "autocast": str(autocast).removeprefix("torch."), "error": why}
+    for name, change in (usual_arms(mode) if arms is None else arms).items():
+        warmed = timing.attempt(name, partial(_warmed, partial(make, change), name, wrap, batch))
         if warmed is not None:
-            steps[name], facts = warmed
-            rows[name] |= facts
+            steps[name], found = warmed
+            rows[name] = {"arm": name, **facts, **found}
     turns = {name: timing.back_to_back(step) for name, step in steps.items()}
     for name, samples in timing.in_turns(turns, rounds).items():
         rows[name] |= timing.spread("ms", [us / 1e3 for us in samples])
-        if gpu:
-            what = f"{name}, profile"
-            events, _ = timing.attempt(what, partial(timing.gpu_events, steps[name]))
-            if events:  # a profile without events measured nothing
-                rows[name]["gpu_ms"] = timing.busy_ms(events)
-                rows[name] |= profile(events) if profile else {}
-    origin = stamp(gpu, "transformers", "timm", "diffusers", "liger-kernel")
-    eager = rows.get("eager", {}).get("ms")
-    return [
-        row | {"over_eager": eager and row.get("ms") and eager / row["ms"]} | origin
-        for row in rows.values()
-    ]
+        if spent := timing.gpu_us(steps[name]) if gpu else None:
+            rows[name] |= {"gpu_ms": sum(spent.values()) / 1e3, "kernels_us": spent}
+    for row in rows.values() if "eager" in rows else ():
+        row["over_eager"] = rows["eager"]["ms"] / row["ms"]
+    return Rows(rows.values(), COLUMNS, _notes(model, rows, ORIGIN.format(**origin)))
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
@@ -163,12 +124,10 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def make_step(
-    model: nn.Module, batch: Any, loss: Loss, autocast: torch.dtype | None, arm: Arm
+    model: nn.Module, batch: Any, loss: Loss, autocast: torch.dtype | None, change: Change
 ) -> tuple[timing.Call, nn.Module]:
     """A training step of a changed copy of the model, and that copy."""
-    net = copy.deepcopy(model).train()
-    for change in arm.changes:
-        net = change(net)
+    net = change(copy.deepcopy(model).train())
     # A step's work does not depend on the rate. At 0 the weights stay finite: infinities take a GPU
     # less power, so it would run faster.
     optimizer = SGD([p for p in net.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
@@ -186,48 +145,48 @@ def make_step(
 
 
 def _warmed(
-    make: Callable[[Arm], tuple[timing.Call, nn.Module]],
-    arm: Arm,
-    device: torch.device,
-    batch_bytes: int,
+    make: Callable[[], tuple[timing.Call, nn.Module]],
+    name: str,
+    wrap: Callable[[str, timing.Call], timing.Call],
+    batch: Any,
 ) -> tuple[timing.Call, Row]:
     """An arm's step after the warm-up, and the first fields of its row."""
+    gpu = torch.cuda.is_initialized()
     gc.collect()
     timing.at_rest()
-    others = torch.cuda.memory_allocated() - batch_bytes if device.type == "cuda" else 0
-    step, net = make(arm)
+    others = torch.cuda.memory_allocated() if gpu else 0  # of other arms, and the batch
+    step, net = make()
     start = timing.at_rest()
     step()
     facts: Row = {"first_step_s": timing.at_rest() - start}
     for _ in range(WARM_UPS):
         value = step()
-    if not value.isfinite():
-        raise ArithmeticError(f"the loss is {value.item()}, which would make the step faster")
-    if device.type == "cuda":
+    if gpu:
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
+        tensors = (each for each in _torch.tree_leaves(batch) if isinstance(each, Tensor))
+        others -= sum(each.nbytes for each in tensors)
         facts["peak_gib"] = (torch.cuda.max_memory_allocated() - others) / 2**30
-    if normplug.fuse in arm.changes:
+    if "fuse" in name:
         facts["fused"] = normplug.fusions(getattr(net, "_orig_mod", net)).summary()
-    return arm.wrap(step), facts | {"loss": value.item()}
+    return wrap(name, step), facts | {"loss": value.item()}
 
 
-def _notes(model: nn.Module, rows: list[Row]) -> list[str]:
+def _notes(model: nn.Module, rows: Mapping[str, Row], origin: str) -> list[str]:
     """What was swapped and fused, how much faster that is, and where it was measured."""
     plan = normplug.plan(model)
     swapped = counts(Counter(row.kind for row in plan if row.becomes))
-    ms = {row["arm"]: row["ms"] for row in rows if "ms" in row}
+    notes = [f"swapped: {swapped}, of {len(plan)} norm layers"]
+    if fused := rows.get("swap+fuse", {}).get("fused"):
+        notes.append(f"fused: {fused}")
     pairs = (
         ("swap+fuse", "eager", "fuse: {:.2f} times eager"),
         ("swap+fuse+compile", "compile", "with torch.compile: {:.2f} times compile alone"),
     )
-    sentence = [
-        words.format(ms[peer] / ms[ours]) for ours, peer, words in pairs if {ours, peer} <= set(ms)
+    faster = [
+        words.format(rows[peer]["ms"] / rows[ours]["ms"])
+        for ours, peer, words in pairs
+        if {ours, peer} <= set(rows)
     ]
-    return [
-        f"swapped: {swapped}, of {len(plan)} norm layers",
-        *(f"fused: {row['fused']}" for row in rows if row["arm"] == "swap+fuse" and "fused" in row),
-        *(["; ".join(sentence)] if sentence else []),
-        "{device}, torch {torch}, {date:.10}, commit {commit}".format(**rows[0]),
-    ]
+    return [*notes, "; ".join(faster), origin]

@@ -1,44 +1,242 @@
-"""Time an operation next to torch, once its results were checked against float64.
+"""Time a norm layer next to torch's, once its results were checked against float64.
 
 No wrong result is timed: the yardstick is torch's own error.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
+import math
 import statistics
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import grad
+from torch.nn.modules.batchnorm import _BatchNorm
 
+import normplug
 from normplug._results import stamp
 from normplug.bench import timing
-from normplug.bench.ops import PASSES, Case, Function, Problem, Tensors
-from normplug.bench.rows import Row, Rows, add_to_file
+from normplug.bench.rows import ORIGIN, Rows
 from normplug.reference import accumulator_dtype
 
+Change = Callable[[Any], Any]  # takes a layer, and returns it or another
+Tensors = dict[str, Tensor]
+
 OURS, EAGER, COMPILED = "normplug", "eager", "compile"
-PROVIDERS = (OURS, EAGER, COMPILED)
 # Roundings in the accumulator dtype: of mean, rstd, weight * sqrt(tv) and the gradients' sums, and
 # as many again in a truth that is itself float64.
 ROUNDINGS_OF_SUMS = 8
-COLUMNS = {
-    **{key: (key, "{}") for key in ("op", "shape", "dtype", "layout", "direction")},
-    "": ("provider", "{}"),
-    "median us": ("us", "{:.1f}"),
-    "20%": ("us_p20", "{:.1f}"),
-    "80%": ("us_p80", "{:.1f}"),
-    "GB/s": ("gbps", "{:.0f}"),
-    "speed-up over PyTorch": ("over_eager", "{:.2f}"),
-    "over torch.compile": ("over_compile", "{:.2f}"),
-    "largest difference from PyTorch": ("max_abs", "{:.1e}"),
-    "relative": ("max_rel", "{:.1e}"),
+COLUMNS = (
+    *("op", "shape", "dtype", "layout", "direction", "provider", "us", "us_p20", "us_p80"),
+    *("gbps", "over_eager", "over_compile", "max_abs", "max_rel"),
+)
+
+
+class _Neighbours(nn.Module):
+    """A stock norm with the operations next to it."""
+
+    def __init__(self, norm: nn.Module, activation: Any = None) -> None:
+        super().__init__()
+        self.norm, self.activation = norm, activation
+
+
+class _Before(_Neighbours):
+    """The norm of x + residual, and the sum."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + residual
+        return self.norm(x), x
+
+
+class _After(_Neighbours):
+    """The activation of a norm's result + residual."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.activation(self.norm(x) + residual)
+
+
+class _Activated(_Neighbours):
+    """The activation of a norm's result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.norm(x))
+
+
+# The fewest passes over the input: of the forward, and also of the backward. Forward reads x and
+# writes y, backward reads dy and x and writes dx: (2, 5). A residual adds a read, and its gradient
+# a write. The sum, if it is returned, adds a write, and its gradient a read.
+PASSES: dict[type, tuple[int, int]] = {_Before: (4, 8), _After: (3, 7)}
+
+
+def _of_images(name: str, shape: Sequence[int], **how: Any) -> nn.Module:
+    return getattr(nn, f"{name}{max(len(shape) - 2, 1)}d")(shape[1], **how)
+
+
+_batch_norm = partial(_of_images, "BatchNorm")
+# An operation -> the stock layer for an input of this shape.
+OPS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
+    "layer_norm": lambda shape: nn.LayerNorm(shape[-1]),
+    "add_layer_norm": lambda shape: _Before(nn.LayerNorm(shape[-1])),
+    "rms_norm": lambda shape: nn.RMSNorm(shape[-1]),
+    "add_rms_norm": lambda shape: _Before(nn.RMSNorm(shape[-1])),
+    "batch_norm": _batch_norm,
+    "batch_norm_relu": lambda shape: _Activated(_batch_norm(shape), nn.ReLU(inplace=True)),
+    "batch_norm_add_relu": lambda shape: _After(_batch_norm(shape), nn.ReLU(inplace=True)),
+    "group_norm": lambda shape: nn.GroupNorm(math.gcd(32, shape[1]), shape[1]),
+    "group_norm_silu": lambda shape: _Activated(OPS["group_norm"](shape), nn.SiLU()),
+    "instance_norm": partial(_of_images, "InstanceNorm", affine=True),
 }
+ROWS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")  # operations on rows
+
+
+def ours(layer: nn.Module, mode: Any) -> nn.Module:
+    """Swap a layer, without statistics to watch, and fuse the operations next to its norm."""
+    swapped = normplug.swap(layer, mode, track_running_stats=False, preserve_output=False)
+    return normplug.fuse(swapped) if isinstance(layer, _Neighbours) else swapped
+
+
+def usual_providers(mode: Any) -> dict[str, Change]:
+    """Provider -> what it does to a stock layer."""
+    return {
+        OURS: partial(ours, mode=mode),
+        EAGER: lambda layer: layer,
+        COMPILED: partial(torch.compile, fullgraph=True, dynamic=False),
+    }
+
+
+class Case(NamedTuple):
+    """An operation of `OPS` on one input."""
+
+    op: str
+    layout: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def facts(self) -> dict[str, str]:
+        """Its fields as text."""
+        return self._asdict() | {"shape": "x".join(map(str, self.shape))}
+
+    def __str__(self) -> str:
+        return " ".join(self.facts().values())
+
+
+def cases(
+    ops: Iterable[str],
+    shapes: Iterable[tuple[int, ...]],
+    dtypes: Iterable[str],
+    layouts: Sequence[str] = ("rows", "NC", "NCHW", "NHWC"),
+) -> list[Case]:
+    """Every operation on every shape, in each of its layouts that is in `layouts`, and each dtype.
+
+    The layout is "rows" for norms of rows; for others "NC" for features, "NCHW" for contiguous
+    images with any number of spatial dimensions, and "NHWC" for channels_last ones.
+    """
+    found = []
+    for op, shape, dtype in itertools.product(ops, shapes, dtypes):
+        own = ["NC"] if len(shape) == 2 else ["NCHW", "NHWC"][: len(shape) - 2]
+        own = ["rows"] if op in ROWS else own
+        found += [Case(op, layout, shape, dtype) for layout in own if layout in layouts]
+    return found
+
+
+class Problem:
+    """A stock layer and its tensors: random, the same in each process, with a mean away from 0.
+
+    Attributes:
+        layer: the stock layer; copies of it run.
+        inputs: x, and a residual if the operation adds one.
+        gradients: the gradients of the outputs.
+        stock: the results of the stock layer.
+    """
+
+    def __init__(self, case: Case, device: torch.device, eps: float | None = None) -> None:
+        self.case = case
+        dtype: torch.dtype = getattr(torch, case.dtype)
+        generator = torch.Generator(device).manual_seed(0)
+        normal = partial(torch.randn, generator=generator, device=device)
+
+        def image() -> Tensor:
+            x = normal(case.shape, dtype=dtype)
+            last = {4: torch.channels_last, 5: torch.channels_last_3d}
+            return x.contiguous(memory_format=last[x.dim()]) if case.layout == "NHWC" else x
+
+        self.layer = OPS[case.op](case.shape)
+        norm: Any = getattr(self.layer, "norm", self.layer)
+        usual = 1e-6 if isinstance(norm, nn.RMSNorm) else 1e-5
+        self.eps = norm.eps = usual if eps is None else eps
+        # BatchNorm's parameters are float32 for half-precision input, as they are under autocast.
+        norm.to(device, accumulator_dtype(dtype) if isinstance(norm, _BatchNorm) else dtype)
+        for name, parameter in norm.named_parameters():
+            drawn = normal(parameter.shape, dtype=parameter.dtype)
+            parameter.data = drawn.abs_().add_(0.5) if name == "weight" else drawn
+        adds = type(self.layer) in PASSES
+        self.inputs = [image().mul_(2).add_(3), *([image()] if adds else [])]
+        self.gradients = [image() for _ in range(2 if isinstance(self.layer, _Before) else 1)]
+        # No gradient depends on how the sign of a ReLU's input is rounded.
+        if isinstance(getattr(self.layer, "activation", None), nn.ReLU):
+            (dy,), margin = self.gradients, math.sqrt(torch.finfo(dtype).eps)
+            for mode in ("standard", "golden"):
+                dy.masked_fill_(self._truth(mode, activated=False)["y"].abs() < margin, 0)
+        for tensor in self.inputs:
+            tensor.requires_grad_()
+        self.stock, self._exact = self.results(copy.deepcopy(self.layer)), self._truth("standard")
+
+    def calls(self, layer: nn.Module) -> dict[str, Callable[[], Any]]:
+        """Direction ("F", "F+B") -> a call of `layer` as in a training step."""
+        leaves = [*self.inputs, *layer.parameters()]
+        forward = partial(layer, *self.inputs)
+        return {"F": forward, "F+B": lambda: grad(forward(), leaves, self.gradients)}
+
+    def results(self, layer: nn.Module) -> Tensors:
+        """The layer's outputs, the gradients, and its updated statistics."""
+        made = layer(*self.inputs)
+        outputs = [made] if isinstance(made, Tensor) else list(made)
+        found = grad(outputs, [*self.inputs, *layer.parameters()], self.gradients)
+        names = ["x", "residual"][: len(self.inputs)]
+        names += [name for name, _ in self.layer.named_parameters()]
+        buffers = [name for name, _ in self.layer.named_buffers()]
+        return {
+            **dict(zip(("y", "sum"), (output.detach() for output in outputs), strict=False)),
+            **{f"d{name}": each for name, each in zip(names, found, strict=True)},
+            **dict(zip(buffers, (buffer.clone() for buffer in layer.buffers()), strict=False)),
+        }
+
+    def check(self, who: str, layer: nn.Module, mode: Any = "standard") -> Tensors:
+        """The results of a layer of this mode, which must be about as accurate as torch's.
+
+        Raises:
+            AssertionError: a result is less accurate than `bound` allows.
+        """
+        found, exact = self.results(layer), self._truth(mode)
+        for key, value in self.stock.items():
+            theirs, wrong = error(value, self._exact[key]), error(found[key], exact[key])
+            allowed = bound(theirs, value.dtype)
+            if not wrong <= allowed:  # or NaN
+                raise AssertionError(
+                    f"normplug.bench: {who}, {self.case}: {key} is wrong: its relative error to "
+                    f"float64 is {wrong:.3g}, above {allowed:.3g} (torch has {theirs:.3g})."
+                )
+        return found
+
+    def _truth(self, mode: Any, activated: bool = True) -> Tensors:
+        """The stock layer's results in float64, where the target variance scales the weight."""
+        twin, scale = copy.copy(self), normplug.target_variance(mode) ** 0.5
+        twin.inputs = [each.detach().double().requires_grad_() for each in self.inputs]
+        twin.gradients = [gradient.double() for gradient in self.gradients]
+        layer: Any = copy.deepcopy(self.layer).double()
+        if not activated:
+            layer.activation = nn.Identity()
+        weight = next(layer.parameters())
+        weight.data *= scale
+        found = twin.results(layer)
+        name = next(name for name, _ in layer.named_parameters())
+        return found | {f"d{name}": found[f"d{name}"] * scale}
 
 
 def measure_op(
@@ -47,110 +245,56 @@ def measure_op(
     *,
     eps: float | None = None,
     mode: Any = "golden",
-    providers: Sequence[str] = PROVIDERS,
-    others: Mapping[str, Function] | None = None,
-) -> list[Row]:
-    """A row for each direction and provider: some of `PROVIDERS`, and `others`.
+    providers: Mapping[str, Change] | None = None,
+) -> Rows:
+    """A row for each direction and provider, by default normplug, eager and torch.compile.
 
-    `others` are called like an operation's `theirs`. normplug is timed in `mode`; its differences
-    from torch are measured in mode standard.
+    normplug is timed in `mode`; its differences from torch are measured in mode standard. Another
+    provider that fails or is wrong is left out.
 
     Raises:
         AssertionError: a result of normplug is less accurate than `bound` allows.
     """
-    problem = Problem(case, device, eps)
-    op, gpu = problem.op, device.type == "cuda"
+    gc.collect()  # the tensors of an earlier case
     torch.compiler.reset()  # earlier cases count towards the recompilation limit
-    functions: dict[str, Function] = {
-        OURS: partial(op.ours, mode=mode),
-        EAGER: op.theirs,
-        COMPILED: torch.compile(op.theirs, fullgraph=True, dynamic=False),
-    }
-    functions = {name: functions[name] for name in PROVIDERS if name in providers} | dict(
-        others or {}
-    )
-    stock = problem.results(op.theirs)
-    results = _checked(case, problem, mode, functions, stock)
+    problem = Problem(case, device, eps)
+    gpu = device.type == "cuda"
+    layers: dict[str, nn.Module] = {}
+    results: dict[str, Tensors] = {}
+    for name, change in (providers or usual_providers(mode)).items():
+        layer = change(copy.deepcopy(problem.layer))
+        if name == OURS:
+            problem.check(name, layer, mode)
+            found = problem.results(ours(copy.deepcopy(problem.layer), "standard"))
+        else:
+            test = problem.results if name == COMPILED else partial(problem.check, name)
+            found = timing.attempt(f"{case}: {name}", partial(test, layer))
+        if found is not None:
+            layers[name], results[name] = layer, found
     facts = {
-        **case._asdict(),
-        "shape": "x".join(map(str, case.shape)),
+        **case.facts(),
         "eps": problem.eps,
         "mode": str(mode),
         "copy_gbps": timing.copy_gbps() if gpu else None,
-        **stamp(gpu, "liger-kernel", "flag_gems", "quack-kernels", "apex"),
+        **stamp(gpu, "liger-kernel"),
     }
     rows = []
-    for direction, passes in zip(("F", "F+B"), PASSES[op.add], strict=True):
-        calls = {name: problem.calls(functions[name])[direction] for name in results}
+    floors = PASSES.get(type(problem.layer), (2, 5))
+    for direction, passes in zip(("F", "F+B"), floors, strict=True):
+        calls = {name: problem.calls(layer)[direction] for name, layer in layers.items()}
         times = timing.device_us(calls, device)
-        walls = times
-        if gpu:  # host and GPU, whichever is slower
-            walls = timing.in_turns({k: timing.back_to_back(call) for k, call in calls.items()})
-        size = passes * problem.leaves["x"].nbytes
         medians = {name: statistics.median(samples) for name, samples in times.items()}
         for name, us in medians.items():
             row = facts | {"direction": direction, "provider": name, "floor_passes": passes}
             row |= timing.spread("us", times[name])
-            row |= {"wall_us": statistics.median(walls[name]), "gbps": size / us / 1e3}
-            for peer in (EAGER, COMPILED):
-                other = None if peer == name else medians.get(peer)
-                row[f"over_{peer}"] = other and other / us
+            row["gbps"] = passes * problem.inputs[0].nbytes / us / 1e3
+            for peer in {EAGER, COMPILED} & set(medians) - {name}:
+                row[f"over_{peer}"] = medians[peer] / us
             if name != EAGER:
-                outputs = results[name].items()
-                shown = {k: v for k, v in outputs if direction == "F+B" or k in ("y", "sum")}
-                row |= differences(shown, stock)
+                keys = set(problem.stock) if direction == "F+B" else {"y", "sum"}
+                row |= differences(results[name], problem.stock, keys)
             rows.append(row)
-    return rows
-
-
-def _checked(
-    case: Case, problem: Problem, mode: Any, functions: Mapping[str, Function], stock: Tensors
-) -> dict[str, Tensors]:
-    """Provider -> its results, of normplug in mode standard, once they are right."""
-    truth = problem.truth()
-    yardstick = {name: error(value, truth[name]) for name, value in stock.items()}
-
-    def results(name: str, exact: Tensors) -> Tensors:
-        found = problem.results(functions[name])
-        for key, value in found.items():
-            wrong, allowed = error(value, exact[key]), bound(yardstick[key], value.dtype)
-            if name != COMPILED and not wrong <= allowed:  # or NaN
-                raise AssertionError(
-                    f"normplug.bench: {name}, {case}: {key} is wrong: its relative error to "
-                    f"float64 is {wrong:.3g}, above {allowed:.3g} (torch has {yardstick[key]:.3g})."
-                )
-        return found
-
-    checked = {}
-    for name in functions:
-        if name == OURS:
-            results(name, problem.truth(mode))
-            found = problem.results(partial(problem.op.ours, mode="standard"))
-        else:
-            found, _ = timing.attempt(f"{case}: {name}", partial(results, name, truth))
-        if found is not None:
-            checked[name] = found
-    return checked
-
-
-def run(
-    cases: Sequence[Case], device: torch.device, path: Path | None, **options: Any
-) -> Iterator[Rows]:
-    """Measure one case after another, and append its rows to the file `path`.
-
-    A case that does not fit the device's memory is printed and left out.
-    """
-    for case in cases:
-        try:
-            rows = measure_op(case, device, **options)
-        except torch.OutOfMemoryError:
-            print(f"{case}: left out, as it does not fit the memory", file=sys.stderr, flush=True)
-        else:
-            add_to_file(path, rows)
-            yield Rows(rows, COLUMNS)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    return Rows(rows, COLUMNS, [ORIGIN.format(**rows[0])])
 
 
 def bound(theirs: float, dtype: torch.dtype) -> float:
@@ -171,13 +315,10 @@ def error(value: Tensor, truth: Tensor) -> float:
     return float((value - truth).norm() / (size if size > 0 else 1.0))
 
 
-def differences(found: Tensors, theirs: Tensors) -> dict[str, float]:
-    """The largest differences of any element from torch's: absolute, and in parts of the output's.
-
-    `max_rel` is relative to the largest element of the same output.
-    """
-    away = [(value.double() - theirs[name].double()).abs().max() for name, value in found.items()]
-    sizes = [theirs[name].double().abs().max() for name in found]
-    absolute, size = torch.stack(away), torch.stack(sizes)
-    relative = absolute / torch.where(size > 0, size, 1)
-    return {"max_abs": absolute.max().item(), "max_rel": relative.max().item()}  # NaN if any is
+def differences(found: Tensors, stock: Tensors, keys: set[str]) -> dict[str, float]:
+    """The largest differences of any element from torch's, and in parts of the same output's."""
+    pairs = [(found[key].double(), stock[key].double()) for key in keys & set(found)]
+    away = torch.stack([(value - theirs).abs().max() for value, theirs in pairs])
+    size = torch.stack([theirs.abs().max() for _, theirs in pairs])
+    relative = away / torch.where(size > 0, size, 1)
+    return {"max_abs": away.max().item(), "max_rel": relative.max().item()}  # NaN if any is

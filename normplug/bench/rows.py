@@ -1,10 +1,10 @@
-"""Rows of results: flat dictionaries, which tell where they come from, as text, HTML and JSON."""
+"""Rows of results: flat dictionaries, which say where they come from, as text, HTML and JSON."""
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from normplug._results import write_file
 from normplug._table import table
 
 Row = dict[str, Any]
+ORIGIN = "{device}, torch {torch}, {date:.10}, commit {commit}"
 
 
 class Rows(list[Row]):
@@ -20,28 +21,25 @@ class Rows(list[Row]):
 
     Args:
         rows: flat dictionaries.
-        columns: the columns to show: header -> (key, format).
+        columns: the keys to show; a column without any value is left out.
         notes: sentences to print below the table.
     """
 
     def __init__(
-        self,
-        rows: Iterable[Row],
-        columns: Mapping[str, tuple[str, str]],
-        notes: Sequence[str] = (),
+        self, rows: Iterable[Row], columns: Sequence[str], notes: Iterable[str] = ()
     ) -> None:
         super().__init__(rows)
-        self.columns, self.notes = columns, notes
+        self.columns, self.notes = columns, list(notes)
 
     def __str__(self) -> str:
-        return "\n".join([table(self._cells()), *self.notes])
+        keys = [key for key in self.columns if any(row.get(key) is not None for row in self)]
+        lines = [tuple(_cell(row.get(key)) for key in keys) for row in self]
+        return "\n".join([table([tuple(keys), *lines]), *self.notes])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        lines = ([f"<td>{html.escape(cell)}</td>" for cell in line] for line in self._cells())
-        body = "".join(f"<tr>{''.join(line)}</tr>" for line in lines)
-        return f"<table>{body}</table>" + "".join(f"<p>{html.escape(n)}</p>" for n in self.notes)
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with a line for each row, and a column for each of their keys."""
@@ -49,14 +47,11 @@ class Rows(list[Row]):
             import pandas
         return pandas.DataFrame(list(self))
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        """The header and the rows; columns without any value are left out."""
-        shown = {
-            header: ["-" if row.get(key) is None else form.format(row[key]) for row in self]
-            for header, (key, form) in self.columns.items()
-            if any(row.get(key) is not None for row in self)
-        }
-        return [tuple(shown), *zip(*shown.values(), strict=True)]
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)
 
 
 def read_file(path: Path) -> list[Row]:
@@ -69,6 +64,13 @@ def read_file(path: Path) -> list[Row]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} is not a list of rows.")
     return rows
+
+
+def report(found: Iterable[Rows], path: Path | None) -> None:
+    """Print rows as they are measured, and append them to a JSON file, if any."""
+    for rows in found:
+        print(rows, flush=True)
+        add_to_file(path, rows)
 
 
 def add_to_file(path: Path | None, rows: Iterable[Row]) -> None:

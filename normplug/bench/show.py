@@ -1,8 +1,8 @@
-"""Tables and plots of rows, from one run or several: a case has the median of its rows."""
+"""Plots of rows, from one run or several: a case has the median of its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -10,14 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from normplug._results import replace_file
-from normplug.bench.rows import Row
+from normplug.bench.rows import ORIGIN, Row
 
 CASE = ("model", "batch", "op", "direction", "layout", "shape", "dtype")
-TIMES = (  # the columns of a table, the times in it, and their unit
-    ("arm", "ms", "ms a training step"),
-    ("provider", "us", "microseconds of the device"),
-    ("provider", "wall_us", "microseconds of calls back to back"),
-)
 HATCHES = ("", "///", "...", "xx", "--", "++", "oo")
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.")  # told apart without colour, too
 
@@ -29,56 +24,22 @@ def pivot(found: pd.DataFrame, series: str, values: str, how: str = "median") ->
     return wide.reindex(found.set_index(case).index.unique())
 
 
-def medians(rows: Sequence[Row]) -> tuple[pd.DataFrame, str]:
-    """The median times of each case, and their unit.
+def draw(rows: Sequence[Row], path: Path, title: str | None = None) -> None:
+    """Plot GB/s over the width for a norm of rows, and the speed over eager for everything else.
 
     Raises:
-        ValueError: the rows have no times of steps or operations.
+        ValueError: the rows have no speeds.
     """
     found = pd.DataFrame(rows)
-    for series, value, unit in TIMES:
-        if {series, value} <= set(found):
-            return pivot(found, series, value), unit
-    raise ValueError("it has no times: `model`, `op` and `sweep` write them")
-
-
-def render(rows: Sequence[Row]) -> str:
-    """The median times as a Markdown table, with the speed of ours over others."""
-    wide, unit = medians(rows)
-    pairs = [("normplug", name) for name in wide if name != "normplug"]
-    pairs += [("swap+fuse", "eager"), ("swap+fuse+compile", "compile")]
-    cells = wide.map("{:.4g}".format).where(wide.notna())
-    return f"{origin(rows)}. Median {unit}:\n\n{markdown(with_speeds(cells, wide, pairs))}"
-
-
-def with_speeds(
-    cells: pd.DataFrame, times: pd.DataFrame, pairs: Iterable[tuple[str, str]]
-) -> pd.DataFrame:
-    """The cells, and a column for each pair of columns of `times`: the first one's speed."""
-    for ours, peer in pairs:
-        if {ours, peer} <= set(times) and (speeds := (times[peer] / times[ours]).dropna()).any():
-            cells = cells.assign(**{f"{ours} over {peer}": speeds.map("{:.2f}x".format)})
-    return cells
-
-
-def markdown(cells: pd.DataFrame) -> str:
-    """A frame as a Markdown table, with the levels of its index first; numbers align right."""
-    header = [*cells.index.names, *cells.columns]
-    rules = ["---"] * cells.index.nlevels + ["---:"] * len(cells.columns)
-    lines = cells.astype(object).fillna("-").reset_index().astype(str).values.tolist()
-    lines = ([cell.replace("|", "/") for cell in line] for line in (header, rules, *lines))
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Plot GB/s over the width for a norm of rows, and the speed over eager for everything else."""
+    if "over_eager" not in found:
+        raise ValueError("it has no speeds over eager: `model`, `op` and `sweep` write them")
     figure = Figure(layout="constrained")
     heights = {str(row.get("shape")).rpartition("x")[0] for row in rows}
-    if {row.get("layout") for row in rows} == {"rows"} and len(heights) == 1 and "gbps" in rows[0]:
-        _draw_widths(figure, pd.DataFrame(rows))
+    if {row.get("layout") for row in rows} == {"rows"} and len(heights) == 1 and "gbps" in found:
+        _draw_widths(figure, found)
     else:
-        _draw_speeds(figure, *medians(rows))
-    figure.suptitle(origin(rows), fontsize="small")
+        _draw_speeds(figure, found)
+    figure.suptitle(title or ORIGIN.format(**rows[0]), fontsize="small")
     with replace_file(path) as part:
         figure.savefig(part, format="png", dpi=150)
 
@@ -102,11 +63,10 @@ def _draw_widths(figure: Figure, found: pd.DataFrame) -> None:
             axes.axhline(copy, color="black", linestyle="--", linewidth=0.8)
 
 
-def _draw_speeds(figure: Figure, wide: pd.DataFrame, unit: str) -> None:
+def _draw_speeds(figure: Figure, found: pd.DataFrame) -> None:
     """A group of bars for each case."""
-    if "eager" not in wide:
-        raise ValueError("it has no row of eager, to compare the others with")
-    faster = wide[wide["eager"].notna()].rdiv(wide["eager"], axis=0).drop(columns="eager")
+    faster = pivot(found, "arm" if "arm" in found else "provider", "over_eager")
+    faster = faster.drop(columns="eager", errors="ignore")
     faster.index = [", ".join(map(str, case)) for case in faster.index.to_flat_index()]
     figure.set_size_inches(9, 1.5 + 0.17 * faster.size)
     axes: Axes = faster.plot.barh(ax=figure.subplots(), width=0.8)
@@ -114,17 +74,7 @@ def _draw_speeds(figure: Figure, wide: pd.DataFrame, unit: str) -> None:
         for bar in bars:
             bar.set(hatch=hatch, edgecolor="white", linewidth=0)
     axes.invert_yaxis()
-    axes.set(xlabel=f"speed over eager, of the median {unit}")
+    axes.set(xlabel="speed over eager, of the medians")
     axes.axvline(1, color="black", linestyle="--", linewidth=0.8)
     axes.grid(axis="x", alpha=0.3)
     axes.legend()  # with the hatches
-
-
-def origin(rows: Sequence[Row], *packages: str) -> str:
-    """Where rows come from, in words: the device, versions of packages, commits and dates."""
-    words = []
-    for key in ("device", "torch", "triton", "cuda", "python", "normplug", *packages, "commit"):
-        if found := sorted({str(row[key]) for row in rows if row.get(key)}):
-            words.append(("" if key == "device" else f"{key} ") + " or ".join(found))
-    days = sorted({str(row["date"])[:10] for row in rows if row.get("date")})
-    return ", ".join([*words, " to ".join(dict.fromkeys(days[:1] + days[-1:]))])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from normplug.bench.models import Loss
 
@@ -30,32 +29,20 @@ def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
     """
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):
-        return _from_file(Path(place), name, batch, options)
-    if place and place not in _LIBRARIES:
-        raise ValueError(f"{place!r} is no library to take a model from: {', '.join(_LIBRARIES)}.")
-    for library in [place] if place else _LIBRARIES:
-        if importlib.util.find_spec(library) is not None:
-            names, make = _LIBRARIES[library]
-            if name in names():
-                return make(name, 8 if batch is None else batch, **options)
-        elif place:
-            raise ValueError(f"{place} is not installed.")
-    raise ValueError(f"no model {target!r} in torchvision, timm or transformers.")
+        return _from_file(Path(place), name, options | ({"batch": batch} if batch else {}))
+    for library, (names, make) in _LIBRARIES.items():
+        if place in ("", library) and importlib.util.find_spec(library) and name in names():
+            return make(name, batch or 8, **options)
+    raise ValueError(f"no model {target!r} in torchvision, timm or transformers, if installed.")
 
 
-def _from_file(path: Path, name: str, batch: int | None, options: dict[str, Any]) -> Target:
-    spec = importlib.util.spec_from_file_location(f"normplug_target_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise ValueError(f"there is no file {path}.")
+def _from_file(path: Path, name: str, options: dict[str, Any]) -> Target:
+    spec: Any = importlib.util.spec_from_file_location(f"normplug_target_{path.stem}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if function is None:
         raise ValueError(f"{path} has no function {name!r}.")
-    if batch is not None:
-        if "batch" not in inspect.signature(function).parameters:
-            raise ValueError(f"{path}:{name} takes no `batch`; leave out --batch.")
-        options = {**options, "batch": batch}
     made = function(**options)
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ValueError(f"{path}:{name} must return (model, batch) or (model, batch, step).")
@@ -63,17 +50,11 @@ def _from_file(path: Path, name: str, batch: int | None, options: dict[str, Any]
     return model, data, step[0] if step else None
 
 
-def cross_entropy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """The loss of logits (..., classes) for the last tensor of the batch."""
-    *inputs, target = batch
-    return F.cross_entropy(model(*inputs).flatten(0, -2), target.flatten())
-
-
 def _images(model: nn.Module, batch: int, size: int) -> Target:
     with torch.no_grad():
         classes = model.eval()(torch.zeros(1, 3, size, size)).shape[-1]
-    images, labels = torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))
-    return model.train(), (images, labels), cross_entropy
+    data = torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))
+    return model.train(), data, lambda model, data: F.cross_entropy(model(data[0]), data[1])
 
 
 def _torchvision(name: str, batch: int, size: int = IMAGE, **options: Any) -> Target:

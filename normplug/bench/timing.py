@@ -5,27 +5,23 @@ The stopwatches are `triton.testing.do_bench` and `torch.utils.benchmark`.
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from normplug._torch import gpu_sleep
 
 Call = Callable[[], Any]
 Turn = Callable[[], list[float]]  # some calls; it returns their times
-Event = Mapping[str, Any]  # of a Chrome trace
 
 TURNS = 5
 TURN_MS = 25  # of repetitions in a turn
@@ -36,7 +32,6 @@ FEWEST, MOST = 5, 2000  # calls back to back
 LEAD, LEAD_US, CYCLES_PER_US = 2.0, 50.0, 2000
 COPY_BYTES = 512 * 2**20
 STEPS = 3  # in a profile
-ON_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}  # a trace's categories
 
 
 def ready(device: str) -> torch.device:
@@ -69,7 +64,6 @@ def in_turns(turns: Mapping[str, Turn], rounds: int | None = None) -> dict[str, 
 
 def host_us(call: Call, count: int = 5) -> float:
     """Microseconds until the host is free again after a call, while the GPU may still work."""
-    call()
     start = at_rest()
     for _ in range(count):
         call()
@@ -96,9 +90,8 @@ def spread(key: str, samples: Sequence[float]) -> dict[str, float]:
 def copy_gbps() -> float:
     """The bandwidth of a large copy on the GPU in 1e9 bytes a second, read and written."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    call = partial(torch.empty_like(source).copy_, source)
-    samples = device_us({"copy": call}, source.device)["copy"]
-    return 2 * COPY_BYTES / statistics.median(samples) / 1e3
+    samples = device_us({"": partial(torch.empty_like(source).copy_, source)}, source.device)
+    return 2 * COPY_BYTES / statistics.median(samples[""]) / 1e3
 
 
 class _Sleep:
@@ -110,10 +103,7 @@ class _Sleep:
     def __init__(self, us: float) -> None:
         self.cycles = int(us * CYCLES_PER_US)
 
-    def _sleep(self, value: None) -> None:
-        gpu_sleep(self.cycles)
-
-    grad = property(fset=_sleep)
+    grad = property(fset=lambda self, value: gpu_sleep(self.cycles))
 
 
 def gpu_stopwatch(call: Call) -> Turn:
@@ -122,12 +112,8 @@ def gpu_stopwatch(call: Call) -> Turn:
 
     call()  # compile
     sleep = _Sleep(LEAD_US + LEAD * host_us(call))
-
-    def turn() -> list[float]:
-        ms = do_bench(call, 5, TURN_MS, grad_to_none=[sleep], return_mode="all")
-        return [1e3 * each for each in ms]
-
-    return turn
+    bench = partial(do_bench, call, 5, TURN_MS, grad_to_none=[sleep], return_mode="all")
+    return lambda: [1e3 * ms for ms in bench()]
 
 
 def back_to_back(call: Call) -> Turn:
@@ -141,47 +127,34 @@ def back_to_back(call: Call) -> Turn:
     return lambda: [1e6 * timer.timeit(count).median]
 
 
-def attempt(what: str, call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """The result of `call()` and None; if it raises, None and why, which is printed."""
+def attempt(what: str, call: Callable[[], Any]) -> Any:
+    """The result of `call()`; if it raises, why is printed, and the result is None."""
     try:
-        return call(), None
+        return call()
     except Exception as error:  # of any kind, such as no compiler: measure the others anyway
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     # Not in the except block: the traceback there keeps tensors alive.
     print(f"normplug.bench: {what} is left out: {why}", file=sys.stderr, flush=True)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    return None, why
+    return None
 
 
-def trace(call: Call, path: Path, steps: int = 1, host: bool = True) -> None:
-    """Write a Chrome trace of `steps` calls; https://ui.perfetto.dev shows it.
-
-    The host's events are optional: they take longer to write than all of the GPU's.
-    """
+def traced(call: Call, host: bool = True) -> profile:
+    """Profile `STEPS` calls: the GPU's work, and the host's unless that would take too long."""
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     at_rest()
     with profile(activities=[ProfilerActivity.CPU, *gpu] if host or not gpu else gpu) as profiler:
-        for _ in range(steps):
+        for _ in range(STEPS):
             call()
         at_rest()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(path))
+    return profiler
 
 
-def gpu_events(step: Call) -> list[Event]:
-    """The GPU's work in `STEPS` steps: kernels, copies and fills."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        trace(step, path, STEPS, host=False)
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return [event for event in events if event.get("cat") in ON_THE_GPU]
-
-
-def busy_ms(events: Iterable[Event]) -> float:
-    """Milliseconds a step in which the GPU is busy; work that overlaps counts once."""
-    total_us, busy_until = 0.0, -math.inf
-    for start, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
-        total_us += max(0.0, end - max(start, busy_until))
-        busy_until = max(busy_until, end)
-    return total_us / 1e3 / STEPS
+def gpu_us(step: Call) -> Counter[str]:
+    """Name of a kernel, a copy or a fill -> microseconds a step that the GPU spends in it."""
+    spent: Counter[str] = Counter()
+    for event in traced(step, host=False).events() or ():
+        if event.device_type == DeviceType.CUDA:
+            spent[event.name] += event.time_range.elapsed_us() / STEPS
+    return spent

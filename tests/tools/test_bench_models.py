@@ -62,11 +62,11 @@ def file(tmp_path):
 def test_each_arm_has_a_row_and_one_sentence_says_how_much_faster_it_is(net):
     before = copy.deepcopy(net.state_dict())
     rows = measure(net, torch.randn(2, 3, 6, 6), mode="golden", rounds=3)
-    assert [row["arm"] for row in rows] == list(models.arms("golden"))
+    assert [row["arm"] for row in rows] == list(models.usual_arms("golden"))
     for row in rows:
         assert row["ms_p20"] <= row["ms"] <= row["ms_p80"]
         assert row["over_eager"] == pytest.approx(rows[0]["ms"] / row["ms"])
-        assert (row["error"], row["mode"]) == (None, "golden")
+        assert row["mode"] == "golden"
         assert {"device", "commit", "date", "torch", "normplug"} <= row.keys()
         assert row["first_step_s"] > 0
     # The LayerNorm comes last, so the mean square of the outputs is the variance.
@@ -87,15 +87,13 @@ def test_each_arm_has_a_row_and_one_sentence_says_how_much_faster_it_is(net):
 
 
 def test_rows_are_text_html_and_a_frame():
-    columns = {"arm": ("arm", "{}"), "median ms": ("ms", "{:.2f}"), "GiB": ("gib", "{}")}
-    rows = Rows([{"arm": "a<b", "ms": 1.234}, {"arm": "c", "ms": None}], columns, ["a sentence"])
-    assert str(rows) == "arm  median ms\na<b  1.23\nc    -\na sentence"
+    rows = Rows([{"arm": "a<b", "ms": 1.234}, {"arm": "c", "ms": None}], ("arm", "ms", "gib"))
+    rows.notes.append("a sentence")
+    assert str(rows) == "arm  ms\na<b  1.23\nc    -\na sentence"
     assert rows[1]["arm"] == "c"
     frame = pytest.importorskip("pandas") and rows.to_pandas()
     assert (list(frame), frame["ms"].tolist()[0]) == (["arm", "ms"], 1.234)
-    html = rows._repr_html_()
-    assert "<tr><td>a&lt;b</td><td>1.23</td></tr>" in html
-    assert html.endswith("<p>a sentence</p>")
+    assert rows._repr_html_().startswith("<pre>arm  ms\na&lt;b  1.23")
 
 
 def test_an_arm_that_fails_says_why_and_the_others_are_measured(net, monkeypatch, capsys):
@@ -105,16 +103,14 @@ def test_an_arm_that_fails_says_why_and_the_others_are_measured(net, monkeypatch
     monkeypatch.setattr(torch, "compile", broken)
     rows = measure(net, (torch.randn(2, 3, 6, 6),), rounds=1)
     why = "RuntimeError: no compiler here"
-    assert [row["error"] for row in rows] == [None, why, None, None, why]
+    assert [row["arm"] for row in rows] == ["eager", "swap", "swap+fuse"]
     assert f"compile is left out: {why}" in capsys.readouterr().err
     assert re.fullmatch(r"fuse: \d+\.\d\d times eager", rows.notes[-2])
-    assert "left out" in str(rows)
 
 
 def test_a_loss_that_is_not_finite_is_no_time(net):
-    for row in measure(net, torch.full((2, 3, 6, 6), float("inf")), rounds=1):
-        assert "the loss is nan" in row["error"]
-        assert "ms" not in row
+    with pytest.raises(ValueError, match="the loss is nan, which would make the step faster"):
+        measure(net, torch.full((2, 3, 6, 6), float("inf")))
 
 
 def test_a_batch_is_a_tensor_or_positional_or_keyword_arguments():
@@ -134,18 +130,15 @@ def test_a_function_of_a_file(file, tmp_path, capsys):
     words = ["model", f"{file}:net", "width=8", "--batch", "4", "--rounds", "1", "--json"]
     for _ in range(2):  # the second run's rows are appended
         main([*words, str(path)])
-    out, err = capsys.readouterr()
-    assert torch.cuda.is_available() or "no CUDA device, so it runs on the CPU" in err
-    assert "swapped: 1 BatchNorm2d, of 1 norm layers" in out
+    assert "swapped: 1 BatchNorm2d, of 1 norm layers" in capsys.readouterr().out
     rows = json.loads(path.read_text())
     assert [(row["model"], row["batch"], row["mode"]) for row in rows] == 10 * [
         (f"{file}:net", 4, "standard")
     ]
     main(["table", str(path)])
     table = capsys.readouterr().out
-    assert "Median ms a training step" in table
-    assert "| model | batch | eager | compile | swap | swap+fuse | swap+fuse+compile |" in table
-    assert len(table.splitlines()) == 5
+    assert table.split()[:4] == ["model", "batch", "arm", "ms"]
+    assert len(table.splitlines()) == 11
     main(["plot", str(path)])
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     model, batch, step = targets.load(f"{file}:with_step", None, {"power": 3})
@@ -157,12 +150,10 @@ def test_a_function_of_a_file(file, tmp_path, capsys):
     [
         ("{file}:nobody", [], "has no function 'nobody'"),
         ("{file}:nothing", [], "must return (model, batch) or (model, batch, step)"),
-        ("{file}:with_step", ["--batch", "2"], "takes no `batch`; leave out --batch"),
+        ("{file}:with_step", ["--batch", "2"], "unexpected keyword argument 'batch'"),
         ("{file}:net", ["wide=3"], "unexpected keyword argument 'wide'"),
-        ("{file}:net", ["wide"], "an option is NAME=VALUE; got 'wide'"),
-        ("no/such.py:net", [], "there is no file no/such.py"),
-        ("jax:net", [], "'jax' is no library to take a model from"),
-        ("resnet5", [], "no model 'resnet5' in torchvision, timm or transformers."),
+        ("no/such.py:net", [], "No such file or directory"),
+        ("resnet5", [], "no model 'resnet5' in torchvision, timm or transformers"),
     ],
 )
 def test_a_wrong_target_is_one_sentence(file, target, words, says):
