@@ -49,7 +49,6 @@ class Result(BaseModel):
     curve: list[float | None] = []
     items_per_s: float = math.nan
     step_ms: float = math.nan
-    loader_wait_ms: float = math.nan
     peak_memory_bytes: float = math.nan
     norms_swapped: float = math.nan
     graph: bool = False

@@ -19,20 +19,16 @@ from matplotlib.figure import Figure
 
 from normplug._results import replace_file
 from normplug.experiment.compare.frame import label
-from normplug.experiment.compare.report import about_reference, count_of, p_text, speed_text
+from normplug.experiment.compare.report import about_reference, count_of, p_text
 from normplug.experiment.compare.stats import Group, adjusted_ps, far_off, intervals
-from normplug.lightning.heat_map import colour_bar, colour_scale, heat_map, log_span, log_ticks
+from normplug.lightning.heat_map import log_span, log_ticks
 
-PLOTS = (
-    *("accuracy", "loss", "seeds", "targets", "blocks", "throughput"),
-    *("variance_by_depth", "variance_by_step"),
-)
+PLOTS = ("accuracy", "loss", "seeds", "targets", "blocks", "variance_by_depth")
 PANELS = {
     "input_variance": "input",
     "output_variance": "output, before weight and bias (dotted: target)",
     "affine_variance": "output, after weight and bias",
 }
-DEPTH = "norm by depth, 0 = first"
 LEAST = 3  # target variances in a line
 TARGETS = {"standard": 1.0, "golden": (math.sqrt(5) - 1) / 2}  # other arms are named by theirs
 Styles: TypeAlias = Mapping[str, dict[str, Any]]  # arm -> options of `Axes.plot`
@@ -61,26 +57,20 @@ def arm_styles(groups: Iterable[Group]) -> Styles:
 def draw(groups: Sequence[Group], out: Path, plots: Collection[str] | None = None) -> list[Path]:
     """Write the plots (None for all) that the groups have numbers for: `out/<plot>_<group>.png`."""
     styles, written = arm_styles(groups), list[Path]()
-
-    def write(figure: Figure, *names: str) -> None:
-        written.append(out / f"{quote('_'.join(names), safe='')}.png")
-        with replace_file(written[-1]) as part:
-            figure.savefig(part, dpi=150)
-
     asked = set(PLOTS if plots is None else plots)
     for group in groups:
         for name, figure, known in (
             (group.measure.name, curves_figure, _lists(group, "curve")),
             ("seeds", seeds_figure, group.finished.test_score.notna().any()),
+            ("targets", targets_figure, len(_over_targets(group.wide("test_score"))) >= LEAST),
             ("blocks", blocks_figure, _lists(group, "block_drop")),
-            ("throughput", throughput_figure, group.finished.items_per_s.notna().any()),
             ("variance_by_depth", variance_by_depth_figure, group.variances),
-            ("variance_by_step", variance_by_step_figure, group.variances),
         ):
             if known and name in asked:
-                write(figure(group, styles), name, group.model, group.data)
-    for members in target_groups(groups) if "targets" in asked else ():
-        write(targets_figure(members), "targets", members[0].data)
+                file = quote("_".join((name, group.model, group.data)), safe="")
+                written.append(out / f"{file}.png")
+                with replace_file(written[-1]) as part:
+                    figure(group, styles).savefig(part, dpi=150)
     return written
 
 
@@ -116,102 +106,57 @@ def curves_figure(group: Group, styles: Styles) -> Figure:
 
 
 def seeds_figure(group: Group, styles: Styles) -> Figure:
-    """Draw the test score of every seed, and its difference from the reference."""
-    measure, paired, bars = group.measure, group.differences(), []
+    """Draw the test score of every seed, and its difference from the reference: a row an arm."""
+    measure, paired = group.measure, group.differences()
     what = f"test {measure.name}: a dot for each seed, mean and 95% t-interval in black; "
-    what += "p of paired t-tests, adjusted by Holm"
-    panels = [measure.scale * group.wide("test_score"), measure.scale * paired]
-    for found in map(intervals, panels):
-        half = found.t95_half_width.fillna(0)
-        bars.append([found["mean"] - half, found["mean"], found["mean"] + half])
-    figure, (left, right) = _rows_of_arms(group, styles, what, panels, bars)
-    left.set_xlim(*np.clip(left.get_xlim(), *measure.limits))
-    left.set_xlabel(f"test {measure.name} ({measure.unit})")
-    minus = f"test {measure.name} minus {label(group.reference or '')}, same seed"
-    texts = {arm: f"p: {p_text(p)}" for arm, p in adjusted_ps(paired).items()}
-    _compare_with(right, group, f"{minus} ({measure.difference_unit})", 0, texts)
-    return figure
-
-
-def throughput_figure(group: Group, styles: Styles) -> Figure:
-    """Draw the speed of each run, and its ratio to the reference's."""
-    speeds, ratios, unit = group.wide("items_per_s"), group.speed_ratios, group.measure.speed_unit
-    machines = group.finished.hardware[group.finished.items_per_s.notna()].unique()
-    what = "training speed: a dot for each run; black: median (left), geometric mean (right), range"
-    bars = [
-        [speeds.min(), speeds.median(), speeds.max()],
-        [ratios.min(), np.exp(np.log(ratios).mean()), ratios.max()],
-    ]
-    what = f"{what}\n{' and '.join(machines)}"
-    figure, (left, right) = _rows_of_arms(group, styles, what, [speeds, ratios], bars)
-    for axes in (left, right):
-        # At least a tenth of the middle, so that noise does not fill the axis.
-        low, high = axes.get_xlim()
-        more = max(0.05 * (low + high) - (high - low), 0) / 2
-        axes.set_xlim(low - more, high + more)
-    left.set_xlabel(unit)
-    of = " or ".join(label(arm) for arm in group.table.speed_reference.dropna().unique())
-    rows = group.table.to_dict("records")
-    texts = {row["arm"]: speed_text(row).split(":")[0] for row in rows}
-    _compare_with(right, group, f"{unit} over {of}'s, same seed", 1, texts)
-    return figure
-
-
-def _rows_of_arms(
-    group: Group,
-    styles: Styles,
-    what: str,
-    panels: Sequence[pd.DataFrame],
-    bars: Sequence[Sequence[pd.Series[float]]],
-) -> tuple[Figure, list[Axes]]:
-    """Draw two panels with a row for each arm: a dot for each seed, and a bar below the dots.
-
-    `panels` are tables (seeds, arms), and `bars` the low ends, middles and high ends of their arms.
-    """
+    what += f"p of paired t-tests, adjusted by Holm\n{about_reference(group)}"
     names = [
         f"{textwrap.fill(label(row.arm), 30)}\n{row.n_finished} of {row.n_expected} seeds"
         + f", {row.n_diverged} diverged" * bool(row.n_diverged)
         for row in group.table.itertuples()
     ]
     height = 1.8 + max(0.6, *(0.2 * (name.count("\n") + 1) for name in names)) * len(names)
-    what = f"{what}\n{about_reference(group)}"
-    figure, both = _new_figure(group.title, what, (10, height), (1, 2), sharey=True)
-    both[0].set_yticks(range(len(names)), names)
-    both[0].set_ylim(len(names) - 0.5, -0.5)
-    # Each seed has its own height in every row, so that pairs can be matched.
-    heights = pd.Series(np.linspace(-0.3, 0.1, len(group.seeds)), group.seeds)
-    for axes, values, ends in zip(both, panels, bars, strict=True):
-        far, beside = far_off(values), axes.get_yaxis_transform()
-        least, most = values[~far].min(axis=None), values[~far].max(axis=None)
-        for row, arm in enumerate(group.table.arm):
-            dots, style = values[arm].dropna(), styles[arm] | {"linestyle": "none"}
-            if dots.empty:
-                continue
-            axes.plot(dots, row + heights[dots.index], markersize=6, **style)
-            axes.plot([end[arm] for end in ends], 3 * [row + 0.28], "k|-", markersize=8)
-            for value in values[arm][far[arm]]:
-                x, text = (0.01, "\u25c2 {:.4g}") if value < least else (0.88, "{:.4g} \u25b8")
-                axes.text(x, row - 0.3, text.format(value), fontsize="small", transform=beside)
-        if far.any(axis=None):
-            axes.set_xlim(least - 0.05 * (most - least), most + 0.05 * (most - least))
-        axes.locator_params("x", nbins=4)
-        axes.xaxis.set_major_formatter("{x:,.6g}")
-    return figure, both
-
-
-def _compare_with(
-    axes: Axes, group: Group, name: str, equal: float, texts: Mapping[str, str]
-) -> None:
-    """Name the axis, draw the line where nothing differs, and write a text beside each row."""
-    if not axes.lines:
-        axes.set_axis_off()
-        axes.text(0.5, 0.5, "no seed to compare", ha="center", transform=axes.transAxes)
-        return
-    axes.set_xlabel(textwrap.fill(name, 50))
-    axes.axvline(equal, color="black", linewidth=0.8, linestyle="--", zorder=0)
+    figure, (left, right) = _new_figure(group.title, what, (10, height), (1, 2), sharey=True)
+    left.set_yticks(range(len(names)), names)
+    left.set_ylim(len(names) - 0.5, -0.5)
+    _draw_dots(left, group, styles, measure.scale * group.wide("test_score"))
+    left.set_xlim(*np.clip(left.get_xlim(), *measure.limits))
+    left.set_xlabel(f"test {measure.name} ({measure.unit})")
+    _draw_dots(right, group, styles, measure.scale * paired)
+    if not right.lines:
+        right.set_axis_off()
+        right.text(0.5, 0.5, "no seed to compare", ha="center", transform=right.transAxes)
+        return figure
+    minus = f"test {measure.name} minus {label(group.reference or '')}, same seed"
+    right.set_xlabel(textwrap.fill(f"{minus} ({measure.difference_unit})", 50))
+    right.axvline(0, color="black", linewidth=0.8, linestyle="--", zorder=0)
+    texts = {arm: f"p: {p_text(p)}" for arm, p in adjusted_ps(paired).items()}
     for row, arm in enumerate(group.table.arm):
         text = "reference" if arm == group.reference else texts.get(arm, "")
-        axes.text(1.02, row, text, va="center", transform=axes.get_yaxis_transform())
+        right.text(1.02, row, text, va="center", transform=right.get_yaxis_transform())
+    return figure
+
+
+def _draw_dots(axes: Axes, group: Group, styles: Styles, values: pd.DataFrame) -> None:
+    """Draw a row for each arm: a dot for each seed, the mean and its interval below the dots."""
+    # Each seed has its own height in every row, so that pairs can be matched.
+    heights = pd.Series(np.linspace(-0.3, 0.1, len(group.seeds)), group.seeds)
+    far, beside, means = far_off(values), axes.get_yaxis_transform(), intervals(values)
+    least, most = values[~far].min(axis=None), values[~far].max(axis=None)
+    for row, arm in enumerate(group.table.arm):
+        dots, style = values[arm].dropna(), styles[arm] | {"linestyle": "none"}
+        if dots.empty:
+            continue
+        axes.plot(dots, row + heights[dots.index], markersize=6, **style)
+        _, mean, half = means.fillna(0).loc[arm]
+        axes.plot([mean - half, mean, mean + half], 3 * [row + 0.28], "k|-", markersize=8)
+        for value in values[arm][far[arm]]:
+            x, text = (0.01, "\u25c2 {:.4g}") if value < least else (0.88, "{:.4g} \u25b8")
+            axes.text(x, row - 0.3, text.format(value), fontsize="small", transform=beside)
+    if far.any(axis=None):
+        axes.set_xlim(least - 0.05 * (most - least), most + 0.05 * (most - least))
+    axes.locator_params("x", nbins=4)
+    axes.xaxis.set_major_formatter("{x:,.6g}")
 
 
 def blocks_figure(group: Group, styles: Styles) -> Figure:
@@ -231,15 +176,6 @@ def blocks_figure(group: Group, styles: Styles) -> Figure:
     return figure
 
 
-def target_groups(groups: Iterable[Group]) -> list[list[Group]]:
-    """The groups that have a line over target variances, in one list per data set and measure."""
-    found: dict[object, list[Group]] = {}
-    for group in groups:
-        if len(_over_targets(group.wide("test_score"))) >= LEAST:
-            found.setdefault((group.data, group.measure), []).append(group)
-    return list(found.values())
-
-
 def _over_targets(wide: pd.DataFrame) -> pd.DataFrame:
     """The intervals of the arms whose name is just a mode, by target variance, ascending."""
     found = intervals(wide.dropna(axis=1, how="all"))
@@ -247,29 +183,24 @@ def _over_targets(wide: pd.DataFrame) -> pd.DataFrame:
     return found[found.index.notna()].sort_index()
 
 
-def targets_figure(groups: Sequence[Group]) -> Figure:
-    """Draw the test score and its difference from the reference over the target variance.
-
-    The groups have one data set and one measure; each has a row.
-    """
-    measure, scale = groups[0].measure, groups[0].measure.scale
+def targets_figure(group: Group, styles: Styles) -> Figure:
+    """Draw the test score and its difference from the reference over the target variance."""
+    measure, scale = group.measure, group.measure.scale
     what = f"test {measure.name} over the target variance: means over seeds, 95% t-intervals"
-    size, shape = (10, 1.2 + 2.5 * len(groups)), (len(groups), 2)
-    figure, panels = _new_figure(groups[0].data, what, size, shape)
-    for group, left, right in zip(groups, panels[::2], panels[1::2], strict=True):
-        tables = group.wide("test_score"), group.differences()
-        minus = f"minus {label(group.reference or 'a reference')}, same seed"
-        titles = f"{group.model} ({count_of(len(group.seeds), 'seed')})", f"{group.model} {minus}"
-        units = measure.unit, measure.difference_unit
-        for axes, wide, title, unit in zip((left, right), tables, titles, units, strict=True):
-            found = _over_targets(wide)
-            half = found.t95_half_width.fillna(0)
-            axes.errorbar(found.index, scale * found["mean"], scale * half, fmt="o-", capsize=3)
-            axes.set_title(title, loc="left", fontsize="medium")
-            axes.set(xscale="log", xlabel="target variance", ylabel=f"{measure.name} ({unit})")
-            axes.set_xticks(found.index, [f"{target:.3g}" for target in found.index])
-            axes.minorticks_off()
-        right.axhline(0, color="black", linewidth=0.8, linestyle="--", zorder=0)
+    figure, panels = _new_figure(group.title, what, (10, 3.7), (1, 2))
+    tables = group.wide("test_score"), group.differences()
+    minus = f"minus {label(group.reference or 'a reference')}, same seed"
+    titles = count_of(len(group.seeds), "seed"), minus
+    units = measure.unit, measure.difference_unit
+    for axes, wide, title, unit in zip(panels, tables, titles, units, strict=True):
+        found = _over_targets(wide)
+        half = found.t95_half_width.fillna(0)
+        axes.errorbar(found.index, scale * found["mean"], scale * half, fmt="o-", capsize=3)
+        axes.set_title(title, loc="left", fontsize="medium")
+        axes.set(xscale="log", xlabel="target variance", ylabel=f"{measure.name} ({unit})")
+        axes.set_xticks(found.index, [f"{target:.3g}" for target in found.index])
+        axes.minorticks_off()
+    panels[1].axhline(0, color="black", linewidth=0.8, linestyle="--", zorder=0)
     return figure
 
 
@@ -287,31 +218,8 @@ def variance_by_depth_figure(group: Group, styles: Styles) -> Figure:
         axes.set_title(title, loc="left", fontsize="medium")
         axes.set_ylabel("variance")
         _log_scale(axes)
-    panels[-1].set_xlabel(DEPTH)
+    panels[-1].set_xlabel("norm by depth, 0 = first")
     _add_legend(figure)
-    return figure
-
-
-def variance_by_step_figure(group: Group, styles: Styles) -> Figure:
-    """Draw the variance after weight and bias: for each arm, a heat map of depth (down) by step."""
-    tables = {arm: table["affine_variance"] for arm, table in group.variances.items()}
-    rows, columns = shape = math.ceil(len(tables) / 4), min(len(tables), 4)
-    size = 2.4 + 3.3 * columns, 1.4 + 3.5 * rows
-    what = "variance after weight and bias, mean over seeds (hatched: no finite value)"
-    figure, panels = _new_figure(group.title, what, size, shape, sharex=True, sharey=True)
-    values = np.concatenate([table.to_numpy().ravel() for table in tables.values()])
-    norm = colour_scale(values)
-    for axes, (arm, table) in zip(panels, tables.items(), strict=False):
-        axes.grid(visible=False)
-        x, y = table.index.to_numpy(), table.columns.to_numpy()
-        mesh = heat_map(axes, x, y, table.to_numpy().T, norm)
-        axes.set_title(_named(group, arm, "variances"), fontsize="medium")
-    for axes in panels[len(tables) :]:
-        axes.set_axis_off()
-    panels[0].locator_params(integer=True, min_n_ticks=1)
-    colour_bar(figure, mesh, values, panels, aspect=20 * rows, pad=0.02, label="variance")
-    figure.supxlabel("training step", fontsize="medium")
-    figure.supylabel(DEPTH, fontsize="medium")
     return figure
 
 

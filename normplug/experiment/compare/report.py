@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 import pandas as pd
 
 from normplug.experiment.compare.frame import label
 from normplug.experiment.compare.stats import Group
-from normplug.experiment.measure import ACCURACY, REFERENCES, Measure
+from normplug.experiment.measure import ACCURACY, Measure
 
 NOTHING = "-"
 LONGEST = 300  # characters of an error
 RATE = "optimizer.lr"
 LEFT_OUT = (RATE, "seed", "study")  # options that the sweep over seeds sets itself
-HOW_TO_READ = f"""## How to read the tables
-
-- n: finished runs, of the seeds that any arm of the table has. Only finished runs are averaged.
-- diverged: "stopped" counts runs that stopped at a loss that is not finite; they are in no mean.
-  "far off" counts finished runs whose test is more than 5 interquartile ranges outside the
-  quartiles of all runs; they are in the means, but off the axes of the plots.
-- test accuracy, or test loss: on the test set, after the last epoch; mean over seeds ± half the
-  width of the 95% t-interval. One seed has no interval. A lower loss is better.
-- reference: the arm that the others are compared with. It is {REFERENCES[0]} where that arm has
-  finished runs, else {REFERENCES[1]}, or what --reference names; each table names its own.
-- minus the reference: mean and 95% t-interval of the differences, paired by seed. Each interval
-  stands alone: with many arms, some will miss zero by chance. Arms are sorted by it.
-- p (Holm): of a paired t-test that the difference is zero, adjusted by Holm's method for the
-  number of arms in the table.
-- validation minus the reference: the same differences of the validation after the last epoch,
-  without p. They show whether the test and the validation, which chooses learning rates, agree.
-- speed ratio: images/s or tokens/s over the reference's; geometric mean over seeds, by pairs that
-  ran on the same hardware, and in brackets the lowest and highest. Above 1 is faster. Arms with
-  CUDA graphs are compared with a reference that has them. "unclear" is a ratio no larger than that
-  of the reference's own fastest and slowest runs.
-- images/s or tokens/s, step and peak memory: medians over runs.
+HOW_TO_READ = """\
+Only finished runs are averaged: n of all seeds in the table. ± is half of the 95% t-interval over
+seeds. Differences are paired by seed, and p is adjusted by Holm for the number of arms. A ratio of
+speeds is a geometric mean over pairs on the same hardware, with its range. The other speeds and the
+peak memory are medians over runs. docs/experiments.md explains more.
 """
 
 
@@ -62,11 +44,9 @@ def _section(group: Group) -> str:
             f"**Warning: the runs have different texts**, by SHA-256: {_counted(texts.str[:12])}. "
             "Their losses cannot be compared: train all arms on one text (data.path).\n"
         )
-    so = ": no differences, no speed ratios" if group.reference is None else ""
-    parts += [_outcomes(group), f"{about_reference(group)}{so}.\n"]
-    without = ["no variance plots: no finished run has a variance.csv"] * (not group.variances)
-    if left := _not_averaged(group) + without:
-        parts.append(f"Not in these numbers, or not in the plots:\n\n{_bullets(left)}")
+    parts += [_outcomes(group), f"{about_reference(group)}.\n"]
+    if lines := _left_out(group):
+        parts.append(f"Not in these numbers:\n\n{_bullets(lines)}")
     parts.append(
         f"Test {measure.name} is on the test set, after the last epoch; {measure.better} is "
         "better.\n"
@@ -75,14 +55,12 @@ def _section(group: Group) -> str:
 
 
 def about_reference(group: Group) -> str:
-    """Which arm is the reference, and why, in words."""
-    if group.reference is None and any(" lr=" in arm for arm in group.arms):
-        return "No reference: each rate is an arm of its own; --best chooses each arm's rate"
-    start = f"Reference: {label(group.reference)}" if group.reference else "No reference"
-    passed_over = takewhile(lambda arm: arm != group.reference, group.references)
-    states = {True: "has no finished run", False: "has no run"}
-    whys = [f"{label(arm)} {states[arm in group.arms]}" for arm in passed_over]
-    return f"{start}, since {' and '.join(whys)}" if whys else start
+    """Which arm is the reference, in words."""
+    if group.reference is not None:
+        return f"Reference: {label(group.reference)}"
+    if any(" lr=" in arm for arm in group.arms):
+        return "No reference: each rate is an arm of its own, and --best chooses each arm's rate"
+    return f"No reference: no finished run of {' or '.join(map(label, group.references))}"
 
 
 def _outcomes(group: Group) -> str:
@@ -161,30 +139,18 @@ def p_text(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _not_averaged(group: Group) -> list[str]:
-    """Why runs are not averaged; seeds with the same reason share a line."""
-    every = pd.MultiIndex.from_product([group.arms, group.seeds], names=["arm", "seed"])
-    runs = group.runs.set_index(["arm", "seed"]).reindex(every).reset_index()
-    runs["why"] = [_reason(run, group.measure) for run in runs.itertuples()]
-    lines = [
-        f"{label(arm)}, seed{'s' * (len(found) > 1)} {', '.join(map(str, found.seed))}: {why}"
-        for (arm, why), found in runs[runs.why != ""].groupby(["arm", "why"], sort=False)
-    ]
-    return lines + [
+def _left_out(group: Group) -> list[str]:
+    """Each run that is not averaged, and why."""
+    runs, no_score = group.runs, f"no test {group.measure.name}"
+    without = runs[(runs.status != "finished") | runs.test_score.isna()]
+    return [
+        f"{label(run.arm)}, seed {run.seed}: {run.status}: {_one_line(run.error) or no_score} "
+        f"({run.run})"
+        for run in without.itertuples()
+    ] + [
         f"{label(run.arm)}, seed {run.seed}: a second run, {run.run} ({run.status}), left out"
         for run in group.left_out.itertuples()
     ]
-
-
-def _reason(run: Any, measure: Measure) -> str:
-    """Why a run is not averaged; empty if it is."""
-    if pd.isna(run.status):
-        return "missing: another arm has this seed, this arm has no run with it"
-    if run.status == "finished":
-        return f"finished, but no test {measure.name} ({run.run})" * math.isnan(run.test_score)
-    if run.status in ("failed", "diverged"):
-        return f"{run.status}: {_one_line(run.error) or 'no error given'} ({run.run})"
-    return f'unfinished: its status is "{run.status}" ({run.run})'
 
 
 def _provenance(group: Group) -> list[str]:
