@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -106,12 +107,12 @@ class Analysis:
 
         untraced: why the forward was not traced, for the report; "" if it was.
         """
-        parts = _parts(module)
+        cls, parts = plain_class(module), _parts(module)
         norms = (*parts.summed, *parts.activated)
         if not norms:
             return
         try:
-            edited = edit(plain_class(module), parts, self._recompute)
+            edited = edit(cls, inspect.getattr_static(cls, "forward"), parts)
         except Untraceable:
             return
         for name in norms:

@@ -34,7 +34,6 @@ from normplug import _activations
 from normplug._activations import ActivationLike
 from normplug._fuse import calls
 from normplug._fuse.source import SCOPES, Untraceable, compiled, definition, is_name
-from normplug._ops import recompute as _recompute
 from normplug._ops.likely import Operations
 
 # Why a norm is not edited, for a report.
@@ -43,9 +42,8 @@ REASON = "no plain addition or activation is next to it"
 _CALLED = {
     "_normplug_add_norm": calls.add_norm,
     "_normplug_activated_norm": calls.activated_norm,
-    "_normplug_recompute": _recompute.call,
 }
-_ADD_NORM, _ACTIVATED_NORM, _RECOMPUTE = _CALLED
+_ADD_NORM, _ACTIVATED_NORM = _CALLED
 # The variable that holds a norm's result from the addition to the statement that reads it.
 _RESULT = "_normplug_result"
 # `except*` came with Python 3.11.
@@ -128,23 +126,18 @@ class Edited:
         return "add before it" if activation is None else _activations.label(activation)
 
 
-def edit(cls: type[nn.Module], parts: Parts, recompute: bool) -> Edited:
+@functools.cache
+def edit(cls: Any, forward: Any, parts: Parts) -> Edited:
     """Edit the forward of a class.
 
     Args:
-        cls: the class.
+        cls: the class of a module.
+        forward: its forward.
         parts: the children that the edits concern.
-        recompute: let the modules that read the results of the calls recompute them.
 
     Raises:
         Untraceable: the source of the forward is not certain.
     """
-    known: Any = cls  # to mypy, a class of modules has no hash
-    return _edit(known, inspect.getattr_static(cls, "forward"), parts, recompute)
-
-
-@functools.cache
-def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> Edited:
     if cls.__getattribute__ is not nn.Module.__getattribute__:
         raise Untraceable("its class defines __getattribute__")
     chain = [forward]
@@ -155,8 +148,6 @@ def _edit(cls: type[nn.Module], forward: Any, parts: Parts, recompute: bool) -> 
     written = chain[-1]
     editor = _Editor(cls, parts, written, definition(written))
     editor.edit(editor.definition.body)
-    if recompute:
-        editor.recompute(editor.definition.body)
     code = compiled(written, editor.definition, _CALLED)
     edited = _function(written, code, written.__closure__ or ())
     for outer, inner in zip(chain[-2::-1], chain[:0:-1], strict=True):
@@ -181,7 +172,6 @@ class _Editor:
     function: types.FunctionType
     definition: ast.FunctionDef
     found: dict[str, list[Place]] = field(default_factory=dict)
-    _results: list[ast.expr] = field(default_factory=list)  # of edited calls
 
     def __post_init__(self) -> None:
         arguments = [*self.definition.args.posonlyargs, *self.definition.args.args]
@@ -261,7 +251,6 @@ class _Editor:
             self._found(name, branch, node.func)
         else:
             return
-        self._results.append(made)
         _replace(statement, node, made)
 
     def _pair(self, body: list[ast.stmt], i: int, branch: Branch) -> None:
@@ -291,7 +280,6 @@ class _Editor:
             result = activation.args[0]
         else:
             return
-        self._results.append(result)
         _replace(reader, norm if _is_sum(value) else activation, result)
 
     def _found(self, norm: str, branch: Branch, function: Any = None) -> None:
@@ -330,7 +318,7 @@ class _Editor:
         parts: list[Any] = []
         if isinstance(node, ast.Call):
             named = self._named(node.func) is not None  # reading its name has no effect
-            parts = [*([] if named else [node.func]), *_arguments(node)]
+            parts = [*([] if named else [node.func]), *node.args, *(k.value for k in node.keywords)]
         elif isinstance(node, ast.BinOp):
             parts = [node.left, node.right]
         elif isinstance(node, ast.Tuple):
@@ -391,39 +379,6 @@ class _Editor:
             return getattr(base, node.attr, None) if isinstance(base, types.ModuleType) else None
         return None
 
-    def recompute(self, body: list[ast.stmt]) -> None:
-        """Let each call that is the only reader of an edited call's result recompute it."""
-        for i, statement in enumerate(body):
-            for node in _expressions(statement):
-                if self._is_reader(node):
-                    for y in _arguments(node):
-                        if y in self._results and isinstance(y, ast.Name):
-                            _let_recompute(node, y.id)
-            name, value = _assigned(statement)
-            if name is not None and value in self._results:
-                reader = self._only_reader(body[i + 1 :], name)
-                if reader is not None:
-                    _let_recompute(reader, name)
-            for block in _blocks(statement):
-                self.recompute(block)
-
-    def _only_reader(self, following: list[ast.stmt], name: str) -> ast.Call | None:
-        """The only call that reads a variable before its next assignment; None if there is none."""
-        readers = list[ast.Call]()
-        for statement in following:
-            places = _reads(statement, name)
-            if places:
-                called = [n for n in _expressions(statement) if self._is_reader(n)]
-                readers += [n for n in called if all(p in _arguments(n) for p in places)]
-                if len(readers) != 1:
-                    break
-            if isinstance(statement, ast.Return) or _assigned(statement)[0] == name:
-                return readers[0] if readers else None
-        return None
-
-    def _is_reader(self, node: Any) -> bool:
-        return isinstance(node, ast.Call) and self._is_own(node.func)
-
 
 def _activation(child: str, name: ActivationLike, module: nn.Module) -> ActivationLike:
     """The activation that a child of a module computes; `name` if it has no such child."""
@@ -445,11 +400,6 @@ def _may_be(test: ast.expr, result: bool, me: str, state: dict[str, Any]) -> boo
         return bool(eval(code, {me: types.SimpleNamespace(**state)})) == result
     except Exception:  # an attribute that only the forward can read
         return True
-
-
-def _let_recompute(reader: ast.Call, y: str) -> None:
-    reader.args = [_located(_load(y), reader), reader.func, *reader.args]
-    reader.func = _located(_load(_RECOMPUTE), reader)
 
 
 # Python's syntax trees: find, build and replace nodes.
@@ -491,10 +441,6 @@ def _reads(statement: ast.AST, name: str) -> list[ast.AST]:
     updated = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
     named = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
     return [node for node in named if node in updated or isinstance(node.ctx, ast.Load)]
-
-
-def _arguments(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def _has_one_argument(node: Any) -> bool:

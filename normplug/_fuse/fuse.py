@@ -44,9 +44,10 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     `recompute=True` saves memory: the next layer's backward recomputes the norm's output, bit for
     bit, instead of storing it. This costs one more read and write of the output. It applies to
     BatchNorm with an activation, to an addition with LayerNorm or RMSNorm, and to every second
-    block in a chain of residual blocks, if only modules and fused additions read the output. It has
-    no effect on the CPU, under torch.compile, and inside activation checkpointing or other
-    `torch.autograd.graph.saved_tensors_hooks`. The last call of `fuse` decides.
+    block in a chain of residual blocks, in forwards that are traced, if only modules and fused
+    additions read the output. It has no effect on the CPU, under torch.compile, and inside
+    activation checkpointing or other `torch.autograd.graph.saved_tensors_hooks`. The last call of
+    `fuse` decides.
 
     Copies of a fused model are fused in the same way, and are not traced again. A pickle is not
     fused where it is loaded, and pickling says so once: call `fuse` there.

@@ -21,24 +21,6 @@ class Feed(PreNorm):
         )
 
 
-class FeedByName(Feed):
-    """A `Feed` whose forward is edited instead of traced, since it takes keyword arguments."""
-
-    def forward(self, x, **options):
-        x = x + self.drop(self.mix(self.norm1(x)))
-        y = self.norm2(x)
-        y = self.mlp(y)
-        return x + y
-
-
-class FeedInside(Feed):
-    """Likewise; it calls the norm and the module that reads it in one statement."""
-
-    def forward(self, x, **options):
-        x = x + self.drop(self.mix(self.norm1(x)))
-        return x + self.mlp(self.norm2(x))
-
-
 class Attend(nn.Module):
     """An addition, a norm, and attention, which permutes the norm's result and copies that."""
 
@@ -84,17 +66,6 @@ class Residual(nn.Module):
     def forward(self, x):
         y = self.bn2(self.conv2(self.act(self.bn1(self.conv1(x)))))
         return self.act(y + (x if self.down is None else self.down(x)))
-
-
-class ActivatedByName(Residual):
-    """A block whose forward is edited instead of traced, since it takes keyword arguments."""
-
-    def forward(self, x, **options):
-        y = self.bn1(self.conv1(x))
-        y = self.act(y)
-        y = self.conv2(y)
-        y = self.act(self.bn2(y))
-        return self.down(y)
 
 
 def convolutions(*between, width=4):
