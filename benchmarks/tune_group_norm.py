@@ -18,6 +18,7 @@ import time
 import torch
 import torch.nn.functional as F
 
+from normplug._kernels import ahead
 from normplug._kernels.device import power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
@@ -198,7 +199,8 @@ class Sweep:
         base = choose(*self.plan._shape, self.sms)
         programs = {shape: self.program(direction, shape) for shape in variants(base, self.sms)}
         for program in programs.values():
-            program.expect(self.plan.acc)
+            for job in program.jobs(self.plan.acc):
+                ahead.expect(job)
         rows = []
         for shape, program in programs.items():
             if rows and time.monotonic() > deadline:

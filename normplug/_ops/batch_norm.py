@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from normplug import _activations, _checks, native
 from normplug._activations import ActivationLike, backward_reads_input
 from normplug._layouts import dense, laid_out_like, lies_like
-from normplug._ops import eligible, likely, peers, running, stock
+from normplug._ops import eligible, peers, running, stock
 from normplug._ops.call import key_of, made_once
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import BLANKS, BasePlan, Needs, Plan
@@ -337,9 +337,6 @@ class BatchNormPlan(Plan):
             scratch=launches.scratch(geometry),
         )
 
-    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        return likely_plans(t, self.spec, call)
-
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
         """The program that recomputes y, normalised by the saved statistics."""
         from normplug._kernels.batch_norm import launches, schedule
@@ -459,21 +456,6 @@ def constants_of(
     mean, rstd = stats.chunk(2)
     var = running.variance_of(rstd, spec.eps)
     return (mean, var) if dtype is None else (mean.to(dtype), var.to(dtype))
-
-
-def likely_plans(
-    t: Tensors, spec: BatchNormSpec, call: likely.Call
-) -> Iterator[tuple[Plan, Tensors]]:
-    """Plans for a layer that is called as `call`, if t was called with `spec` first."""
-    activation, has_residual, _ = call.operations
-    its = spec._replace(activation=activation, pool=None, keeps_residual=False)
-    for x in likely.images(t.x, *call.shape):
-        residual = torch.empty_like(x, requires_grad=True) if has_residual else None
-        weight, bias, mean, var = (
-            likely.vector(v, call.shape) for v in (t.weight, t.bias, t.running_mean, t.running_var)
-        )
-        other = Tensors(x, residual, weight, bias, None, mean, var, t.tracked)
-        yield BatchNormPlan(other, its), other
 
 
 class StatisticsPlan(BasePlan):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from normplug import _activations, _checks
 from normplug._activations import ActivationLike
 from normplug._layouts import dense, lies_like
-from normplug._ops import eligible, likely, running, stock
+from normplug._ops import eligible, running, stock
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Needs, Plan
 from normplug._ops.program import NOTHING, SLOT, Program, Result, named
@@ -276,13 +276,6 @@ class GroupNormPlan(Plan):
             results=results,
             scratch=launches.backward_scratch(geometry, wanted),
         )
-
-    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        spec = self.spec._replace(activation=call.operations.activation, **dict(call.fields))
-        for x in likely.images(t.x, *call.shape):
-            weight, bias = (likely.vector(v, call.shape) for v in (t.weight, t.bias))
-            other = Tensors(x, None, weight, bias)
-            yield GroupNormPlan(other, spec), other
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         x, _, weight, bias, _, _ = saved

@@ -8,8 +8,7 @@ operations.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from normplug import native
 from normplug._layouts import readable
-from normplug._ops import likely
 from normplug._ops.program import SLOT, SLOTS, Program
 from normplug._ops.spec import Tensors
 from normplug._torch import (
@@ -30,7 +28,6 @@ from normplug._torch import (
 from normplug.reference import accumulator_dtype
 
 if TYPE_CHECKING:
-    from normplug._kernels import ahead
     from normplug._kernels.launch import Workspace
 
 # The gradients of x, residual, weight, bias and input_bias.
@@ -158,9 +155,18 @@ class Plan(BasePlan, ABC):
             found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
             is_on_gpu = self.gpu is not None and not recordings
             if is_on_gpu and not torch.cuda.is_current_stream_capturing():
-                found.expect(self.acc, after=1)  # this call compiles the first kernel itself
                 self._expect_next(Tensors(*t), found, keep)  # type: ignore[arg-type]
         return found
+
+    def _expect_next(self, t: Tensors, forward: Program, keep: bool) -> None:
+        """Have worker processes compile the kernels that follow the first, and the backward's."""
+        from normplug._kernels import ahead
+
+        jobs = forward.jobs(self.acc)[1:]  # this process compiles the first, by launching it
+        for backward in self.usual_backwards(t, forward) if keep else ():
+            jobs += backward.jobs(self.acc)
+        for job in jobs:
+            ahead.expect(job)
 
     def backward_of(
         self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
@@ -171,9 +177,9 @@ class Plan(BasePlan, ABC):
         return self._made_once(key, self.backward_program, saved, dy, dtotal, needs)
 
     def usual_backwards(self, t: Tensors, forward: Program) -> list[Program]:
-        """The programs of the usual backwards of this forward, the likeliest first, if any.
+        """The programs of this forward's backward, if dy lies like y; none without gradients.
 
-        They compute all required gradients, each for one of `usual_gradients`.
+        If the forward returns a total, there are two: often nothing else reads it.
         """
         needs = tuple(a is not None and a.requires_grad for a in t[:_INPUTS])
         if not any(needs):
@@ -183,53 +189,8 @@ class Plan(BasePlan, ABC):
             slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         saved = [slots[slot] for slot in forward.saved]
         results = [slots[slot] for slot, _ in forward.results]
-        dy, dtotal = results if self.has_total else (*results, None)
-        usual = self.usual_gradients(t, dy, dtotal)
+        usual = [[*results], [results[0], None]] if self.has_total else [[*results, None]]
         return [self.backward_of(saved, *gradients, needs) for gradients in usual]
-
-    def usual_gradients(
-        self, t: Tensors, dy: Tensor, dtotal: Tensor | None
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """The gradients that a backward usually gets, the likeliest first.
-
-        dy, dtotal: laid out as y and the total. The latter is None if there is no total.
-        """
-        return [(dy, dtotal)]
-
-    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        """Plans for a layer that is called as `call`, each with its tensors, if t came first."""
-        return iter(())
-
-    def _expect_next(self, t: Tensors, forward: Program, keep: bool) -> None:
-        """Start compiling the kernels of this call's backward, and of calls likely to follow.
-
-        The others' kernels are compiled in the order of use: the layers' forwards, then their
-        backwards, from the last layer to the first. Kernels that only one guess needs come last,
-        since most of these guesses are wrong.
-
-        keep: as in `forward_of`. Without it there are no backwards.
-        """
-        from normplug._kernels import ahead
-
-        # If this call's own kernel is compiled already, so are the others' in all likelihood.
-        own = self.usual_backwards(t, forward) if keep else [forward]
-        if not own or not own[0].expect(self.acc):
-            return
-        forwards: list[ahead.Job] = []
-        backwards: list[ahead.Job] = []
-        for call in likely.calls_after(t, self.spec, keep):
-            for plan, other in self.likely_plans(t, call):
-                plan._machine = self._machine
-                program = plan.forward_program(other, keep)
-                forwards += program.jobs(plan.acc)
-                for backward in plan.usual_backwards(other, program) if keep else ():
-                    backwards += backward.jobs(plan.acc)
-        jobs = {job.key: job for job in (*forwards, *reversed(backwards))}
-        guesses = Counter(job.key for job in (*forwards, *backwards))
-        for key in sorted(jobs, key=lambda key: guesses[key] == 1):
-            ahead.expect(jobs[key])
-        for backward in own[1:]:
-            backward.expect(self.acc)
 
     def run(self, t: Tensors) -> Any:
         """Run a call, and record it for autograd if gradients are enabled."""

@@ -149,28 +149,10 @@ class Program:
             updated = map(slots.__getitem__, self.updates)
             increment_version(list(filterfalse(Tensor.is_inference, updated)))
 
-    def jobs(self, accumulator: torch.dtype, after: int = 0) -> list[ahead.Job]:
-        """The jobs that compile the kernels.
-
-        Args:
-            accumulator: the dtype of partial results.
-            after: how many of the first kernels to leave out.
-        """
+    def jobs(self, accumulator: torch.dtype) -> list[ahead.Job]:
+        """The jobs that compile the kernels; accumulator: the dtype of partial results."""
         dtypes = {PARTIAL: accumulator, COUNTERS: torch.int64, **self._dtypes}
-        return [
-            launch.job([dtypes[slot] for slot in slots]) for launch, slots, _ in self.steps[after:]
-        ]
-
-    def expect(self, accumulator: torch.dtype, after: int = 0) -> bool:
-        """Have worker processes compile the kernels; the arguments of `jobs`.
-
-        Returns:
-            Whether any of them is being compiled.
-        """
-        from normplug._kernels import ahead
-
-        begun = [ahead.expect(job) for job in self.jobs(accumulator, after)]
-        return any(begun)
+        return [launch.job([dtypes[slot] for slot in slots]) for launch, slots, _ in self.steps]
 
     def results_of(self, slots: Sequence[Any]) -> list[Any]:
         """The results of a run, from its slots."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops import eligible, likely, nested, running, stock
+from normplug._ops import eligible, nested, running, stock
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Gradients, Needs, Plan
 from normplug._ops.program import (
@@ -444,54 +443,6 @@ class LayerNormPlan(Plan):
             copies=copies,
             scratch=launches.backward_scratch(shape, wanted),
         )
-
-    def usual_gradients(
-        self, t: Tensors, dy: Tensor, dtotal: Tensor | None
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """See `Plan`.
-
-        If nothing else reads the total, it has no gradient. If the rows of x or of the residual lie
-        in another order, as after an attention, so may the rows of dy.
-        """
-        from normplug._kernels.layer_norm.launches import Levels
-        from normplug._ops.spacing import spacing_of
-
-        usual = [dy]
-        for each in [t.x] if t.residual is None else [t.x, t.residual]:
-            spacing = spacing_of(each, self._row_dims)
-            if isinstance(spacing, Levels) and spacing.dense(self._rows, self._width):
-                usual.append(dy.new_empty_strided(dy.shape, each.stride()))
-        totals = [dtotal] if dtotal is None else [dtotal, None]
-        return [(each, total) for each in usual for total in totals]
-
-    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        """See `Plan`.
-
-        Under autocast the branches of a model have its dtype. The stream that they are added to has
-        the dtype of x, or from the first norm on the branches' dtype. The latter holds for all
-        sums if the first norm follows a sum.
-        """
-        from normplug._kernels.layer_norm.launches import Levels
-
-        row, operations = call.shape, call.operations
-        spec = self.spec._replace(normalized_shape=row, **dict(call.fields))
-        weight, bias = (likely.vector(v, row) for v in (t.weight, t.bias))
-        input_bias = likely.vector(t.weight, row) if operations.input_bias else None
-        branch = self.spec.autocast or t.x.dtype
-        only_branch = operations.input_bias or t.residual is not None
-        dtypes = [branch] if only_branch else list(dict.fromkeys((t.x.dtype, branch)))
-        pairs: list[tuple[Any, Any]] = [(dtype, None) for dtype in dtypes]
-        if operations.residual:
-            pairs = [(a, b) for a in dtypes for b in dtypes if branch in (a, b)]
-        layouts: list[tuple[Any, Any]] = [(None, None)]
-        if any(isinstance(s, Levels) for s in (self._x_spacing, self._residual_spacing)):
-            layouts.append((t.x, t.residual))
-        for shape in likely.row_shapes(t.x, self._row_dims, row):
-            for (x_dtype, dtype), (like_x, like_residual) in itertools.product(pairs, layouts):
-                x = likely.rows(shape, x_dtype, like_x)
-                residual = None if dtype is None else likely.rows(shape, dtype, like_residual)
-                other = Tensors(x, residual, weight, bias, input_bias, *t[5:])
-                yield LayerNormPlan(other, spec), other
 
     def _vector(self, name: str, saved: dict[str, Tensor]) -> Any:
         return (self._row, contiguous(self._row), saved[name].dtype) if name in saved else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks
-from normplug._ops import likely, sharded
+from normplug._ops import sharded
 from normplug._torch import interposed
 from normplug.modes import ModeLike, NormMode
 from normplug.modes import target_variance as variance_of
@@ -152,16 +152,6 @@ class TargetVarianceNorm(nn.Module):
             track_running_stats: whether to watch statistics; None leaves it to the class.
             device: the device of new tensors if the layer has no weight.
         """
-
-    def _likely_call(self) -> likely.Call | None:
-        """How the layer will be called, as far as is known; None if it has no kernels."""
-        return None
-
-    def note_call(self, operations: likely.Operations = likely.ALONE) -> None:
-        """Note how the layer will be called, so that kernels can be compiled ahead of time."""
-        call = self._likely_call()
-        if call is not None:
-            likely.note(self, call._replace(operations=operations))
 
     @classmethod
     def _leave(cls, module: nn.Module) -> None:
