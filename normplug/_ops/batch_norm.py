@@ -518,7 +518,7 @@ def channel_stats_by_kernel(x: Tensor) -> tuple[Tensor, Tensor] | None:
             return None
         key = key_of(t, None, "channel_stats")
         run = made_once(key, StatisticsPlan, t).run
-        native.keep(None, "channel_stats", t, run)
+        native.keep(None, "channel_stats", t, t, run)
         stats = run(t)
     mean, var = stats.chunk(2)
     return mean, var

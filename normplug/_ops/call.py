@@ -66,13 +66,15 @@ def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = F
         if not interposed():
             key = key_of(t, spec, backend)
             try:
-                run = _stored.get(key)
+                found = _stored.get(key)
             except TypeError:  # an unhashable setting, which the checks will refuse
-                run = None
-            if run is not None:
+                found = None
+            if found is not None:
+                run, laid_out = found
+                ready = t if laid_out is None else laid_out(t)[0]
                 if native._extension is not None:
-                    native.keep(spec, backend, t, run)
-                return run(t)
+                    native.keep(spec, backend, t, ready, run)
+                return run(ready)
     return _new_call(caller, t, spec, backend, isolated, key)
 
 
@@ -95,8 +97,7 @@ def _new_call(
     _checks.devices(caller, t.x, **others(t))
     result = way.run(way.t)
     if key:
-        run, laid_out = way.run, way.spec.laid_out  # not `way`, which has tensors
-        _store(key, run if way.t is t else lambda t: run(laid_out(t)[0]))
+        _store(key, (way.run, None if way.t is t else way.spec.laid_out))
     return result
 
 

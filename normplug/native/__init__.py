@@ -211,10 +211,13 @@ def call(spec: Any, backend: Any, t: Any) -> Any:
     return None if _extension is None else _extension.call(spec, backend, t)
 
 
-def keep(spec: Any, backend: Any, t: Any, bound: Any) -> None:
-    """Store a call for `call` to run, if `bound` is the method `run` of a plan."""
+def keep(spec: Any, backend: Any, t: Any, ready: Any, bound: Any) -> None:
+    """Store a call for `call` to run, if `bound` is the method `run` of a plan.
+
+    ready: t, with copies of the tensors whose layout the kernels cannot read.
+    """
     if _extension is not None and getattr(bound, "__name__", "") == "run":
-        _extension.keep(spec, backend, t, _plan_of(_extension, bound.__self__))
+        _extension.keep(spec, backend, t, ready, _plan_of(_extension, bound.__self__))
 
 
 def forward(module: Any, *inputs: Any) -> Any:

@@ -635,7 +635,7 @@ def cached():
     native.forget()
     bound = calls.choose("test", ROWS, SPEC, "triton").run
     assert native.call(SPEC, "triton", ROWS) is None
-    native.keep(SPEC, "triton", ROWS, bound)
+    native.keep(SPEC, "triton", ROWS, ROWS, bound)
     yield bound
     native.forget()
 
@@ -650,6 +650,26 @@ def test_a_cached_call_is_found_until_it_is_forgotten(cached):
     assert is_cpp(trained)
     native.forget()
     assert native.call(SPEC, "triton", ROWS) is None
+
+
+LAYOUTS = {
+    "rows": (lambda t: functional.layer_norm(t, (4,), backend="triton"), (2, 3, 5, 4)),
+    "sum": (lambda t: functional.add_layer_norm(X[:2], t, (6,), backend="triton")[0], (2, 6)),
+    "channels": (lambda t: batch_norm(t, None, None, None), (3, 4, 2, 5)),
+    "groups": (lambda t: functional.group_norm(t, 2, backend="triton"), (3, 4, 2, 5)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_stored_call_copies_what_the_kernels_cannot_read_without_python(name, monkeypatch):
+    norm, shape = LAYOUTS[name]
+    x = torch.randn(*shape, 2)[..., 0].requires_grad_()
+    expected = both_ways(lambda: {"dx": torch.autograd.grad(norm(x).square().sum(), x)[0]})
+    monkeypatch.setattr(calls, "key_of", None)
+    y = norm(x)
+    assert is_cpp(y)
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+    routes.assert_same("dx", dx, expected["dx"])
 
 
 class Own(torch.Tensor):
@@ -716,7 +736,7 @@ def test_no_call_is_found_inside_a_transform_a_trace_or_a_mode(cached):
 def test_only_a_plans_bound_call_is_cached(cached):
     other = SPEC._replace(eps=1e-3)
     for function in (lambda t: t, other.by_torch):
-        native.keep(other, "triton", ROWS, function)
+        native.keep(other, "triton", ROWS, ROWS, function)
         assert native.call(other, "triton", ROWS) is None
 
 
