@@ -23,8 +23,7 @@ from normplug._kernels.device import power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
 from normplug._ops.group_norm import GroupNormPlan, GroupNormSpec
-from normplug._ops.plans import BLANKS
-from normplug._ops.program import SLOT
+from normplug._ops.plans import BLANKS, SLOT
 from normplug._ops.spec import Tensors
 from normplug._results import stamp
 from normplug.bench.timing import copy_gbps, gpu_stopwatch
@@ -164,7 +163,7 @@ class Sweep:
             else:
                 slots = self.plan._slots(self.saved)
                 slots[SLOT["dy"]] = self.dy
-            program.run(slots, self.plan.device, self.plan.workspace)
+            program.run(slots, self.plan)
             return slots
 
         return run

@@ -24,8 +24,7 @@ from normplug._ops.batch_norm import (
     group_of,
     machine_of,
 )
-from normplug._ops.plans import Needs, Plan
-from normplug._ops.program import NOTHING, RUNNING, SLOT, Layout, Program, Result, named
+from normplug._ops.plans import NOTHING, RUNNING, SLOT, Layout, Needs, Plan, Program, Result, named
 from normplug._ops.spec import Pool, Tensors
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,14 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops import eligible, nested, running, stock
+from normplug._layouts import is_contiguous
+from normplug._ops import eligible, nested, stock
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import Gradients, Needs, Plan
-from normplug._ops.program import (
+from normplug._ops.plans import (
     NOTHING,
     RUNNING,
     SLOT,
+    Gradients,
     Layout,
+    Needs,
+    Plan,
     Program,
     Result,
     contiguous,
@@ -127,7 +130,7 @@ class LayerNormSpec(NamedTuple):
             # Detached, not under no_grad: torch.export would make that a subgraph without outputs,
             # and an ExportedProgram with one cannot be saved.
             statistics = h.detach(), len(shape), mean.detach(), rstd.detach(), self.eps
-            running.update(t, self.momentum, *_row_statistics(*statistics))
+            stock.update_running(t, self.momentum, *_row_statistics(*statistics))
         return stock.cast(y, total.dtype, autocast, self.autocast_output)
 
     def _rms_norm(self, total: Tensor, t: Tensors) -> Tensor:
@@ -135,7 +138,7 @@ class LayerNormSpec(NamedTuple):
         if t.running_var is not None and total.numel() > 0:
             rows = nested.rows(total.detach(), shape)
             moment = rows.to(accumulator_dtype(total.dtype)).square().mean()
-            running.update(t, self.momentum, None, moment)
+            stock.update_running(t, self.momentum, None, moment)
         if self.weight_offset or self.rounding is not None:
             return composed_rms_norm(total, t.weight, self)
         promotes = autocast is None or self.autocast_output == "low"
@@ -161,8 +164,6 @@ class LayerNormSpec(NamedTuple):
 
     def laid_out(self, t: Tensors) -> tuple[Tensors, LayerNormSpec]:
         """The call with dense rows, where one launch can read the rows of x and of the residual."""
-        from normplug._ops.spacing import spacing_after
-
         row_dims, width = len(self.normalized_shape), math.prod(self.normalized_shape)
         x, residual = t.x, t.residual
         spacing = spacing_after(x, row_dims, width)
@@ -217,8 +218,6 @@ class LayerNormSpec(NamedTuple):
         return (y, stats) if residual is None else (y, x.new_empty(x.shape, dtype=dtype), stats)
 
     def fake_dx(self, x: Tensor) -> Tensor:
-        from normplug._ops.spacing import lies_dense, row_spacing
-
         row_dims = len(self.normalized_shape)
         rows = math.prod(x.shape[: x.dim() - row_dims])
         spacing = row_spacing(x.shape, x.stride(), row_dims)
@@ -261,7 +260,7 @@ def _row_statistics(
     component.
     """
     if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
-        return mean.mean(), running.variance_of(rstd, eps).mean()
+        return mean.mean(), stock.variance_of(rstd, eps).mean()
     h = nested.rows(h, h.shape[-row_dims:])
     dims = tuple(range(-row_dims, 0))
     var, mean = torch.var_mean(h.to(accumulator_dtype(h.dtype)), dim=dims, correction=0)
@@ -307,7 +306,6 @@ class LayerNormPlan(Plan):
         from normplug._kernels.device import processors, shared_memory
         from normplug._kernels.launch import COOPERATIVE
         from normplug._kernels.layer_norm.launches import Flags
-        from normplug._ops.spacing import spacing_of
 
         super().__init__(t, spec)
         x, residual, weight, bias, input_bias, running_mean, running_var, _ = t
@@ -402,7 +400,6 @@ class LayerNormPlan(Plan):
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
         from normplug._kernels.layer_norm import launches, schedule
-        from normplug._ops.spacing import lies_dense, spacing_after
 
         if dy is None:  # y was not used
             results = self._results("dtotal", needs)
@@ -512,3 +509,69 @@ class LayerNormPlan(Plan):
         return schedule.layer_norm_forward(
             self._rows, self._width, unit, self._itemsize, running, self._machine[0]
         )
+
+
+# How the rows of a tensor lie in memory, if the kernels can address them.
+
+
+def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> Spacing | None:
+    """The spacing of rows; None if a row is not dense, or the kernels cannot express it."""
+    from normplug._kernels.layer_norm.launches import Levels
+
+    outer = len(shape) - row_dims
+    if not is_contiguous(shape[outer:], stride[outer:]):
+        return None
+    levels: list[tuple[int, int]] = []  # (count, stride), the innermost first
+    for size, step in zip(reversed(shape[:outer]), reversed(stride[:outer]), strict=True):
+        if size == 1:
+            continue
+        if levels and step == math.prod(levels[-1]):
+            levels[-1] = (levels[-1][0] * size, levels[-1][1])
+        else:
+            levels.append((size, step))
+    if len(levels) == 3:
+        (inner, step), (heads, middle), (_, apart) = levels
+        # Only heads within a token: `heads` and `middle` are compiled into the kernel, and others
+        # may change from call to call.
+        return Levels(inner, apart, step, heads, middle) if 0 < middle < step else None
+    if len(levels) == 2:
+        (inner, step), (_, apart) = levels
+        return Levels(inner, apart, step)
+    if levels[2:]:
+        return None
+    return levels[0][1] if levels else math.prod(shape[outer:])
+
+
+_row_spacing = lru_cache(maxsize=4096)(row_spacing)  # cannot take symbolic sizes
+
+
+def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
+    """Whether rows, in any order, have no gaps between them. Their gradient then has none."""
+    from normplug._kernels.layer_norm.launches import Levels
+
+    if isinstance(spacing, Levels):
+        return spacing.dense(rows, width)
+    return spacing == width
+
+
+def spacing_of(t: Tensor, row_dims: int) -> Spacing:
+    """The row spacing of a tensor that the kernels can read."""
+    if t.is_contiguous():
+        return math.prod(t.shape[t.dim() - row_dims :])
+    spacing = _row_spacing(t.shape, t.stride(), row_dims)
+    assert spacing is not None
+    return spacing
+
+
+def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spacing | None:
+    """The row spacing; None if no launch can take it together with those `before`."""
+    if t.is_contiguous():
+        return width
+    from normplug._kernels.layer_norm.launches import Levels
+
+    spacing = _row_spacing(t.shape, t.stride(), row_dims)
+    if isinstance(spacing, Levels):
+        for other in before:
+            if isinstance(other, Levels) and not spacing.goes_with(other):
+                return None
+    return spacing

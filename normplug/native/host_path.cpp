@@ -177,7 +177,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "normplug_host_path", nullptr, -1, 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit_normplug_host_path() {
   HANDLE_TH_ERRORS
   // programs.h and Python's programs must number the slots alike.
-  py::tuple slots = py::module_::import("normplug._ops.program").attr("SLOTS");
+  py::tuple slots = py::module_::import("normplug._ops.plans").attr("SLOTS");
   const std::pair<size_t, const char*> known[] = {
       {kTracked, "tracked"}, {kDy, "dy"},           {kDtotal, "dtotal"},
       {kPartial, "partial"}, {kCounters, "counters"}, {kNothing, "nothing"}};

@@ -24,7 +24,7 @@ namespace normplug {
 
 using at::Tensor;
 
-// Indices into `normplug._ops.program.SLOTS`; checked when the module is loaded.
+// Indices into `normplug._ops.plans.SLOTS`; checked when the module is loaded.
 constexpr size_t kTensors = 8, kInputs = 5, kSlots = 25, kNothing = kSlots - 1;
 constexpr size_t kTracked = 7, kDy = 14, kDtotal = 15, kPartial = 22, kCounters = 23;
 using Slots = std::array<Tensor, kSlots>;
