@@ -13,7 +13,7 @@ from torch import Tensor
 
 from normplug import _checks
 from normplug._layouts import is_contiguous
-from normplug._ops import eligible, nested, stock
+from normplug._ops import eligible, parts, stock
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import (
     NOTHING,
@@ -107,8 +107,8 @@ class LayerNormSpec(NamedTuple):
         _checks.autocast_output(caller, self.autocast_output)
         _checks.same_shape(caller, t.x, residual=t.residual)
         vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
-        parts = nested.components(caller, t.x) if nested.is_strided(t.x) else (t.x,)
-        for part in parts:
+        rows = parts.components(caller, t.x) if parts.is_nested(t.x) else (t.x,)
+        for part in rows:
             _checks.trailing(caller, part, self.normalized_shape, **vectors)
 
     # PyTorch's kernels.
@@ -136,7 +136,7 @@ class LayerNormSpec(NamedTuple):
     def _rms_norm(self, total: Tensor, t: Tensors) -> Tensor:
         shape, autocast = self.normalized_shape, self._autocast_of(total)
         if t.running_var is not None and total.numel() > 0:
-            rows = nested.rows(total.detach(), shape)
+            rows = parts.rows(total.detach(), shape)
             moment = rows.to(accumulator_dtype(total.dtype)).square().mean()
             stock.update_running(t, self.momentum, None, moment)
         if self.weight_offset or self.rounding is not None:
@@ -261,7 +261,7 @@ def _row_statistics(
     """
     if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
         return mean.mean(), stock.variance_of(rstd, eps).mean()
-    h = nested.rows(h, h.shape[-row_dims:])
+    h = parts.rows(h, h.shape[-row_dims:])
     dims = tuple(range(-row_dims, 0))
     var, mean = torch.var_mean(h.to(accumulator_dtype(h.dtype)), dim=dims, correction=0)
     return mean.mean(), var.mean()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from normplug import native
-from normplug._ops import nested
+from normplug._ops import parts
 from normplug._ops.call import call
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
@@ -58,7 +58,7 @@ class RowNorm(WatchedRows):
         measures = self._probe is not None  # read first: another thread may unswap the layer
         y = self._run(t, autocast_output)
         if measures:
-            self._record(*(nested.rows(t, self._affine_shape()) for t in (input, y)))
+            self._record(*(parts.rows(t, self._affine_shape()) for t in (input, y)))
         return y
 
     def _by_torch(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
