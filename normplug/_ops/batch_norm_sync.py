@@ -47,8 +47,6 @@ def group_to_join(group: Any) -> Any:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = group or dist.group.WORLD
-    if not torch.compiler.is_compiling() and peers.is_known(group):
-        return group
     return group if dist.get_world_size(group) > 1 else None
 
 
