@@ -8,7 +8,7 @@ goes to the one that was largest before rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,14 @@ from torch import Tensor
 from normplug._kernels.batch_norm import launches, schedule, windows
 from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
-from normplug._ops import eligible, likely, peers
+from normplug._ops import eligible, peers
 from normplug._ops.batch_norm import (
     BatchNormSpec,
     constants_of,
     group_of,
-    likely_plans,
     machine_of,
 )
-from normplug._ops.plans import Needs, Plan
-from normplug._ops.program import NOTHING, RUNNING, SLOT, Layout, Program, Result, named
+from normplug._ops.plans import NOTHING, RUNNING, SLOT, Layout, Needs, Plan, Program, Result, named
 from normplug._ops.spec import Pool, Tensors
 
 
@@ -72,10 +70,6 @@ class PooledPlan(Plan):
         self._joined = spec.peers is not None
         self.mark = spec.peers.mark if self._joined else 0
         self._cumulative = spec.training and spec.momentum is None and t.running_mean is not None
-
-    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        """Plans of norms without pooling, since usually only one layer of a model has it."""
-        return likely_plans(t, self.spec, call)
 
     def _columns(self, size: tuple[int, int], tensors: int) -> schedule.Geometry:
         shape = (self._n, self._channels, math.prod(size), True, self._dtype.itemsize)

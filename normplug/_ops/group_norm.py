@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +13,9 @@ from torch import Tensor
 from normplug import _activations, _checks
 from normplug._activations import ActivationLike
 from normplug._layouts import dense, lies_like
-from normplug._ops import eligible, likely, running, stock
+from normplug._ops import eligible, stock
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import Needs, Plan
-from normplug._ops.program import NOTHING, SLOT, Program, Result, named
+from normplug._ops.plans import NOTHING, SLOT, Needs, Plan, Program, Result, named
 from normplug._ops.spec import Tensors, autocast_result, others
 from normplug.reference import accumulator_dtype
 
@@ -148,7 +147,7 @@ class GroupNormSpec(NamedTuple):
     def update_by(self, t: Tensors, stats: Tensor) -> None:
         """Update a call's running statistics by the kernels' stats: mean and rstd of the groups."""
         mean, rstd = stats.detach().view(2, t.x.shape[0], self.groups)
-        self._update(t, mean, running.variance_of(rstd, self.eps))
+        self._update(t, mean, stock.variance_of(rstd, self.eps))
 
     def _update(self, t: Tensors, mean: Tensor, var: Tensor) -> None:
         """Update a call's running statistics by mean and biased var of its groups, (N, groups).
@@ -162,7 +161,7 @@ class GroupNormSpec(NamedTuple):
             mean, var = mean.mean(0), var.mean(0) * (values / (values - 1))
         else:
             mean, var = mean.mean(), var.mean()
-        running.update(t, self.momentum, mean, var)
+        stock.update_running(t, self.momentum, mean, var)
 
 
 def _spec_of(
@@ -276,13 +275,6 @@ class GroupNormPlan(Plan):
             results=results,
             scratch=launches.backward_scratch(geometry, wanted),
         )
-
-    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        spec = self.spec._replace(activation=call.operations.activation, **dict(call.fields))
-        for x in likely.images(t.x, *call.shape):
-            weight, bias = (likely.vector(v, call.shape) for v in (t.weight, t.bias))
-            other = Tensors(x, None, weight, bias)
-            yield GroupNormPlan(other, spec), other
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         x, _, weight, bias, _, _ = saved

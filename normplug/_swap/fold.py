@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from normplug import _convert
-from normplug._ops import sharded
+from normplug._ops import parts
 from normplug._swap.inventory import Inventory
 from normplug._table import shown
 
@@ -43,7 +43,7 @@ def _has_moved(t: Tensor | None) -> bool:
     """Whether a count is not 0, or a parameter not one constant."""
     if t is None or is_lazy(t):
         return False
-    t = sharded.own_part(t.detach())
+    t = parts.own_part(t.detach())
     if type(t) is not Tensor or t.is_meta or not t.numel():  # it has no values
         return False
     start = t.flatten()[0] if t.is_floating_point() else 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks
-from normplug._ops import likely, sharded
+from normplug._ops import parts
 from normplug._torch import interposed
 from normplug.modes import ModeLike, NormMode
 from normplug.modes import target_variance as variance_of
@@ -153,16 +153,6 @@ class TargetVarianceNorm(nn.Module):
             device: the device of new tensors if the layer has no weight.
         """
 
-    def _likely_call(self) -> likely.Call | None:
-        """How the layer will be called, as far as is known; None if it has no kernels."""
-        return None
-
-    def note_call(self, operations: likely.Operations = likely.ALONE) -> None:
-        """Note how the layer will be called, so that kernels can be compiled ahead of time."""
-        call = self._likely_call()
-        if call is not None:
-            likely.note(self, call._replace(operations=operations))
-
     @classmethod
     def _leave(cls, module: nn.Module) -> None:
         """Remove what `_adopt` added, after `unswap` has changed the class back."""
@@ -174,8 +164,8 @@ class TargetVarianceNorm(nn.Module):
     @classmethod
     def _forward_is_expected(cls) -> bool:
         """Whether `_expected` describes this class's forward, and not only that of a base class."""
-        parts = cls._fusion_sites.methods if cls._fusion_sites else ("forward",)
-        return all(_depth(cls, part) >= _depth(cls, "_expected") for part in parts)
+        names = cls._fusion_sites.methods if cls._fusion_sites else ("forward",)
+        return all(_depth(cls, part) >= _depth(cls, "_expected") for part in names)
 
     def _example_shape(self) -> tuple[int, ...]:
         """The shape of a small input, for `check`."""
@@ -289,7 +279,7 @@ class TargetVarianceNorm(nn.Module):
         probe = self._probe
         assert probe is not None
         with torch.no_grad():
-            x = sharded.own_part(x.detach())
+            x = parts.own_part(x.detach())
             if x.numel() == 0:
                 return
             # As few operations as possible: on a GPU their launches are what measuring costs.
@@ -300,10 +290,10 @@ class TargetVarianceNorm(nn.Module):
             if divisor is not variance:
                 probe.divisor = divisor.to(variance.dtype, copy=True).expand_as(variance)
             if y is not None:
-                probe.output = self._variance(sharded.own_part(y.detach()))
+                probe.output = self._variance(parts.own_part(y.detach()))
             weight: Tensor | None = self.weight  # type: ignore[assignment]
             if weight is not None:
-                weight = sharded.own_part(weight.detach())
+                weight = parts.own_part(weight.detach())
                 probe.weight = weight.to(torch.float32, copy=True)
                 if self._weight_offset:
                     probe.weight += self._weight_offset

@@ -8,7 +8,6 @@ from torch import Tensor, fx, nn
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
-from normplug._ops import likely
 from normplug._ops.call import call
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.spec import Tensors
@@ -107,9 +106,6 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
 
     _call_reads = (*WatchedRows._call_reads, "num_groups")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
-
-    def _likely_call(self) -> likely.Call:
-        return likely.Call(GroupNormSpec, self._affine_shape(), (("groups", self.num_groups),))
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_channels,)

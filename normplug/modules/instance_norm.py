@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from normplug import native, reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
-from normplug._ops import likely
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.call import call
 from normplug._ops.group_norm import GroupNormSpec
@@ -121,9 +120,6 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
                 "correct num_features to avoid this warning.",
                 stacklevel=6,
             )
-
-    def _likely_call(self) -> likely.Call:
-        return likely.Call(GroupNormSpec, self._affine_shape(), (("groups", self.num_features),))
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_features,)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from normplug import native
-from normplug._ops import likely, nested
+from normplug._ops import parts
 from normplug._ops.call import call
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
@@ -58,7 +58,7 @@ class RowNorm(WatchedRows):
         measures = self._probe is not None  # read first: another thread may unswap the layer
         y = self._run(t, autocast_output)
         if measures:
-            self._record(*(nested.rows(t, self._affine_shape()) for t in (input, y)))
+            self._record(*(parts.rows(t, self._affine_shape()) for t in (input, y)))
         return y
 
     def _by_torch(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -96,14 +96,6 @@ class RowNorm(WatchedRows):
         if self._probe is not None or torch.compiler.is_compiling():
             return None
         return native.forward(self, input, residual, input_bias)
-
-    def _likely_call(self) -> likely.Call:
-        fields = (
-            ("centred", self._measure == "variance"),
-            ("weight_offset", self._weight_offset),
-            ("rounding", self._rounding),
-        )
-        return likely.Call(LayerNormSpec, self._affine_shape(), fields)
 
     def _row_dims(self) -> tuple[int, ...]:
         """The dimensions of an input that form a row."""
