@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from normplug.modules import LayerNorm
-from normplug.modules.row_norm import RowNorm
+from normplug.modules.row_norms import RowNorm
 
 
 def define(

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from normplug import _activations, modules
 from normplug._torch import has_global_hooks, has_hooks
 from normplug.adapters import ChannelsFirstLayerNorm, Float32, define
-from normplug.modules.row_norm import RowNorm
+from normplug.modules.row_norms import RowNorm
 
 
 class _FusedActivation(modules.TargetVarianceNorm):
@@ -39,7 +39,7 @@ class BatchNormAct2d(_FusedActivation, modules.batch_norm._BatchNorm, norm_act.B
     """`timm.layers.BatchNormAct2d` that normalises to a target variance."""
 
 
-class SyncBatchNormAct2d(modules.sync_batch_norm._SyncBatchNormForward, BatchNormAct2d):
+class SyncBatchNormAct2d(modules.batch_norm._SyncBatchNorm, BatchNormAct2d):
     """`BatchNormAct2d` over the joined batch of all processes, as `normplug.SyncBatchNorm`."""
 
 

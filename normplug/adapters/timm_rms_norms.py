@@ -11,7 +11,7 @@ from torch import nn
 from normplug.adapters import ChannelsFirst, Float32, define
 from normplug.adapters.timm_layers import WithActivation
 from normplug.modules.base import TargetVarianceNorm
-from normplug.modules.rms_norm import _RMSNorm
+from normplug.modules.row_norms import _RMSNorm
 
 
 class _TimmRMSNorm(_RMSNorm):

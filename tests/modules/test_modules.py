@@ -221,13 +221,22 @@ def test_checkpoints_carry_the_mode_and_loading_into_another_mode_warns(ours, st
         nn.Sequential(ours(4, mode="golden")).load_state_dict(nn.Sequential(stock(4)).state_dict())
 
 
+# The files that classes are in, and were in earlier.
+MOVED = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm", "SyncBatchNorm": "sync_batch_norm"}
+MOVED |= {f"InstanceNorm{kind}": "instance_norm" for kind in INSTANCE_SHAPES}
+
+
 @pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, SYNC, *INSTANCES])
-def test_copies_and_pickles_work_even_with_the_classs_earlier_module(ours, stock, shape):
+def test_copies_and_pickles_work_even_with_the_files_that_had_the_classes(ours, stock, shape):
     layer, x = randomise(ours(4, mode=0.3)).eval(), torch.randn(shape)
-    now = pickle.dumps(layer, protocol=0)
-    then = now.replace(ours.__module__.encode(), b"normplug.modules")
-    assert then != now
-    for twin in (copy.deepcopy(layer), pickle.loads(now), pickle.loads(then)):
+    now, file = pickle.dumps(layer, protocol=0), f"c{ours.__module__}\n".encode()
+    earlier = f"cnormplug.modules.{MOVED.get(ours.__name__, 'batch_norm')}\n".encode()
+    of_eps = (b"cnormplug.modules.base\nHiddenEps", b"cnormplug.modules.eps\nHiddenEps")
+    assert file in now
+    assert of_eps[0] in now
+    pickles = [now, now.replace(file, b"cnormplug.modules\n")]
+    pickles.append(now.replace(file, earlier).replace(*of_eps))
+    for twin in (copy.deepcopy(layer), *map(pickle.loads, pickles)):
         assert type(twin) is ours
         assert twin.target_variance == 0.3
         assert torch.equal(twin(x), layer(x))
