@@ -216,13 +216,8 @@ def layer_norm(
     t = Tensors(
         input, None, weight, bias, input_bias, running_mean, running_var, num_batches_tracked
     )
-    tv, shape = target_variance(mode), normalized_shape
-    if type(shape) is not tuple:
-        shape = _row_shape(caller, shape)
-    if type(eps) is not float or type(momentum) is not float:
-        momentum, eps = as_number(momentum), as_number(eps)
-    spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(input), autocast_output)
-    return call(caller, t, spec, backend)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output)
+    return call(caller, t, _row_spec(caller, input, *numbers), backend)
 
 
 def add_layer_norm(
@@ -268,13 +263,8 @@ def add_layer_norm(
     """
     caller = "functional.add_layer_norm"
     t = Tensors(x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
-    tv, shape = target_variance(mode), normalized_shape
-    if type(shape) is not tuple:
-        shape = _row_shape(caller, shape)
-    if type(eps) is not float or type(momentum) is not float:
-        momentum, eps = as_number(momentum), as_number(eps)
-    spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(x), autocast_output)
-    return call(caller, t, spec, backend)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output)
+    return call(caller, t, _row_spec(caller, x, *numbers), backend)
 
 
 def rms_norm(
@@ -342,8 +332,8 @@ def rms_norm(
     """
     caller = "functional.rms_norm"
     t = Tensors(input, None, weight, None, None, None, running_var, num_batches_tracked)
-    numbers = (normalized_shape, momentum, eps, mode, autocast_output, weight_offset)
-    return call(caller, t, _spec(caller, input, *numbers), backend)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output, False, weight_offset)
+    return call(caller, t, _row_spec(caller, input, *numbers), backend)
 
 
 def add_rms_norm(
@@ -386,8 +376,8 @@ def add_rms_norm(
     """
     caller = "functional.add_rms_norm"
     t = Tensors(x, residual, weight, None, None, None, running_var, num_batches_tracked)
-    numbers = (normalized_shape, momentum, eps, mode, autocast_output, weight_offset)
-    return call(caller, t, _spec(caller, x, *numbers), backend)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output, False, weight_offset)
+    return call(caller, t, _row_spec(caller, x, *numbers), backend)
 
 
 def group_norm(
@@ -512,7 +502,9 @@ def instance_norm(
     if not use_input_stats:
         constant = BatchNormSpec(False, momentum, eps, tv, activation, instance=True)
         return call(caller, t, constant, backend)
-    spec = GroupNormSpec(_channels(input), eps, tv, activation, momentum=momentum, instance=True)
+    has_channels = isinstance(input, Tensor) and not input.is_nested and input.dim() > 1
+    groups = input.shape[1] if has_channels else 1  # the checks refuse an input without channels
+    spec = GroupNormSpec(groups, eps, tv, activation, momentum=momentum, instance=True)
     return call(caller, t, spec, backend)
 
 
@@ -569,14 +561,7 @@ def autocast_of_rms_norm(
     return autocast_dtype(x) if is_cast or autocast_output == "low" else None
 
 
-def _row_shape(caller: str, normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        return tuple(normalized_shape)
-    except TypeError:
-        raise _checks.no_shape(caller, normalized_shape) from None
-
-
-def _spec(
+def _row_spec(
     caller: str,
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -584,19 +569,19 @@ def _spec(
     eps: float | None,
     mode: ModeLike,
     autocast_output: str,
-    weight_offset: float,
+    centred: bool = True,
+    weight_offset: float = 0.0,
 ) -> LayerNormSpec:
     tv, shape = target_variance(mode), normalized_shape
     if type(shape) is not tuple:
-        shape = _row_shape(caller, shape)
+        try:
+            shape = tuple(shape)
+        except TypeError:
+            raise _checks.no_shape(caller, shape) from None
+    if type(eps) is not float or type(momentum) is not float:
+        momentum, eps = as_number(momentum), as_number(eps)
+    if centred:
+        return LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(x), autocast_output)
     _checks.autocast_output(caller, autocast_output)  # before the next line reads it
     autocast = autocast_of_rms_norm(x, autocast_output)
-    momentum, eps = as_number(momentum), as_number(eps)
     return LayerNormSpec(shape, momentum, eps, tv, autocast, autocast_output, False, weight_offset)
-
-
-def _channels(x: Tensor) -> int:
-    try:
-        return x.shape[1]
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # invalid: rejected later
-        return 1

@@ -95,7 +95,7 @@ def test_forward_and_gradients_match_the_reference():
         pre = plain + residual
         torch.testing.assert_close(y, reference.activation(pre, name))
         dpre = reference.activation_backward(dy, pre, name)
-        expected = reference.batch_norm_backward(dpre, x, weight, mean, var, target_variance=tv)
+        expected = reference.gradients(reference.batch_norm, dpre, x, weight, target_variance=tv)
         torch.testing.assert_close(got, (*expected, dpre))
 
 

@@ -1,6 +1,7 @@
 """LayerNorm's kernels on a GPU: sizes, waiting, graphs, streams, compilers."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from row_cases import (
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
+of_rows = partial(reference.gradients, reference.layer_norm)
 WIDTHS = [
     1, 7, 256, 768, 1000, 1024, 4096, 5120, 8192, 12288, 16384, 32768, 40000, 65536, 131072, 262144,
 ]  # fmt: skip
@@ -295,13 +297,12 @@ def test_more_than_2_to_the_31_values_are_normalised(width):
         piece, gradient = x.detach()[part].double(), dy[part].double()
         truth = reference.layer_norm(piece, (width,), weight.double(), bias.double())
         assert error(y[part], truth.y) < 5e-3
-        exact = reference.layer_norm_backward(gradient, piece, (width,), weight.double())
+        exact = of_rows(gradient, piece, weight.double(), normalized_shape=(width,))
         assert error(dx[part], exact.dx) < 5e-3
     sums = [0.0, 0.0]
     for part, gradient in zip(x.detach().split(1 << 12), dy.split(1 << 12), strict=True):
-        _, *exact = reference.layer_norm_backward(
-            gradient.double(), part.double(), (width,), weight.detach().double()
-        )
+        tensors = gradient.double(), part.double(), weight.detach().double()
+        _, *exact = of_rows(*tensors, normalized_shape=(width,))
         sums = [total + value for total, value in zip(sums, exact, strict=True)]
     assert error(dweight, sums[0]) < 1e-4
     assert error(dbias, sums[1]) < 1e-4
@@ -346,7 +347,7 @@ def test_autocast_changes_only_the_dtype_of_the_output(shape, asked, dtype, low)
         results.append((y, *torch.autograd.grad(y, leaves, dy)))
     weight, bias = (inputs[name].detach().double() for name in ("weight", "bias"))
     h = (inputs["x"] + inputs["input_bias"]).detach().double()
-    exact = reference.layer_norm_backward(dy.double(), h, shape[1:], weight)
+    exact = of_rows(dy.double(), h, weight, normalized_shape=shape[1:])
     truth = (reference.layer_norm(h, shape[1:], weight, bias).y, *exact, exact.dx.sum(0))
     for ours, theirs, value in zip(*results, truth, strict=True):
         assert ours.dtype == theirs.dtype
