@@ -25,6 +25,7 @@ COLUMNS = {
     "output var": ("output_variance", "10.4f"),
     "after affine": ("affine_variance", "12.4g"),
     "weight rms": ("weight_rms", "10.4f"),
+    "measure": ("measure", ""),
 }
 
 
@@ -46,7 +47,7 @@ class LayerVariance(NamedTuple):
     weight_rms: float
     rank: int
     world_size: int
-    measure: str = "variance"
+    measure: str
 
     def whose(self) -> str:
         """Which part of the batch was measured; empty for the whole batch."""
@@ -193,15 +194,12 @@ class VarianceLogger(Callback):
         """The latest logged step as a table, one line per layer; empty before the first."""
         if not self.last:
             return ""
-        columns = dict(COLUMNS)
-        if any(row.measure != "variance" for row in self.last):
-            columns["measure"] = ("measure", "")
         cells = [
-            tuple(format(getattr(row, name), form) for name, form in columns.values())
+            tuple(format(getattr(row, name), form) for name, form in COLUMNS.values())
             for row in self.last
         ]
         title = f"variance at step {self.last[0].step}{self.last[0].whose()}"
-        return f"{title}\n{table([tuple(columns), *cells])}"
+        return f"{title}\n{table([tuple(COLUMNS), *cells])}"
 
     def _release(self) -> None:
         for _, layer, is_stock in self._measuring:
@@ -226,8 +224,7 @@ def _keep_before(step: int, path: Path) -> list[LayerVariance]:
     with path.open(newline="") as file:
         lines = list(csv.reader(line for line in file if line.endswith("\n")))
     types = get_type_hints(LayerVariance).values()
-    # Files of earlier versions lack the last column.
-    rows = [LayerVariance(*(t(v) for t, v in zip(types, line, strict=False))) for line in lines[1:]]
+    rows = [LayerVariance(*(t(v) for t, v in zip(types, line, strict=True))) for line in lines[1:]]
     kept = [row for row in rows if row.step < step]
     with replace_file(path) as part:
         _append(kept, part)
