@@ -535,7 +535,9 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
         add_layer_norm, add_rms_norm, batch_norm, group_norm, instance_norm, layer_norm, rms_norm
     )  # fmt: skip
     if function not in functions:
-        raise _checks.not_explained(function, [each.__name__ for each in functions])
+        names = ", ".join(each.__name__ for each in functions)
+        rule, got = f"a function of normplug.functional: {names}", _checks.described(function)
+        raise ValueError(_checks.must("functional.explain", "function", rule, got))
     backend = Explained(kwargs.pop("backend", "auto"))
     return function(*args, backend=backend, **kwargs)
 
@@ -577,7 +579,8 @@ def _row_spec(
         try:
             shape = tuple(shape)
         except TypeError:
-            raise _checks.no_shape(caller, shape) from None
+            rule, got = "a sequence of integers, e.g. input.shape[-1:]", _checks.described(shape)
+            raise TypeError(_checks.must(caller, "normalized_shape", rule, got)) from None
     if type(eps) is not float or type(momentum) is not float:
         momentum, eps = as_number(momentum), as_number(eps)
     if centred:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from normplug import _torch
-from normplug._extras import needs
+from normplug._checks import needs
 from normplug._results import write_file
 from normplug.bench import models, op, targets, timing
 from normplug.bench.ops import OPS, Problem, cases

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from normplug import _checks, _convert
-from normplug._extras import MissingPackage, needs
+from normplug._checks import MissingPackage, needs
 from normplug._results import replace_file
 from normplug._table import table
 from normplug.modules import TargetVarianceNorm
