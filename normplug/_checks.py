@@ -100,17 +100,17 @@ def activation(caller: str, chosen: _activations.ActivationLike) -> None:
     """Reject an activation that a norm cannot apply."""
     if isinstance(chosen, tuple):
         name = chosen[0] if len(chosen) == 2 and isinstance(chosen[0], str) else ""
-        known = _activations.ACTIVATIONS.get(name)
-        if known is None or not known.slope or not _activations.is_slope(chosen[1]):
+        found = _activations.ACTIVATIONS.get(name)
+        if found is None or not found.slope or not _activations.is_slope(chosen[1]):
             rule = "a pair such as ('leaky_relu', 0.2), with a finite slope above 0"
             raise ValueError(must(caller, "activation", rule, repr(chosen)))
     elif chosen is not None:
         _one_of(caller, "activation", chosen, [*_activations.ACTIVATIONS], "None or one of")
 
 
-def _one_of(caller: str, name: str, value: str, known: Sequence[Any], rule: str = "one of") -> str:
-    if not isinstance(value, str) or value not in known:
-        listed = ", ".join(map(repr, known))
+def _one_of(caller: str, name: str, value: str, names: Sequence[Any], rule: str = "one of") -> str:
+    if not isinstance(value, str) or value not in names:
+        listed = ", ".join(map(repr, names))
         raise ValueError(must(caller, name, f"{rule} {listed}", repr(value)))
     return value
 

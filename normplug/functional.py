@@ -189,7 +189,7 @@ def layer_norm(
         autocast_output: the dtype of the result under autocast. "float32" follows
             `torch.nn.functional.layer_norm` (float32 on CUDA); "low" is the autocast dtype, which
             the next linear layer would cast to anyway. Sums are float32 in both.
-        backend: as in `batch_norm`.
+        backend: "auto" (whichever was measured to be faster), "triton" or "torch".
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
@@ -199,7 +199,8 @@ def layer_norm(
     Raises:
         ValueError: mismatched shapes or devices, one running statistic without the other, a
             momentum of None without a counter, an unknown mode, autocast_output or backend.
-        TypeError, NotImplementedError: as in `batch_norm`.
+        TypeError: an argument of another type, or tensors that are not floating point.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run.
 
     Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
     and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv) and
@@ -242,7 +243,7 @@ def add_layer_norm(
 
     `x`, (*rows, *normalized_shape), is a block's output; `residual`, shaped like `x`, the stream
     that it is added to. If the rows of both have two strides, the kernels copy `residual` unless it
-    is laid out as `x`. The other arguments and the errors are those of `layer_norm`; the running
+    is laid out as `x`. `layer_norm` explains the other arguments and the errors; the running
     statistics describe total.
 
     Returns:
@@ -250,7 +251,7 @@ def add_layer_norm(
         autocast: see `autocast_output`). y is the norm of the rounded total.
 
     Raises:
-        ValueError: as in `layer_norm`, and if `residual` is not shaped like `x`.
+        ValueError: as `layer_norm`, and if `residual` is not shaped like `x`.
 
     Twice differentiable in `x`, `residual`, `weight` and `bias`. The kernels do both steps in one
     launch, and save `total` for the backward.
@@ -305,9 +306,10 @@ def rms_norm(
         num_batches_tracked: integer scalar tensor, incremented when `running_var` is updated, or
             None.
         momentum: weight of the new batch in `running_var`; None averages over all batches equally.
-        autocast_output: as in `layer_norm`; "float32" follows `torch.nn.functional.rms_norm` (on
-            CUDA: float32 in torch 2.15, the dtype of `input` in 2.11).
-        backend: as in `batch_norm`; "auto" takes the kernels if they can run.
+        autocast_output: the dtype of the result under autocast: "float32", the rule of
+            `torch.nn.functional.rms_norm` (on CUDA float32 in torch 2.15, the dtype of `input` in
+            2.11), or "low", the autocast dtype.
+        backend: "auto" (the kernels if they can run), "triton" or "torch".
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
@@ -316,7 +318,8 @@ def rms_norm(
     Raises:
         ValueError: mismatched shapes or devices, a momentum of None without a counter, an unknown
             mode, backend or autocast_output.
-        TypeError, NotImplementedError: as in `batch_norm`.
+        TypeError: an argument of another type, or tensors that are not floating point.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run.
 
     Precision: sums are float32 (float64 for float64 input), and the result is rounded once. With tv
     other than 1, the torch backend rounds weight * sqrt(tv) to the dtype of `weight`; the kernels
@@ -355,15 +358,16 @@ def add_rms_norm(
 
         total = x + residual        y = rms_norm(total)
 
-    `x`, `residual`, their strides and the results are as in `add_layer_norm`. The other arguments
-    and the errors are those of `rms_norm`; the running statistic describes total.
+    `x`, (*rows, *normalized_shape), is a block's output; `residual`, shaped like `x`, the stream
+    that it is added to. `rms_norm` explains the other arguments and the errors; the running
+    statistic describes total.
 
     Returns:
         (y, total), both shaped like `x`, in the promoted dtype of `x` and `residual` (y under
         autocast: see `autocast_output`). y is the norm of the rounded total.
 
     Raises:
-        ValueError: as in `rms_norm`, and if `residual` is not shaped like `x`.
+        ValueError: as `rms_norm`, and if `residual` is not shaped like `x`.
 
     Twice differentiable in `x`, `residual` and `weight`. The kernels do both steps in one launch,
     and save `total` for the backward.
@@ -408,9 +412,11 @@ def group_norm(
         bias: (C,), or None for zeros.
         eps: added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        activation: as in `batch_norm`.
-        autocast_output: as in `layer_norm`; "float32" follows `torch.nn.functional.group_norm`.
-        backend: as in `batch_norm`.
+        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu", or a
+            pair such as ("leaky_relu", 0.2).
+        autocast_output: the dtype of the result under autocast: "float32", the rule of
+            `torch.nn.functional.group_norm`, or "low", the autocast dtype.
+        backend: "auto" (whichever was measured to be faster), "triton" or "torch".
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
@@ -420,7 +426,8 @@ def group_norm(
         ValueError: mismatched shapes or devices, a `num_groups` that does not divide C, a single
             sample with one value per group, or an unknown mode, activation, autocast_output or
             backend.
-        TypeError, NotImplementedError: as in `batch_norm`.
+        TypeError: an argument of another type, or tensors that are not floating point.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run.
 
     Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
     and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv). The
@@ -473,9 +480,10 @@ def instance_norm(
         momentum: weight of the new batch in the running statistics; unlike in `batch_norm`, it must
             be a number.
         eps: added to the variance before the root.
-        mode: as in `group_norm`.
-        activation: as in `group_norm`.
-        backend: as in `group_norm`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu", or a
+            pair such as ("leaky_relu", 0.2).
+        backend: "auto" (whichever was measured to be faster), "triton" or "torch".
 
     Returns:
         Shaped like `input`, in its dtype, under autocast too. From the kernels it has the layout of
@@ -484,7 +492,8 @@ def instance_norm(
     Raises:
         ValueError: as in `group_norm`; a single spatial position, whose variance is always 0; no
             running statistics without `use_input_stats`.
-        TypeError, NotImplementedError: as in `batch_norm`.
+        TypeError: an argument of another type, or tensors that are not floating point.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run.
 
     Precision and gradients: see `group_norm`, with one group per channel. But the torch backend
     does not promote, since PyTorch accepts float32 parameters with a half `input`.

@@ -84,7 +84,7 @@ def batch_norm(
         eps: added to the variance, before the root.
         target_variance: the variance of the output where `weight` is 1.
         mean: (C,), given together with `var` in eval mode; None for the batch's own mean.
-        var: (C,), see `mean`.
+        var: (C,), given together with `mean`.
 
     Returns:
         y in the dtype of `x`; the (C,) mean and biased variance used, in the accumulator's dtype.
@@ -224,8 +224,8 @@ def gradients(
     Args:
         norm: a norm of this module.
         dy: the gradient of y, shaped like `x`.
-        x: as in the norm.
-        weight: as in the norm.
+        x: the norm's input.
+        weight: the norm's weight, or None.
         **options: the norm's other arguments. `mean` and `var` are constants.
 
     Returns:
@@ -250,7 +250,7 @@ def gradients(
 def rms_eps(dtype: torch.dtype, eps: float | None) -> float:
     """The eps of an RMSNorm for input of this dtype: as given, or the accumulator's epsilon.
 
-    As in `torch.nn.functional.rms_norm` since torch 2.7; before, half input had its own epsilon.
+    `torch.nn.functional.rms_norm` has this rule since torch 2.7; before, half input had its own.
     """
     return torch.finfo(accumulator_dtype(dtype)).eps if eps is None else eps
 
@@ -272,7 +272,7 @@ def activation(pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
 def activation_backward(dy: Tensor, pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
     """The gradient of `activation` at `pre`.
 
-    At the kinks it is 0 for relu and relu6, and slope * dy for leaky_relu, as in torch.
+    At the kinks it is 0 for relu and relu6, and slope * dy for leaky_relu.
     """
     with torch.enable_grad():
         pre = pre.detach().requires_grad_()

@@ -29,16 +29,16 @@ class SwapNorms(Callback):
 
     Checkpoints record the mode of each layer; resuming with other modes is refused. A tool that
     rebuilds norms silently drops the target variance. So at the start of fit, validate and test,
-    the layers are compared with the record of the swap, as in `normplug.check`.
+    the layers are compared with the record of the swap.
     `Trainer(sync_batchnorm=True)` is such a tool and is refused at once; use `SyncNorms` instead.
 
     Args:
-        mode: as in `normplug.swap`: one mode, or a mode for each layer.
-        fuse: run norms and the operations next to them in one kernel, as `normplug.fuse` does.
-        recompute: with `fuse`, save memory, as in `normplug.fuse`.
-        warm_up: at the start of fit, compile what a step needs, as `normplug.warm_up` does. The
+        mode: one mode, or a mode for each layer, for `normplug.swap`.
+        fuse: run norms and the operations next to them in one kernel, by `normplug.fuse`.
+        recompute: with `fuse`, save memory by recomputing results in the backward.
+        warm_up: at the start of fit, compile what a step needs, by `normplug.warm_up`. The
             module's forward is run on its `example_input_array`, which must be shaped as a batch.
-        **options: those of `normplug.swap`.
+        **options: further options of `normplug.swap`.
 
     Raises:
         ValueError: an unknown mode, autocast_output or backend; `recompute` without `fuse`; a
@@ -92,7 +92,7 @@ class SwapNorms(Callback):
             _warm_up(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Verify, as in `on_fit_start`."""
+        """Verify that swapped layers still are."""
         self._verify(pl_module)
 
     on_test_start = on_validation_start

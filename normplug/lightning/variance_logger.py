@@ -30,7 +30,7 @@ COLUMNS = {
 
 
 class LayerVariance(NamedTuple):
-    """The measurements of one norm layer on one logged step; variances as in `VarianceLogger`.
+    """The measurements of one norm layer on one logged step.
 
     measure: "variance", or "second moment" for a norm that does not centre.
     """
@@ -225,7 +225,7 @@ def _keep_before(step: int, path: Path) -> list[LayerVariance]:
         lines = list(csv.reader(line for line in file if line.endswith("\n")))
     types = get_type_hints(LayerVariance).values()
     rows = [LayerVariance(*(t(v) for t, v in zip(types, line, strict=True))) for line in lines[1:]]
-    kept = [row for row in rows if row.step < step]
+    earlier = [row for row in rows if row.step < step]
     with replace_file(path) as part:
-        _append(kept, part)
-    return kept
+        _append(earlier, part)
+    return earlier

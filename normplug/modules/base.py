@@ -34,8 +34,8 @@ class Settings(NamedTuple):
 
     Attributes:
         target_variance: a float above 0.
-        backend: as in `normplug.functional`.
-        autocast_output: as in `normplug.functional.layer_norm`.
+        backend: "auto", "triton" or "torch".
+        autocast_output: "float32" or "low".
         eps: the eps of the formula. The layer may show a `HiddenEps`.
         momentum: the weight of a new batch in statistics that are only watched.
         unsynced_class: the layer's class before it was synchronised; None if it was not.
@@ -116,13 +116,13 @@ def eps_property(name: str) -> Any:
         settings = layer._normplug
         if settings.target_variance == 1.0:
             return settings.eps
-        # Dynamo knows no subclasses of float.
+        # Dynamo supports no subclasses of float.
         return math.nan if torch.compiler.is_dynamo_compiling() else HiddenEps(settings.eps)
 
     def write(layer: Any, eps: Any) -> None:
         layer._set(eps=eps.true if isinstance(eps, HiddenEps) else eps)
 
-    doc = "As in the stock class; a `HiddenEps` if the target variance is not 1."
+    doc = "The eps of the stock layer, or a `HiddenEps` if the target variance is not 1."
     return property(read, write, doc=doc)
 
 
@@ -155,9 +155,8 @@ class TargetVarianceNorm(nn.Module):
     """The base of every normplug layer: a mode, a backend, and a record of both in checkpoints.
 
     A norm inherits from this class and then from the stock class that it replaces. Besides its
-    `forward` it declares the attributes and methods below, so that no other code knows it by name.
-    `_affine_shape`, `_expected` and `_variance` have no default.
-    `docs/add-a-norm.md` walks through an example.
+    `forward` it declares the attributes and methods below, so that no other code depends on its
+    name. `docs/add-a-norm.md` walks through an example.
     """
 
     # Replaced whole, so that a call in another thread reads settings of one time. Other tools set
@@ -247,11 +246,11 @@ class TargetVarianceNorm(nn.Module):
         """
 
     def _likely_call(self) -> likely.Call | None:
-        """How the layer will be called, as far as is known; None if it has no kernels."""
+        """How the layer will be called, without the fused operations; None if it has no kernels."""
         return None
 
     def note_call(self, operations: likely.Operations = likely.ALONE) -> None:
-        """Note how the layer will be called, so that kernels can be compiled ahead of time."""
+        """Record how the layer will be called, so that kernels can be compiled ahead of time."""
         likely_call = self._likely_call()
         if likely_call is not None:
             likely.note(self, likely_call._replace(operations=operations))
@@ -284,7 +283,7 @@ class TargetVarianceNorm(nn.Module):
         return variance
 
     def may_fuse(self) -> bool:
-        """Whether the fused methods would now do all that a forward does, measuring included."""
+        """False while something, such as a `VarianceLogger`, needs the unfused forward."""
         return self._probe is None
 
     def waits_for_others(self) -> bool:
@@ -327,12 +326,12 @@ class TargetVarianceNorm(nn.Module):
         return y
 
     def _new_call(
-        self, t: Tensors, spec: Any, *reading: Any, isolated: bool = False, learns: bool = True
+        self, t: Tensors, spec: Any, *reading: Any, isolated: bool = False, stores: bool = True
     ) -> Any:
-        """Run a call by `call`; if `learns`, have C++ store it for the next call of `reading`."""
+        """Run a call by `call`; if `stores`, have C++ store it for the next call of `reading`."""
         backend = self._normplug.backend
         y = call(f"functional.{self._function}", t, spec, backend, isolated=isolated)
-        if learns and not torch.compiler.is_compiling():
+        if stores and not torch.compiler.is_compiling():
             native.learn(self, spec, backend, t, *reading)
         return y
 
@@ -411,8 +410,7 @@ class TargetVarianceNorm(nn.Module):
 
         y: the output after the affine. It may be None where `_variance` has a value per channel,
             as the weight does: the variance after the affine is then weight^2 times that before.
-        divisor: the variance that x was normalised by, where `_divisor` cannot know it
-            (a joined batch).
+        divisor: the variance that x was normalised by, if it was the variance of a joined batch.
         """
         probe = self._probe
         assert probe is not None

@@ -41,9 +41,9 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         While a `VarianceLogger` measures, this measures as well.
 
         Args:
-            input: as in `forward`.
-            residual: as in `normplug.functional.batch_norm`.
-            activation: as in `normplug.functional.batch_norm`.
+            input: what `forward` takes.
+            residual: added before the activation; shaped like `input`, or None.
+            activation: a name or a pair of `normplug.functional.batch_norm`, or None.
             pool: max pooling, only after relu and without a residual.
             isolated: whether a compiler has nothing to fuse the norm with.
             keeps_residual: whether to save the residual, so that the backward can recompute the
@@ -58,8 +58,9 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
 
     def _by_torch(self, x: Tensor, *others: Any) -> Tensor | None:
         weight, bias = self._affine()
-        fused = any(other is not None for other in others[:4])
-        if fused or not self._runs_torch(x, weight) or not x.is_floating_point():
+        if not self._runs_torch(x, weight) or not x.is_floating_point():
+            return None
+        if any(other is not None for other in others[:4]):
             return None
         t, spec = self._call(x)
         mean, var, step = t.running_mean, t.running_var, spec.momentum
@@ -67,8 +68,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         if (
             (mean is None) != (var is None)
             or (updates and (t.tracked is None or type(step) is not float))
-            # A single sample, position or channel: PyTorch's CPU kernels take gradients in some
-            # layouts for gradients in others there.
+            # With a single sample, position or channel, PyTorch's CPU kernels misread gradients in
+            # some layouts.
             or min(x.shape) < 2
             or x.shape[1] != self.num_features
         ):
@@ -140,10 +141,10 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
     Args:
-        *args: those of `torch.nn.BatchNorm1d`.
+        *args: passed to `torch.nn.BatchNorm1d`.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         backend: "auto", "triton" or "torch"; the variable `NORMPLUG_BACKEND` overrides "auto".
-        **kwargs: those of `torch.nn.BatchNorm1d`.
+        **kwargs: passed to `torch.nn.BatchNorm1d`.
 
     Shape: (N, C) or (N, C, L), in and out. Details: `normplug.functional.batch_norm`.
 
@@ -161,14 +162,14 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` that normalises to a target variance; (N, C, H, W).
 
-    Arguments and errors are those of `BatchNorm1d`.
+    It takes the arguments of `BatchNorm1d` and raises the same errors.
     """
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` that normalises to a target variance; (N, C, D, H, W).
 
-    Arguments and errors are those of `BatchNorm1d`.
+    It takes the arguments of `BatchNorm1d` and raises the same errors.
     """
 
 
@@ -190,9 +191,9 @@ class _SyncBatchNorm(_BatchNorm):
         isolated: bool = False,
         keeps_residual: bool = False,
     ) -> Tensor:
-        """As in `_BatchNorm`, but over the joined batch of all processes in training.
+        """Compute the call over the joined batch of all processes in training.
 
-        There `isolated` has no effect.
+        `isolated` then has no effect.
         """
         group = self.group_to_join()
         if group is None:
@@ -233,14 +234,14 @@ class SyncBatchNorm(_SyncBatchNorm, nn.SyncBatchNorm):
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    In training, mean and var are those of the joined batch of all processes of the group, and so
-    are the gradients and the running statistics. The processes' batches may differ in size, and
-    some may be empty; each process must call the layers in the same order. Every process gets the
-    same statistics, bit for bit. On GPUs of one host the kernels exchange the statistics
-    themselves; elsewhere a collective is sent in each direction: `normplug.native.status()` says
-    which, and why. The gradients of weight and bias are sums over the process's own batch, which
-    `DistributedDataParallel` averages, as with torch's. In eval, in one process, or where no
-    process group is initialised, it computes as `BatchNorm1d`, `2d` and `3d` do, and sends nothing.
+    In training, mean and var, the gradients and the running statistics belong to the joined batch
+    of all processes of the group. The processes' batches may differ in size, and some may be empty;
+    each process must call the layers in the same order. Every process gets the same statistics, bit
+    for bit. On GPUs of one host the kernels exchange the statistics themselves; elsewhere a
+    collective is sent in each direction: `normplug.native.status()` says which, and why. The
+    gradients of weight and bias are sums over the process's own batch, which
+    `DistributedDataParallel` averages. In eval, in one process, or where no process group is
+    initialised, it is a BatchNorm and sends nothing.
 
     On CUDA the host never waits for the GPU, and so cannot reject a joined batch of one value per
     channel: the output is then the bias, and the running statistics are not updated.
@@ -249,11 +250,11 @@ class SyncBatchNorm(_SyncBatchNorm, nn.SyncBatchNorm):
     first and then `normplug.swap(model, mode, sync=True)`.
 
     Args:
-        *args: those of `torch.nn.SyncBatchNorm`.
+        *args: passed to `torch.nn.SyncBatchNorm`.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        backend: "auto", "triton" or "torch", as in `BatchNorm1d`, the same in all processes. In
-            several processes, "triton" falls back to torch where the kernels cannot run.
-        **kwargs: those of `torch.nn.SyncBatchNorm`; `process_group` None is all processes.
+        backend: "auto", "triton" or "torch", the same in all processes. In several processes,
+            "triton" falls back to torch where the kernels cannot run.
+        **kwargs: passed to `torch.nn.SyncBatchNorm`; `process_group` None is all processes.
 
     Shape: (N, C) or (N, C, *space), in and out. A layer converted from a `BatchNorm2d` still takes
     (N, C, H, W) only. Over several processes the gradient cannot be differentiated again.

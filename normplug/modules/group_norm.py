@@ -29,13 +29,13 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
     their biased variance. See `LayerNorm`.
 
     Args:
-        *args: those of `torch.nn.GroupNorm`.
-        mode: as in `BatchNorm1d`.
-        backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics; None is False here.
+        *args: passed to `torch.nn.GroupNorm`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch".
+        track_running_stats: whether to watch statistics of the input; None is False here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.group_norm`.
-        **kwargs: those of `torch.nn.GroupNorm`.
+        **kwargs: passed to `torch.nn.GroupNorm`.
 
     Shape: (N, C) or (N, C, *space), in and out. Details: `normplug.functional.group_norm`.
 
@@ -63,18 +63,13 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         return y
 
     def _fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
-        """Compute `activation(forward(input))` in one call.
-
-        Args:
-            input: as in `forward`.
-            activation: as in `normplug.functional.group_norm`.
-        """
+        """Compute `activation(forward(input))` in one call."""
         y: Tensor = self._run(input, None, None, activation)
         return y
 
     def _by_torch(self, x: Tensor, *others: Any) -> Tensor | None:
         weight, bias = self._affine()
-        if any(others) or not self._is_plain(x, weight) or x.numel() <= self.num_groups:
+        if not self._is_plain(x, weight) or any(others) or x.numel() <= self.num_groups:
             return None
         cudnn = x.is_cuda and torch.backends.cudnn.enabled
         weight, eps = self._scaled(weight), self._normplug.eps
@@ -140,24 +135,19 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         return y
 
     def _fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
-        """Compute `activation(forward(input))` in one call.
-
-        Args:
-            input: as in `forward`.
-            activation: as in `normplug.functional.instance_norm`.
-        """
+        """Compute `activation(forward(input))` in one call."""
         y: Tensor = self._run(input, None, None, activation)
         return y if y.dim() == input.dim() else y.squeeze(0)
 
     def _by_torch(self, input: Tensor, *others: Any) -> Tensor | None:
         weight, bias = self._affine()
-        if any(others) or not self._runs_torch(input, weight):
+        if not self._runs_torch(input, weight) or any(others):
             return None
         self._check_input_dim(input)
         x, momentum = self._batched(input), self.momentum
         if (
             not (momentum is None or type(momentum) is float)
-            or min(x.shape) < 2  # as in BatchNorm
+            or min(x.shape) < 2  # see `_BatchNorm`
             or x.shape[1] != self.num_features
         ):
             return None
@@ -237,10 +227,10 @@ class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
     used in evaluation.
 
     Args:
-        *args: those of `torch.nn.InstanceNorm1d`.
-        mode: as in `BatchNorm1d`.
-        backend: as in `BatchNorm1d`.
-        **kwargs: those of `torch.nn.InstanceNorm1d`.
+        *args: passed to `torch.nn.InstanceNorm1d`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch".
+        **kwargs: passed to `torch.nn.InstanceNorm1d`.
 
     Shape: (N, C, L) or (C, L), in and out. Details: `normplug.functional.instance_norm`.
 
@@ -258,14 +248,14 @@ class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
 class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
     """`torch.nn.InstanceNorm2d` that normalises to a target variance; (N, C, H, W) or (C, H, W).
 
-    Arguments and errors are those of `InstanceNorm1d`.
+    It takes the arguments of `InstanceNorm1d` and raises the same errors.
     """
 
 
 class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
     """`torch.nn.InstanceNorm3d` with a target variance; (N, C, D, H, W) or (C, D, H, W).
 
-    Arguments and errors are those of `InstanceNorm1d`.
+    It takes the arguments of `InstanceNorm1d` and raises the same errors.
     """
 
 

@@ -21,7 +21,7 @@ class RowNorm(WatchedRows):
     """A norm of rows of shape `_affine_shape`, with statistics that are only watched.
 
     A subclass declares `_function`, `_spec`, `_stock`, and all that `TargetVarianceNorm` asks for.
-    Its arguments are those of `WatchedRows`.
+    It takes the arguments of `WatchedRows`.
     """
 
     # Where an RMSNorm rounds: see `LayerNormSpec.rounding`.
@@ -61,9 +61,9 @@ class RowNorm(WatchedRows):
         t = Tensors(input, None, weight, bias, None, *self._statistics_to_update(input))
         measures = self._probe is not None  # read first: another thread may unswap the layer
         # A subclass may override this method; C++ would then bypass its version.
-        learns = type(self)._normalise is RowNorm._normalise
+        stores = type(self)._normalise is RowNorm._normalise
         spec, isolated = self._spec(input, autocast_output), self._channels_first
-        y = self._new_call(t, spec, input, None, None, isolated=isolated, learns=learns)
+        y = self._new_call(t, spec, input, None, None, isolated=isolated, stores=stores)
         if measures:
             self._record(*(nested.rows(each, self._affine_shape()) for each in (input, y)))
         return y
@@ -111,13 +111,13 @@ class LayerNorm(RowNorm, nn.LayerNorm):
     mean 0 and variance 1. Inside `torch.func` transforms they are not updated.
 
     Args:
-        *args: those of `torch.nn.LayerNorm`.
-        mode: as in `BatchNorm1d`.
-        backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics; None is True here.
+        *args: passed to `torch.nn.LayerNorm`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch".
+        track_running_stats: whether to watch statistics of the input; None is True here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.layer_norm`.
-        **kwargs: those of `torch.nn.LayerNorm`.
+        **kwargs: passed to `torch.nn.LayerNorm`.
 
     Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.layer_norm`.
 
@@ -244,13 +244,13 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
     moment of the input. There is no `watched_mean`. See `LayerNorm`.
 
     Args:
-        *args: those of `torch.nn.RMSNorm`.
-        mode: as in `BatchNorm1d`.
-        backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics; None is False here.
+        *args: passed to `torch.nn.RMSNorm`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch".
+        track_running_stats: whether to watch statistics of the input; None is False here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.rms_norm`.
-        **kwargs: those of `torch.nn.RMSNorm`.
+        **kwargs: passed to `torch.nn.RMSNorm`.
 
     Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.rms_norm`.
 

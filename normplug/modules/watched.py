@@ -33,13 +33,13 @@ class WatchedRows(TargetVarianceNorm):
     meta device, and missing if it is not watched.
 
     Args:
-        *args: those of the stock class.
-        mode: as in `BatchNorm1d`.
-        backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics; None leaves it to the class.
+        *args: passed to the stock class.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch".
+        track_running_stats: whether to watch statistics of the input; None leaves it to the class.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.
-        **kwargs: those of the stock class.
+        **kwargs: passed to the stock class.
     """
 
     # The statistics that the class watches, if it watches any; `watched_var` is among them.
@@ -89,7 +89,7 @@ class WatchedRows(TargetVarianceNorm):
         self._leave(self)
 
     def reset_parameters(self) -> None:
-        """As in the stock class, and reset the watched statistics."""
+        """Reset weight and bias, and the watched statistics."""
         super().reset_parameters()  # type: ignore[misc]
         self.reset_watched()
 
