@@ -6,7 +6,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import CodeType
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks, native
-from normplug._ops import likely, sharded
+from normplug._ops import eligible, likely, sharded
 from normplug._ops.call import call
 from normplug._ops.spec import Tensors
 from normplug._torch import interposed
@@ -26,7 +25,6 @@ from normplug.reference import rms_eps
 # (target variance, whether for float64) -> its root as a tensor, by which autograd multiplies in
 # half the time that it takes for a float. The products have the same bits.
 _ROOTS: dict[tuple[float, bool], Tensor] = {}
-_HAS_TRITON = find_spec("triton") is not None  # imported only when a kernel is needed
 
 
 class Settings(NamedTuple):
@@ -352,7 +350,7 @@ class TargetVarianceNorm(nn.Module):
         backend = _checks.DEFAULT_BACKEND if own.backend == "auto" else own.backend
         return (
             type(x) is Tensor
-            and (backend == "torch" or (backend == "auto" and not (x.is_cuda and _HAS_TRITON)))
+            and not eligible.is_asked_for(backend, x)
             and (weight is not None or own.target_variance == 1.0)
             and (type(own.eps) is float or own.eps is None)
             and not x.is_nested

@@ -151,7 +151,7 @@ class LayerNorm(RowNorm, nn.LayerNorm):
             autocast_output,
         )
 
-    def _moves(self, x: Tensor) -> bool:
+    def _gives_statistics(self, x: Tensor) -> bool:
         var = self._buffers.get("watched_var")
         return (
             x.is_cpu

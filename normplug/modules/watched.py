@@ -100,16 +100,18 @@ class WatchedRows(TargetVarianceNorm):
                 buffer.fill_(_START[name])
 
     def _is_plain(self, x: Tensor, weight: Tensor | None) -> bool:
-        """Whether torch's function computes a call: no casts, no measuring, `_moves` at most."""
+        """Whether torch's function computes a call: no casts, no measuring, no other statistics."""
         return (
             self._runs_torch(x, weight)
             and (weight is None or weight.dtype == x.dtype)
             and self._probe is None
             and not in_autocast()
-            and (not self.training or "watched_var" not in self._buffers or self._moves(x))
+            and (
+                not self.training or "watched_var" not in self._buffers or self._gives_statistics(x)
+            )
         )
 
-    def _moves(self, x: Tensor) -> bool:
+    def _gives_statistics(self, x: Tensor) -> bool:
         """Whether torch's function also gives what the watched statistics are updated by."""
         return False
 
