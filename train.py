@@ -7,7 +7,7 @@ The configuration is in configs/; `python train.py --help` lists all options. Th
 normplug/experiment/train.py, which an installed normplug has as the command `normplug-train`.
 """
 
-from normplug._extras import needs
+from normplug._checks import needs
 
 with needs("train.py", "train", SystemExit):
     from normplug.experiment.train import main

@@ -49,7 +49,7 @@ ACTIVATIONS = {
         Activation("leaky_relu", 0, F.leaky_relu, nn.LeakyReLU, slope="negative_slope"),
     )
 }
-SLOPE = 0.01  # the default, as in torch
+SLOPE = 0.01  # the default of torch
 _BY_MODULE = {a.module: a for a in ACTIVATIONS.values()}
 _BY_FUNCTION = {f: name for name, a in ACTIVATIONS.items() for f in (a.function, *a.aliases)}
 
@@ -69,8 +69,8 @@ def apply(activation: ActivationLike, z: Tensor) -> Tensor:
     name, slope = parts(activation)
     if name is None:
         return z
-    known = ACTIVATIONS[name]
-    return known.function(z, slope) if known.slope else known.function(z)
+    chosen = ACTIVATIONS[name]
+    return chosen.function(z, slope) if chosen.slope else chosen.function(z)
 
 
 def backward_reads_input(activation: ActivationLike) -> bool:
@@ -83,8 +83,8 @@ def kernel_code(activation: ActivationLike) -> float:
     name, slope = parts(activation)
     if name is None:
         return 0
-    known = ACTIVATIONS[name]
-    return -slope if known.slope else known.kernel_code
+    chosen = ACTIVATIONS[name]
+    return -slope if chosen.slope else chosen.kernel_code
 
 
 def label(activation: ActivationLike) -> str:

@@ -1,4 +1,4 @@
-"""Checks of the arguments that users pass, and their error messages.
+"""Checks of what users pass and have installed, and their error messages.
 
 Every message has the same form: the caller, the rule, the value it got, and a way out.
 """
@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
@@ -21,18 +22,47 @@ from torch import Tensor, nn
 from normplug import _activations
 from normplug.modes import shown
 
-ACTIVATIONS = (None, *_activations.ACTIVATIONS)
-AUTOCAST_OUTPUTS = ("low", "float32")
 BACKENDS = ("auto", "triton", "torch")
 _LARGEST = sys.float_info.max  # torch.compile of torch 2.6 cannot read it there
 _LAYOUTS = (torch.strided, torch.jagged)
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # read once: calls take microseconds
 
 
-def _must(caller: str, name: str, rule: str, got: str, way_out: str = "") -> str:
+def must(caller: str, name: str, rule: str, got: str, way_out: str = "") -> str:
     """Format an error message; `caller` is a function or a class of normplug."""
     got = got if len(got) <= 200 else f"{got[:200]}..."
     return f"normplug.{caller}: {name} must be {rule}; got {got}.{way_out and f' {way_out}'}"
+
+
+def described(value: Any) -> str:
+    """A value and its type."""
+    return f"{shown(value)} ({type(value).__name__})"
+
+
+class MissingPackage(ModuleNotFoundError):
+    """A package of an extra is not installed; the message says how to install it."""
+
+
+@contextmanager
+def needs(caller: str, extra: str, raises: type[BaseException] = MissingPackage) -> Iterator[None]:
+    """Name the extra if a package imported inside the block is missing.
+
+    An error about a missing module of normplug itself is a defect and is raised as it is.
+
+    Args:
+        caller: what needs the package; the message begins with it.
+        extra: the extra of normplug that brings it.
+        raises: the error to raise; `SystemExit` ends a command line with the message and status 1.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "normplug":
+            raise
+        message = f'{caller} needs {error.name}: pip install "normplug[{extra}]"'
+        missing: Any = raises(message)
+        missing.name = error.name
+        raise missing from None
 
 
 def warn(text: str) -> None:
@@ -47,11 +77,11 @@ def warn(text: str) -> None:
 def module(caller: str, model: Any) -> None:
     """Reject anything but an `nn.Module`, and compiled TorchScript, whose layers are fixed."""
     if not isinstance(model, nn.Module):
-        raise TypeError(_must(caller, "model", "an nn.Module", type(model).__name__))
+        raise TypeError(must(caller, "model", "an nn.Module", type(model).__name__))
     if isinstance(model, torch.jit.ScriptModule):
         got = f"{type(model).__name__}, compiled TorchScript, whose layers cannot change"
         way_out = "Use the module it was made from."
-        raise TypeError(_must(caller, "model", "an nn.Module in Python", got, way_out))
+        raise TypeError(must(caller, "model", "an nn.Module in Python", got, way_out))
 
 
 def backend(caller: str, name: str) -> str:
@@ -63,25 +93,25 @@ def backend(caller: str, name: str) -> str:
 
 def autocast_output(caller: str, name: str) -> None:
     """Reject an unknown rule for the output's dtype under autocast."""
-    _one_of(caller, "autocast_output", name, AUTOCAST_OUTPUTS)
+    _one_of(caller, "autocast_output", name, ("low", "float32"))
 
 
 def activation(caller: str, chosen: _activations.ActivationLike) -> None:
     """Reject an activation that a norm cannot apply."""
     if isinstance(chosen, tuple):
         name = chosen[0] if len(chosen) == 2 and isinstance(chosen[0], str) else ""
-        known = _activations.ACTIVATIONS.get(name)
-        if known is None or not known.slope or not _activations.is_slope(chosen[1]):
+        found = _activations.ACTIVATIONS.get(name)
+        if found is None or not found.slope or not _activations.is_slope(chosen[1]):
             rule = "a pair such as ('leaky_relu', 0.2), with a finite slope above 0"
-            raise ValueError(_must(caller, "activation", rule, repr(chosen)))
+            raise ValueError(must(caller, "activation", rule, repr(chosen)))
     elif chosen is not None:
-        _one_of(caller, "activation", chosen, ACTIVATIONS[1:], "None or one of")
+        _one_of(caller, "activation", chosen, [*_activations.ACTIVATIONS], "None or one of")
 
 
-def _one_of(caller: str, name: str, value: str, known: Sequence[Any], rule: str = "one of") -> str:
-    if not isinstance(value, str) or value not in known:
-        listed = ", ".join(map(repr, known))
-        raise ValueError(_must(caller, name, f"{rule} {listed}", repr(value)))
+def _one_of(caller: str, name: str, value: str, names: Sequence[Any], rule: str = "one of") -> str:
+    if not isinstance(value, str) or value not in names:
+        listed = ", ".join(map(repr, names))
+        raise ValueError(must(caller, name, f"{rule} {listed}", repr(value)))
     return value
 
 
@@ -92,17 +122,11 @@ def no_kernel(caller: str, why: str) -> NotImplementedError:
     )
 
 
-def not_explained(function: Any, known: Sequence[str]) -> ValueError:
-    """Return the error for a call that `functional.explain` cannot explain."""
-    rule = f"a function of normplug.functional: {', '.join(known)}"
-    return ValueError(_must("functional.explain", "function", rule, _shown(function)))
-
-
 def flags(caller: str, **values: Any) -> None:
     """Reject anything but True and False: values such as "no" and 0.0 are ambiguous."""
     for name, value in values.items():
         if not isinstance(value, bool):
-            raise TypeError(_must(caller, name, "True or False", _shown(value)))
+            raise TypeError(must(caller, name, "True or False", described(value)))
 
 
 def filters(role: str, given: Any) -> list[Any]:
@@ -115,7 +139,7 @@ def filters(role: str, given: Any) -> list[Any]:
         if not (isinstance(one, (str, type)) or callable(one)) or isinstance(one, nn.Module):
             raise TypeError(
                 f"normplug: {role} must be a glob, a 're:' pattern, a class, a callable (path, "
-                f"module), or a list of these; got {_shown(one)}."
+                f"module), or a list of these; got {described(one)}."
             )
     return listed
 
@@ -138,15 +162,15 @@ def swap_options(caller: str, **options: Any) -> None:
 def path(caller: str, name: str, value: Any) -> None:
     """Reject anything but a path or None."""
     if not isinstance(value, (str, os.PathLike, type(None))):
-        raise TypeError(_must(caller, name, "a path or None", _shown(value)))
+        raise TypeError(must(caller, name, "a path or None", described(value)))
 
 
 def number(caller: str, name: str, value: Any) -> None:
     """Reject what torch does not take for a float; True and False are not numbers here."""
     if not isinstance(value, (float, int, numbers.Real)) or isinstance(value, (bool, Fraction)):
-        raise TypeError(_must(caller, name, "a number", _shown(value)))
+        raise TypeError(must(caller, name, "a number", described(value)))
     if isinstance(value, numbers.Integral) and abs(int(value)) > _LARGEST:
-        raise ValueError(_must(caller, name, "a number that a float can hold", _shown(value)))
+        raise ValueError(must(caller, name, "a number that a float can hold", described(value)))
 
 
 def as_number(value: Any) -> Any:
@@ -179,18 +203,18 @@ def variance(caller: str, value: Any) -> None:
     """Reject a `target_variance` that was assigned to a layer and is no finite float above 0."""
     if not isinstance(value, (float, int)) or not 0 < value <= _LARGEST:
         rule, way_out = "a finite float above 0", "Use normplug.set_mode, or assign mode."
-        raise ValueError(_must(caller, "target_variance", rule, _shown(value), way_out))
+        raise ValueError(must(caller, "target_variance", rule, described(value), way_out))
 
 
 def count(caller: str, name: str, value: Any) -> None:
     """Reject anything but an integer of at least 1."""
     whole = (int, torch.SymInt, numbers.Integral)
     if not isinstance(value, whole) or isinstance(value, bool):
-        raise TypeError(_must(caller, name, "an integer", _shown(value)))
+        raise TypeError(must(caller, name, "an integer", described(value)))
     if value < 1:
-        raise ValueError(_must(caller, name, "at least 1", _shown(value)))
+        raise ValueError(must(caller, name, "at least 1", described(value)))
     if isinstance(value, int) and value >= 1 << 63:
-        raise ValueError(_must(caller, name, "less than 2^63", _shown(value)))
+        raise ValueError(must(caller, name, "less than 2^63", described(value)))
 
 
 def shape(caller: str, sizes: Sequence[Any]) -> None:
@@ -224,12 +248,6 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
     flags(caller, **{name: given[name] for name in switches if name in given})
 
 
-def no_shape(caller: str, given: Any) -> TypeError:
-    """Return the error for a normalized_shape that is not a sequence."""
-    rule = "a sequence of integers, e.g. input.shape[-1:]"
-    return TypeError(_must(caller, "normalized_shape", rule, _shown(given)))
-
-
 def tensors(caller: str, x: Any, **others: Any) -> None:
     """Reject an input, or another tensor argument, of a type or dtype that no norm accepts."""
     floating(caller, x)
@@ -242,7 +260,7 @@ def tensors(caller: str, x: Any, **others: Any) -> None:
             floating(caller, t, name)
             if (t.is_nested and name != "residual") or t.layout not in _LAYOUTS:
                 kind = "a nested tensor" if t.is_nested else str(t.layout)
-                raise TypeError(_must(caller, name, "a dense tensor", kind, "Use .to_dense()."))
+                raise TypeError(must(caller, name, "a dense tensor", kind, "Use .to_dense()."))
 
 
 def devices(caller: str, x: Tensor, **others: Tensor | None) -> None:
@@ -254,13 +272,13 @@ def devices(caller: str, x: Tensor, **others: Tensor | None) -> None:
         if t is not None and t.device != x.device:
             rule = f"on the input's device {x.device}"
             way_out = "Move one of them with .to(device)."
-            raise ValueError(_must(caller, name, rule, str(t.device), way_out))
+            raise ValueError(must(caller, name, rule, str(t.device), way_out))
 
 
 def _tensor(caller: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         way_out = "Convert an array or a list with torch.as_tensor."
-        raise TypeError(_must(caller, name, "a torch.Tensor", type(value).__name__, way_out))
+        raise TypeError(must(caller, name, "a torch.Tensor", type(value).__name__, way_out))
 
 
 def floating(caller: str, x: Any, name: str = "input") -> None:
@@ -269,7 +287,7 @@ def floating(caller: str, x: Any, name: str = "input") -> None:
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         rule = "float16, bfloat16, float32 or float64"
         way_out = f"Convert it first, e.g. {name}.float()."
-        raise TypeError(_must(caller, name, rule, str(x.dtype), way_out))
+        raise TypeError(must(caller, name, rule, str(x.dtype), way_out))
 
 
 def momentum(
@@ -282,7 +300,7 @@ def momentum(
     if value is not None:
         number(caller, "momentum", value)
         if not math.isfinite(value):
-            raise ValueError(_must(caller, "momentum", "None or a finite number", str(value)))
+            raise ValueError(must(caller, "momentum", "None or a finite number", str(value)))
     elif updates and counter is None:
         raise ValueError(
             f"normplug.{caller}: momentum=None averages over all batches and needs "
@@ -295,23 +313,28 @@ def channels(caller: str, x: Tensor, **vectors: Tensor | None) -> None:
     if x.is_nested:
         rule, got = "a dense tensor (N, C) or (N, C, *space)", "a nested tensor"
         way_out = "Pad it first, e.g. input.to_padded_tensor(0.0), or use LayerNorm."
-        raise ValueError(_must(caller, "input", rule, got, way_out))
+        raise ValueError(must(caller, "input", rule, got, way_out))
     if x.dim() < 2:
         got = f"{x.dim()} dimension(s), shape {tuple(x.shape)}"
-        raise ValueError(_must(caller, "input", "(N, C) or (N, C, *space)", got))
+        raise ValueError(must(caller, "input", "(N, C) or (N, C, *space)", got))
     for name, vector in vectors.items():
         if vector is not None and (vector.dim() != 1 or vector.shape[0] != x.shape[1]):
             rule = f"(C,) = ({x.shape[1]},) for input of shape {tuple(x.shape)}"
-            raise ValueError(_must(caller, name, rule, str(tuple(vector.shape))))
+            raise ValueError(must(caller, name, rule, str(tuple(vector.shape))))
 
 
 def more_than_one_value(caller: str, x: Tensor) -> None:
     """Reject training on one value per channel, whose variance is always 0."""
     if x.numel() == x.shape[1] != 0:
-        raise ValueError(
-            f"normplug.{caller}: training needs more than one value per channel; input of shape "
-            f"{tuple(x.shape)} has 1. Use .eval(), a larger batch, or drop_last=True in the loader."
-        )
+        raise one_value(caller, f"input of shape {tuple(x.shape)}")
+
+
+def one_value(caller: str, what: str) -> ValueError:
+    """Return the error for training on one value per channel."""
+    return ValueError(
+        f"normplug.{caller}: training needs more than one value per channel; {what} has 1. Use "
+        ".eval(), a larger batch, or drop_last=True in the loader."
+    )
 
 
 def more_than_one_position(caller: str, x: Tensor) -> None:
@@ -319,7 +342,7 @@ def more_than_one_position(caller: str, x: Tensor) -> None:
     if math.prod(x.shape[2:]) == 1:
         got = f"input of shape {tuple(x.shape)}"
         way_out = "Use a larger input, or normplug.GroupNorm or LayerNorm."
-        raise ValueError(_must(caller, "input", "of more than one spatial position", got, way_out))
+        raise ValueError(must(caller, "input", "of more than one spatial position", got, way_out))
 
 
 def groups(caller: str, x: Tensor, groups: Any) -> None:
@@ -327,19 +350,10 @@ def groups(caller: str, x: Tensor, groups: Any) -> None:
     count(caller, "num_groups", groups)
     if x.shape[1] % groups:
         rule = f"a divisor of the {x.shape[1]} channels of input of shape {tuple(x.shape)}"
-        raise ValueError(_must(caller, "num_groups", rule, str(groups)))
+        raise ValueError(must(caller, "num_groups", rule, str(groups)))
     if x.numel() == groups:
         got = f"shape {tuple(x.shape)} for {groups} groups"
-        raise ValueError(_must(caller, "input", "larger than one value per group", got))
-
-
-def one_joined_value(processes: int) -> ValueError:
-    """Return the error for training on a joined batch of one value per channel."""
-    return ValueError(
-        "normplug.SyncBatchNorm: training needs more than one value per channel; the joined batch "
-        f"of {processes} processes has 1. Use .eval(), a larger batch, or drop_last=True in the "
-        "loader."
-    )
+        raise ValueError(must(caller, "input", "larger than one value per group", got))
 
 
 def running_pair(caller: str, mean: Tensor | None, var: Tensor | None, training: bool) -> None:
@@ -371,11 +385,11 @@ def trailing(caller: str, x: Tensor, shape: Sequence[int], **vectors: Tensor | N
     shape = tuple(shape)
     if not shape or x.shape[-len(shape) :] != shape:
         rule = f"(*rows, *normalized_shape) with normalized_shape={shape}"
-        raise ValueError(_must(caller, "input", rule, f"input of shape {tuple(x.shape)}"))
+        raise ValueError(must(caller, "input", rule, f"input of shape {tuple(x.shape)}"))
     for name, vector in vectors.items():
         if vector is not None and vector.shape != shape:
             rule = f"of shape normalized_shape = {shape}"
-            raise ValueError(_must(caller, name, rule, str(tuple(vector.shape))))
+            raise ValueError(must(caller, name, rule, str(tuple(vector.shape))))
 
 
 def _sizes(x: Tensor) -> tuple[Any, ...]:
@@ -388,15 +402,11 @@ def _sizes(x: Tensor) -> tuple[Any, ...]:
 def not_replicated(caller: str, name: str, placements: Any) -> ValueError:
     """Return the error for a running statistic that is sharded over processes."""
     way_out = "Use redistribute(placements=[Replicate()])."
-    return ValueError(_must(caller, name, "replicated", f"a DTensor {placements}", way_out))
+    return ValueError(must(caller, name, "replicated", f"a DTensor {placements}", way_out))
 
 
 def scalars(caller: str, **values: Tensor | None) -> None:
     """Reject running statistics with more than one value."""
     for name, value in values.items():
         if value is not None and value.numel() != 1:
-            raise ValueError(_must(caller, name, "a scalar tensor", f"shape {tuple(value.shape)}"))
-
-
-def _shown(value: Any) -> str:
-    return f"{shown(value)} ({type(value).__name__})"
+            raise ValueError(must(caller, name, "a scalar tensor", f"shape {tuple(value.shape)}"))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """As `Tensor.is_contiguous`, for a shape and strides."""
+    """Whether a tensor of this shape and stride is contiguous."""
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size != 1 and step != expected:
@@ -46,7 +46,7 @@ def lies_like(tensor: Tensor, x: Tensor) -> bool:
 
 
 def laid_out_like(tensor: Tensor, x: Tensor) -> Tensor:
-    """Return `tensor`, copied if its layout differs from that of the dense `x`."""
+    """Return `tensor`, copied if its layout is not the layout of the dense `x`."""
     if lies_like(tensor, x):
         return tensor
     return tensor.contiguous() if x.is_contiguous() else torch.empty_like(x).copy_(tensor)

@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from normplug._extras import needs
+from normplug._checks import needs
 
 if TYPE_CHECKING:
     from normplug.experiment.compare import PLOTS, Comparison, compare

@@ -189,7 +189,7 @@ def layer_norm(
         autocast_output: the dtype of the result under autocast. "float32" follows
             `torch.nn.functional.layer_norm` (float32 on CUDA); "low" is the autocast dtype, which
             the next linear layer would cast to anyway. Sums are float32 in both.
-        backend: as in `batch_norm`.
+        backend: "auto" (whichever was measured to be faster), "triton" or "torch".
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
@@ -199,7 +199,8 @@ def layer_norm(
     Raises:
         ValueError: mismatched shapes or devices, one running statistic without the other, a
             momentum of None without a counter, an unknown mode, autocast_output or backend.
-        TypeError, NotImplementedError: as in `batch_norm`.
+        TypeError: an argument of another type, or tensors that are not floating point.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run.
 
     Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
     and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv) and
@@ -216,13 +217,8 @@ def layer_norm(
     t = Tensors(
         input, None, weight, bias, input_bias, running_mean, running_var, num_batches_tracked
     )
-    tv, shape = target_variance(mode), normalized_shape
-    if type(shape) is not tuple:
-        shape = _row_shape(caller, shape)
-    if type(eps) is not float or type(momentum) is not float:
-        momentum, eps = as_number(momentum), as_number(eps)
-    spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(input), autocast_output)
-    return call(caller, t, spec, backend)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output)
+    return call(caller, t, _row_spec(caller, input, *numbers), backend)
 
 
 def add_layer_norm(
@@ -247,7 +243,7 @@ def add_layer_norm(
 
     `x`, (*rows, *normalized_shape), is a block's output; `residual`, shaped like `x`, the stream
     that it is added to. If the rows of both have two strides, the kernels copy `residual` unless it
-    is laid out as `x`. The other arguments and the errors are those of `layer_norm`; the running
+    is laid out as `x`. `layer_norm` explains the other arguments and the errors; the running
     statistics describe total.
 
     Returns:
@@ -255,7 +251,7 @@ def add_layer_norm(
         autocast: see `autocast_output`). y is the norm of the rounded total.
 
     Raises:
-        ValueError: as in `layer_norm`, and if `residual` is not shaped like `x`.
+        ValueError: as `layer_norm`, and if `residual` is not shaped like `x`.
 
     Twice differentiable in `x`, `residual`, `weight` and `bias`. The kernels do both steps in one
     launch, and save `total` for the backward.
@@ -268,13 +264,8 @@ def add_layer_norm(
     """
     caller = "functional.add_layer_norm"
     t = Tensors(x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
-    tv, shape = target_variance(mode), normalized_shape
-    if type(shape) is not tuple:
-        shape = _row_shape(caller, shape)
-    if type(eps) is not float or type(momentum) is not float:
-        momentum, eps = as_number(momentum), as_number(eps)
-    spec = LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(x), autocast_output)
-    return call(caller, t, spec, backend)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output)
+    return call(caller, t, _row_spec(caller, x, *numbers), backend)
 
 
 def rms_norm(
@@ -315,9 +306,10 @@ def rms_norm(
         num_batches_tracked: integer scalar tensor, incremented when `running_var` is updated, or
             None.
         momentum: weight of the new batch in `running_var`; None averages over all batches equally.
-        autocast_output: as in `layer_norm`; "float32" follows `torch.nn.functional.rms_norm` (on
-            CUDA: float32 in torch 2.15, the dtype of `input` in 2.11).
-        backend: as in `batch_norm`; "auto" takes the kernels if they can run.
+        autocast_output: the dtype of the result under autocast: "float32", the rule of
+            `torch.nn.functional.rms_norm` (on CUDA float32 in torch 2.15, the dtype of `input` in
+            2.11), or "low", the autocast dtype.
+        backend: "auto" (the kernels if they can run), "triton" or "torch".
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
@@ -326,7 +318,8 @@ def rms_norm(
     Raises:
         ValueError: mismatched shapes or devices, a momentum of None without a counter, an unknown
             mode, backend or autocast_output.
-        TypeError, NotImplementedError: as in `batch_norm`.
+        TypeError: an argument of another type, or tensors that are not floating point.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run.
 
     Precision: sums are float32 (float64 for float64 input), and the result is rounded once. With tv
     other than 1, the torch backend rounds weight * sqrt(tv) to the dtype of `weight`; the kernels
@@ -342,8 +335,8 @@ def rms_norm(
     """
     caller = "functional.rms_norm"
     t = Tensors(input, None, weight, None, None, None, running_var, num_batches_tracked)
-    numbers = (normalized_shape, momentum, eps, mode, autocast_output, weight_offset)
-    return call(caller, t, _spec(caller, input, *numbers), backend)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output, False, weight_offset)
+    return call(caller, t, _row_spec(caller, input, *numbers), backend)
 
 
 def add_rms_norm(
@@ -365,15 +358,16 @@ def add_rms_norm(
 
         total = x + residual        y = rms_norm(total)
 
-    `x`, `residual`, their strides and the results are as in `add_layer_norm`. The other arguments
-    and the errors are those of `rms_norm`; the running statistic describes total.
+    `x`, (*rows, *normalized_shape), is a block's output; `residual`, shaped like `x`, the stream
+    that it is added to. `rms_norm` explains the other arguments and the errors; the running
+    statistic describes total.
 
     Returns:
         (y, total), both shaped like `x`, in the promoted dtype of `x` and `residual` (y under
         autocast: see `autocast_output`). y is the norm of the rounded total.
 
     Raises:
-        ValueError: as in `rms_norm`, and if `residual` is not shaped like `x`.
+        ValueError: as `rms_norm`, and if `residual` is not shaped like `x`.
 
     Twice differentiable in `x`, `residual` and `weight`. The kernels do both steps in one launch,
     and save `total` for the backward.
@@ -386,8 +380,8 @@ def add_rms_norm(
     """
     caller = "functional.add_rms_norm"
     t = Tensors(x, residual, weight, None, None, None, running_var, num_batches_tracked)
-    numbers = (normalized_shape, momentum, eps, mode, autocast_output, weight_offset)
-    return call(caller, t, _spec(caller, x, *numbers), backend)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output, False, weight_offset)
+    return call(caller, t, _row_spec(caller, x, *numbers), backend)
 
 
 def group_norm(
@@ -418,9 +412,11 @@ def group_norm(
         bias: (C,), or None for zeros.
         eps: added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        activation: as in `batch_norm`.
-        autocast_output: as in `layer_norm`; "float32" follows `torch.nn.functional.group_norm`.
-        backend: as in `batch_norm`.
+        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu", or a
+            pair such as ("leaky_relu", 0.2).
+        autocast_output: the dtype of the result under autocast: "float32", the rule of
+            `torch.nn.functional.group_norm`, or "low", the autocast dtype.
+        backend: "auto" (whichever was measured to be faster), "triton" or "torch".
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
@@ -430,7 +426,8 @@ def group_norm(
         ValueError: mismatched shapes or devices, a `num_groups` that does not divide C, a single
             sample with one value per group, or an unknown mode, activation, autocast_output or
             backend.
-        TypeError, NotImplementedError: as in `batch_norm`.
+        TypeError: an argument of another type, or tensors that are not floating point.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run.
 
     Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
     and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv). The
@@ -483,9 +480,10 @@ def instance_norm(
         momentum: weight of the new batch in the running statistics; unlike in `batch_norm`, it must
             be a number.
         eps: added to the variance before the root.
-        mode: as in `group_norm`.
-        activation: as in `group_norm`.
-        backend: as in `group_norm`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu", or a
+            pair such as ("leaky_relu", 0.2).
+        backend: "auto" (whichever was measured to be faster), "triton" or "torch".
 
     Returns:
         Shaped like `input`, in its dtype, under autocast too. From the kernels it has the layout of
@@ -494,7 +492,8 @@ def instance_norm(
     Raises:
         ValueError: as in `group_norm`; a single spatial position, whose variance is always 0; no
             running statistics without `use_input_stats`.
-        TypeError, NotImplementedError: as in `batch_norm`.
+        TypeError: an argument of another type, or tensors that are not floating point.
+        NotImplementedError: `backend` is "triton" and the kernels cannot run.
 
     Precision and gradients: see `group_norm`, with one group per channel. But the torch backend
     does not promote, since PyTorch accepts float32 parameters with a half `input`.
@@ -512,7 +511,9 @@ def instance_norm(
     if not use_input_stats:
         constant = BatchNormSpec(False, momentum, eps, tv, activation, instance=True)
         return call(caller, t, constant, backend)
-    spec = GroupNormSpec(_channels(input), eps, tv, activation, momentum=momentum, instance=True)
+    has_channels = isinstance(input, Tensor) and not input.is_nested and input.dim() > 1
+    groups = input.shape[1] if has_channels else 1  # the checks refuse an input without channels
+    spec = GroupNormSpec(groups, eps, tv, activation, momentum=momentum, instance=True)
     return call(caller, t, spec, backend)
 
 
@@ -543,7 +544,9 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
         add_layer_norm, add_rms_norm, batch_norm, group_norm, instance_norm, layer_norm, rms_norm
     )  # fmt: skip
     if function not in functions:
-        raise _checks.not_explained(function, [each.__name__ for each in functions])
+        names = ", ".join(each.__name__ for each in functions)
+        rule, got = f"a function of normplug.functional: {names}", _checks.described(function)
+        raise ValueError(_checks.must("functional.explain", "function", rule, got))
     backend = Explained(kwargs.pop("backend", "auto"))
     return function(*args, backend=backend, **kwargs)
 
@@ -569,14 +572,7 @@ def autocast_of_rms_norm(
     return autocast_dtype(x) if is_cast or autocast_output == "low" else None
 
 
-def _row_shape(caller: str, normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        return tuple(normalized_shape)
-    except TypeError:
-        raise _checks.no_shape(caller, normalized_shape) from None
-
-
-def _spec(
+def _row_spec(
     caller: str,
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -584,19 +580,20 @@ def _spec(
     eps: float | None,
     mode: ModeLike,
     autocast_output: str,
-    weight_offset: float,
+    centred: bool = True,
+    weight_offset: float = 0.0,
 ) -> LayerNormSpec:
     tv, shape = target_variance(mode), normalized_shape
     if type(shape) is not tuple:
-        shape = _row_shape(caller, shape)
+        try:
+            shape = tuple(shape)
+        except TypeError:
+            rule, got = "a sequence of integers, e.g. input.shape[-1:]", _checks.described(shape)
+            raise TypeError(_checks.must(caller, "normalized_shape", rule, got)) from None
+    if type(eps) is not float or type(momentum) is not float:
+        momentum, eps = as_number(momentum), as_number(eps)
+    if centred:
+        return LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(x), autocast_output)
     _checks.autocast_output(caller, autocast_output)  # before the next line reads it
     autocast = autocast_of_rms_norm(x, autocast_output)
-    momentum, eps = as_number(momentum), as_number(eps)
     return LayerNormSpec(shape, momentum, eps, tv, autocast, autocast_output, False, weight_offset)
-
-
-def _channels(x: Tensor) -> int:
-    try:
-        return x.shape[1]
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # invalid: rejected later
-        return 1

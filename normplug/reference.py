@@ -84,7 +84,7 @@ def batch_norm(
         eps: added to the variance, before the root.
         target_variance: the variance of the output where `weight` is 1.
         mean: (C,), given together with `var` in eval mode; None for the batch's own mean.
-        var: (C,), see `mean`.
+        var: (C,), given together with `mean`.
 
     Returns:
         y in the dtype of `x`; the (C,) mean and biased variance used, in the accumulator's dtype.
@@ -96,26 +96,6 @@ def batch_norm(
     xhat = (x_acc - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
     y = _affine(xhat * math.sqrt(target_variance), weight, bias, (-1, *[1] * (x.dim() - 2)))
     return Normalized(y.to(x.dtype), mean, var)
-
-
-def batch_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    *,
-    training: bool = True,
-    **options: Any,
-) -> Gradients:
-    """The gradients of `batch_norm` for dy, which is shaped like `x`; `options` are the forward's.
-
-    `mean` and `var` are constants if `training` is False; otherwise they came from `x`. dx has the
-    dtype of `x`; dweight and dbias, (C,), have the accumulator's.
-    """
-    if not training:
-        options |= {"mean": mean, "var": var}
-    return Gradients(*_gradients(batch_norm, dy, x, weight, x.shape[1:2], **options))
 
 
 def group_norm(
@@ -145,17 +125,6 @@ def group_norm(
     y, mean, var = layer_norm(rows, by_group[2:], eps=eps, target_variance=target_variance)
     y = _affine(y.reshape(x.shape), weight, bias, (-1, *[1] * (x.dim() - 2)))
     return Normalized(y.to(x.dtype), mean, var)
-
-
-def group_norm_backward(
-    dy: Tensor, x: Tensor, groups: int, weight: Tensor | None, **options: Any
-) -> Gradients:
-    """The gradients of `group_norm` for dy, which is shaped like `x`; `options` are the forward's.
-
-    dx has the dtype of `x`; dweight and dbias, (C,), have the accumulator's.
-    """
-    options["groups"] = groups
-    return Gradients(*_gradients(group_norm, dy, x, weight, x.shape[1:2], **options))
 
 
 def instance_norm(
@@ -209,17 +178,6 @@ def layer_norm(
     return Normalized(y.to(x.dtype), mean.reshape(rows), var.reshape(rows))
 
 
-def layer_norm_backward(
-    dy: Tensor, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, **options: Any
-) -> Gradients:
-    """The gradients of `layer_norm` for dy, which is shaped like `x`; `options` are the forward's.
-
-    dx has the dtype of `x`; dweight and dbias, `normalized_shape`, have the accumulator's.
-    """
-    options["normalized_shape"] = normalized_shape
-    return Gradients(*_gradients(layer_norm, dy, x, weight, normalized_shape, **options))
-
-
 def rms_norm(
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -254,24 +212,45 @@ def rms_norm(
     return Rescaled(y.to(x.dtype), moment.reshape(x.shape[: x.dim() - len(dims)]))
 
 
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """The gradients of `rms_norm` for dy, which is shaped like `x`; `options` are the forward's.
+def gradients(
+    norm: Callable[..., Normalized | Rescaled],
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    **options: Any,
+) -> Gradients:
+    """The gradients of a norm by autograd.
 
-    dx has the dtype of `x`; dweight, `normalized_shape`, has the accumulator's.
+    Args:
+        norm: a norm of this module.
+        dy: the gradient of y, shaped like `x`.
+        x: the norm's input.
+        weight: the norm's weight, or None.
+        **options: the norm's other arguments. `mean` and `var` are constants.
+
+    Returns:
+        dx in the dtype of `x`; dweight and dbias in the accumulator's, shaped like the weight. For
+        an RMSNorm dbias is 0.
     """
-    options["normalized_shape"] = normalized_shape
-    if weight is None:
+    acc = accumulator_dtype(x.dtype)
+    shape = options.get("normalized_shape", x.shape[1:2])
+    zeros = torch.zeros(shape, dtype=acc, device=x.device)
+    inputs = {"x": x.to(acc), "weight": zeros + 1 if weight is None else weight.to(acc)}
+    if norm is not rms_norm:
+        inputs["bias"] = zeros
+    elif weight is None:
         options["weight_offset"] = 0.0
-    dx, dweight = _gradients(rms_norm, dy, x, weight, normalized_shape, **options)
-    return dx, dweight
+    with torch.enable_grad():
+        leaves = {name: each.detach().requires_grad_() for name, each in inputs.items()}
+        y = norm(**leaves, **options)[0]
+        dx, dweight, *dbias = torch.autograd.grad(y, list(leaves.values()), dy.to(acc))
+    return Gradients(dx.to(x.dtype), dweight, *dbias or [zeros])
 
 
 def rms_eps(dtype: torch.dtype, eps: float | None) -> float:
     """The eps of an RMSNorm for input of this dtype: as given, or the accumulator's epsilon.
 
-    As in `torch.nn.functional.rms_norm` since torch 2.7; before, half input had its own epsilon.
+    `torch.nn.functional.rms_norm` has this rule since torch 2.7; before, half input had its own.
     """
     return torch.finfo(accumulator_dtype(dtype)).eps if eps is None else eps
 
@@ -293,7 +272,7 @@ def activation(pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
 def activation_backward(dy: Tensor, pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
     """The gradient of `activation` at `pre`.
 
-    At the kinks it is 0 for relu and relu6, and slope * dy for leaky_relu, as in torch.
+    At the kinks it is 0 for relu and relu6, and slope * dy for leaky_relu.
     """
     with torch.enable_grad():
         pre = pre.detach().requires_grad_()
@@ -331,24 +310,3 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequen
     if bias is not None:
         y = y + bias.to(y.dtype).reshape(shape)
     return y
-
-
-def _gradients(
-    norm: Callable[..., Normalized | Rescaled],
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    shape: Sequence[int],
-    **arguments: Any,
-) -> list[Tensor]:
-    """The gradients of x, the weight (None for ones) and the bias, if the norm has one."""
-    acc = accumulator_dtype(x.dtype)
-    zeros = torch.zeros(shape, dtype=acc, device=x.device)
-    inputs = {"x": x.to(acc), "weight": zeros + 1 if weight is None else weight.to(acc)}
-    if norm is not rms_norm:
-        inputs["bias"] = zeros
-    with torch.enable_grad():
-        leaves = {name: each.detach().requires_grad_() for name, each in inputs.items()}
-        y = norm(**leaves, **arguments)[0]
-        dx, *others = torch.autograd.grad(y, list(leaves.values()), dy.to(acc))
-    return [dx.to(x.dtype), *others]

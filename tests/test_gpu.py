@@ -8,16 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
 import batch_norm_cases
-import layer_norm_cases
 import normplug
 import routes
 from fuse_cases import Depthwise
-from normplug import functional
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
@@ -45,42 +42,6 @@ def test_batch_norm_is_as_close_to_float64_as_torch(dtype, shape, layout, mode, 
     running = (torch.randn(33).to(GPU, params) + offset, torch.rand(33).to(GPU, params) + 0.5)
     for training in (True, False):
         batch_norm_cases.compare(x, weight, bias, mode, training, running)
-
-
-@pytest.mark.parametrize("offset", [3.0, 1e3])
-@pytest.mark.parametrize("mode", ["standard", "golden", 2])
-@pytest.mark.parametrize(
-    "case", [((1, 64), 1), ((37, 1023), 1), ((512, 4096), 1), ((64, 8, 6, 7), 3)], ids=str
-)
-@pytest.mark.parametrize("dtype", layer_norm_cases.DTYPES, ids=str)
-def test_layer_norm_is_as_close_to_float64_as_torch(dtype, case, mode, offset):
-    layer_norm_cases.compare(*on_gpu(layer_norm_cases.make(*case, dtype, offset=offset)), mode)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_layer_norm_accepts_float32_parameters_with_half_precision_input(dtype):
-    x, row, weight, bias = on_gpu(layer_norm_cases.make((64, 768), 1, torch.float32))
-    y = functional.layer_norm(x.to(dtype), row, weight, bias, mode="standard")
-    assert y.dtype == dtype
-    exact = F.layer_norm(x.to(dtype).double(), row, weight.double(), bias.double())
-    torch.testing.assert_close(y, exact.to(dtype))
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"), [("low", torch.bfloat16), ("float32", torch.float32)]
-)
-def test_autocast_output_sets_the_dtype_under_autocast(asked, expected):
-    x = torch.randn(8, 64, device=GPU, dtype=torch.bfloat16)
-    layer = normplug.LayerNorm(64, autocast_output=asked, mode="standard", device=GPU)
-    with torch.autocast(GPU, torch.bfloat16):
-        y, stock = layer(x), F.layer_norm(x, (64,), layer.weight, layer.bias)
-    assert y.dtype == expected
-    assert stock.dtype == torch.float32
-    torch.testing.assert_close(y, stock.to(expected))
-    assert layer.watched_count == 1
-    assert layer.watched_var.item() == pytest.approx(
-        0.9 + 0.1 * x.float().var(1, correction=0).mean().item(), rel=1e-4
-    )
 
 
 def make_net(memory_format=torch.contiguous_format):

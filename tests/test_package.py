@@ -7,7 +7,7 @@ import pytest
 
 import normplug
 from forks import forked
-from normplug._extras import MissingPackage, needs
+from normplug._checks import MissingPackage, needs
 
 ROOT = Path(normplug.__file__).parent
 CHECKOUT = ROOT.parent
@@ -18,7 +18,7 @@ UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog
 # A package or module may import itself and those of the layers before its own.
 LAYERS = [
     {"_activations", "_torch", "_layouts", "modes"},
-    {"reference", "_checks", "_extras", "_results", "_table"},
+    {"reference", "_checks", "_results", "_table"},
     {"native"},
     {"_kernels"},
     {"_ops"},

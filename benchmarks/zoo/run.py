@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from normplug._extras import MissingPackage, needs
+from normplug._checks import MissingPackage, needs
 from normplug._results import stamp
 from normplug.bench.rows import add_to_file
 from zoo.check import SEED, Architecture, Inputs, check, observe

@@ -109,7 +109,7 @@ class Analysis:
         if not norms:
             return
         try:
-            edited = edit(cls, inspect.getattr_static(cls, "forward"), parts)
+            edited = edit(cls, inspect.getattr_static(cls, "forward"), parts)  # type: ignore[arg-type]
         except Untraceable:
             return
         for name in norms:

@@ -19,7 +19,7 @@ from normplug._activations import ActivationLike
 from normplug._ops import eligible, recompute
 from normplug._ops.spec import Pool
 from normplug._torch import has_hooks
-from normplug.modules.fusion_sites import FusionSites
+from normplug.modules.base import FusionSites
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

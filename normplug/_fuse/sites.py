@@ -1,7 +1,6 @@
 """Find where in a forward a norm and the operations around it can be one call.
 
-A norm's class declares these operations: see `normplug.modules.fusion_sites`. Nothing here knows a
-norm by name.
+A norm's class declares these operations by `FusionSites`. Nothing here knows a norm by name.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from normplug._fuse.calls import (
 )
 from normplug._fuse.forward import Forward, addition, reader
 from normplug.modules import TargetVarianceNorm
-from normplug.modules.fusion_sites import FusionSites
+from normplug.modules.base import FusionSites
 
 IN_PLACE = "the addition before it is in place, and other code may read its result"
 FROM_OUTSIDE = (

@@ -122,7 +122,8 @@ def _by_collectives(
         t.x, t.weight, t.bias, spec.eps, spec.target_variance, backend, group
     )
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
-        raise _checks.one_joined_value(dist.get_world_size(group))
+        whole = f"the joined batch of {dist.get_world_size(group)} processes"
+        raise _checks.one_value("SyncBatchNorm", whole)
     if t.running_mean is not None and t.running_var is not None:
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
         unbiased = var * (n / (n - 1).clamp(min=1))

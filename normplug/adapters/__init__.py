@@ -22,10 +22,8 @@ from normplug import _activations
 from normplug._torch import has_global_hooks, has_hooks
 from normplug.adapters import rms_norms
 from normplug.modules import GroupNorm, LayerNorm, TargetVarianceNorm
-from normplug.modules.batch_norm import _BatchNorm
-from normplug.modules.rms_norm import _RMSNorm
-from normplug.modules.row_norm import RowNorm
-from normplug.modules.sync_batch_norm import _SyncBatchNormForward
+from normplug.modules.batch_norm import _BatchNorm, _SyncBatchNorm
+from normplug.modules.row_norms import RowNorm, _RMSNorm
 
 
 class ChannelsFirst(RowNorm):
@@ -249,7 +247,7 @@ def _made(cls: Any, place: str, row: Any) -> Any:
     bases = (OneNode, cls, LayerNorm) if row is OneNode else (*row, cls)
     ours: Any = type(cls.__name__, bases, namespace)
     if issubclass(ours, _BatchNorm):
-        bases = (_SyncBatchNormForward, ours)
+        bases = (_SyncBatchNorm, ours)
         ours._synchronised = type(f"Sync{cls.__name__}", bases, dict(namespace))
     return ours
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from normplug._ops.row_norms import LayerNormSpec, composed_rms_norm
-from normplug.modules.eps import eps_property
-from normplug.modules.rms_norm import _RMSNorm
+from normplug.modules.base import eps_property
+from normplug.modules.row_norms import _RMSNorm
 
 # The attributes where libraries keep eps, with different values in a probe: the result shows which
 # of them the forward reads.

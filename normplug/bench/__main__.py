@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from normplug import _torch
-from normplug._extras import needs
+from normplug._checks import needs
 from normplug.bench import models, op, targets, timing
 from normplug.bench.op import OPS, Problem, cases, measure_op
 from normplug.bench.rows import Rows, add_to_file, read_file, report

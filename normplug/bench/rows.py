@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from normplug._extras import needs
+from normplug._checks import needs
 from normplug._results import write_file
 from normplug._table import table
 

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from normplug._extras import needs
+from normplug._checks import needs
 
 with needs("normplug.experiment", "train"):
     for _name in ("hydra", "lightning", "pydantic", "torchvision"):  # found, but not imported

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,14 +44,13 @@ def ask_seldom(trainer: Trainer) -> None:
     until the host has launched the next step. Other versions do not ask, or ask by another name.
     """
     loop = trainer.fit_loop.epoch_loop
-    ask = getattr(loop, "_broadcast_sigterm_tensor", None)
+    ask: Callable[[], None] = getattr(loop, "_broadcast_sigterm_tensor", lambda: None)
 
     def ask_at_some_steps() -> None:
         if loop.batch_idx % ASKED_STEPS == 0:
             ask()
 
-    if ask is not None:
-        loop._broadcast_sigterm_tensor = ask_at_some_steps  # type: ignore[method-assign]
+    loop._broadcast_sigterm_tensor = ask_at_some_steps  # type: ignore[method-assign]
 
 
 class StepTimer(Callback):

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torchvision.models import VisionTransformer, get_model, list_models
 
 import normplug
-from normplug._extras import needs
+from normplug._checks import needs
 from normplug._swap.inventory import Filters
 from normplug.experiment.config import Count, Fraction, checked, mode_of
 from normplug.experiment.errors import WHO

@@ -1,7 +1,7 @@
 """Lightning plug-ins that swap a model's norms, synchronise them, and log their variances."""
 
+from normplug._checks import needs
 from normplug._convert import norm_layers
-from normplug._extras import needs
 
 with needs("normplug.lightning", "lightning"):
     from normplug.lightning.swap_norms import SwapNorms, SyncNorms

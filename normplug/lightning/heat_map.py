@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import QuadMesh
@@ -20,8 +21,7 @@ from normplug._results import replace_file
 from normplug.lightning.variance_logger import LayerVariance
 
 Floats = NDArray[np.float64]
-RATIO = "output before weight and bias, over target"
-PANELS = ("input", RATIO, "output after weight and bias")
+TITLES = ("input", "output before weight and bias, over target", "output after weight and bias")
 
 
 def draw_heat_map(rows: list[LayerVariance], path: Path, model: str) -> None:
@@ -30,16 +30,17 @@ def draw_heat_map(rows: list[LayerVariance], path: Path, model: str) -> None:
     The panels, from left to right: the input; the output before weight and bias, over the target;
     the output after them. The title names the model and the run (the PNG's directory).
     """
-    depths = {row.layer: row.depth for row in reversed(rows)}
-    layers = sorted(depths, key=depths.__getitem__)
-    steps = sorted({row.step for row in rows})
+    frame = pd.DataFrame(rows)
+    frame["ratio"] = frame["output_variance"] / frame["target_variance"]
+    panels = ["input_variance", "ratio", "affine_variance"]
+    values = frame.pivot(index=["depth", "layer"], columns="step", values=panels)  # or NaN
+    layers, steps = list(values.index.get_level_values("layer")), values["ratio"].columns.to_numpy()
     inches = min(max(0.17 * len(layers), 2.0), 40.0)
     width = 12 + 0.065 * max(map(len, layers))
     figure = Figure(figsize=(width, inches + 1.5), layout="constrained")
     FigureCanvasAgg(figure)
     run = "/".join(path.resolve().parent.parts[1:][-4:])
-    targets = [row.target_variance for row in rows]
-    low, high = min(targets), max(targets)
+    low, high = frame["target_variance"].min(), frame["target_variance"].max()
     target = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
     when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     what = (
@@ -48,19 +49,12 @@ def draw_heat_map(rows: list[LayerVariance], path: Path, model: str) -> None:
     )
     titles = [textwrap.fill(text, int(11 * width)) for text in (f"{model}, run {run}", what)]
     figure.suptitle("\n".join(titles), fontsize="medium")
-    # Panel, layer, step; NaN where there is no row.
-    values = np.full((3, len(layers), len(steps)), math.nan)
-    rank = {layer: i for i, layer in enumerate(layers)}
-    column = {step: i for i, step in enumerate(steps)}
-    for row in rows:
-        ratio = row.output_variance / row.target_variance
-        triple = row.input_variance, ratio, row.affine_variance
-        values[:, rank[row.layer], column[row.step]] = triple
-    drawn = figure.subplots(1, len(PANELS), sharey=True)
-    for axes, title, panel in zip(drawn, PANELS, values, strict=True):
+    drawn = figure.subplots(1, len(panels), sharey=True)
+    for axes, title, name in zip(drawn, TITLES, panels, strict=True):
+        panel = values[name].to_numpy()
         # The ratio should be 1 up to rounding and eps, so its scale is fixed.
-        norm = Normalize(0.9, 1.1) if title == RATIO else colour_scale(panel, least=1.2)
-        mesh = heat_map(axes, np.array(steps), np.arange(len(layers)), panel, norm)
+        norm = Normalize(0.9, 1.1) if name == "ratio" else colour_scale(panel, least=1.2)
+        mesh = heat_map(axes, steps, np.arange(len(layers)), panel, norm)
         colour_bar(figure, mesh, panel, axes, fraction=0.06, pad=0.02)
         axes.set_title(title + _closeness(panel[np.isfinite(panel)]), fontsize="medium")
         axes.set_xlabel("optimizer step")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -30,16 +29,16 @@ class SwapNorms(Callback):
 
     Checkpoints record the mode of each layer; resuming with other modes is refused. A tool that
     rebuilds norms silently drops the target variance. So at the start of fit, validate and test,
-    the layers are compared with the record of the swap, as in `normplug.check`.
+    the layers are compared with the record of the swap.
     `Trainer(sync_batchnorm=True)` is such a tool and is refused at once; use `SyncNorms` instead.
 
     Args:
-        mode: as in `normplug.swap`: one mode, or a mode for each layer.
-        fuse: run norms and the operations next to them in one kernel, as `normplug.fuse` does.
-        recompute: with `fuse`, save memory, as in `normplug.fuse`.
-        warm_up: at the start of fit, compile what a step needs, as `normplug.warm_up` does. The
+        mode: one mode, or a mode for each layer, for `normplug.swap`.
+        fuse: run norms and the operations next to them in one kernel, by `normplug.fuse`.
+        recompute: with `fuse`, save memory by recomputing results in the backward.
+        warm_up: at the start of fit, compile what a step needs, by `normplug.warm_up`. The
             module's forward is run on its `example_input_array`, which must be shaped as a batch.
-        **options: those of `normplug.swap`.
+        **options: further options of `normplug.swap`.
 
     Raises:
         ValueError: an unknown mode, autocast_output or backend; `recompute` without `fuse`; a
@@ -63,7 +62,11 @@ class SwapNorms(Callback):
     ) -> None:
         rule = read(mode)
         self.mode = rule.mode if isinstance(rule, One) else rule
-        _refuse_unknown(options)
+        if unknown := [name for name in options if name not in _OPTIONS]:
+            raise TypeError(
+                f"normplug.lightning.SwapNorms: unknown option {unknown[0]!r}; the options are "
+                f"fuse, recompute, warm_up, {', '.join(_OPTIONS)}."
+            )
         _checks.swap_options("lightning.SwapNorms", **options)
         _checks.flags("lightning.SwapNorms", fuse=fuse, recompute=recompute, warm_up=warm_up)
         if recompute and not fuse:
@@ -89,7 +92,7 @@ class SwapNorms(Callback):
             _warm_up(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Verify, as in `on_fit_start`."""
+        """Verify that swapped layers still are."""
         self._verify(pl_module)
 
     on_test_start = on_validation_start
@@ -107,29 +110,18 @@ class SwapNorms(Callback):
     def _refuse_other_modes(self) -> None:
         if self._saved is None:
             return
-        # Checkpoints of earlier versions have one target variance for all layers.
-        now, one = self._targets, self._saved.get("target_variance")
-        saved = dict.fromkeys(now, one) if one is not None else self._saved["target_variances"]
+        now, saved = self._targets, self._saved["target_variances"]
         self._saved = None
-        differ = [p for p in {**now, **saved} if now.get(p, 1.0) != saved.get(p, 1.0)]
-        if not differ:
-            return
-        text = "normplug.lightning.SwapNorms: the checkpoint was trained in"
-        if len({*saved.values()}) == len({*now.values()}) == 1:
-            mode, other = (NormMode(next(iter(d.values()))) for d in (saved, now))
-            if mode != other:
-                raise ValueError(
-                    f"{text} mode {mode}; this run's mode is {other}. Resume with "
-                    f"SwapNorms({mode.argument})."
-                )
-        modes = [
+        differ = [
             f"{shown(p)} in mode {NormMode(saved.get(p, 1.0))}, now {NormMode(now.get(p, 1.0))}"
-            for p in differ
+            for p in {**now, **saved}
+            if now.get(p, 1.0) != saved.get(p, 1.0)
         ]
-        raise ValueError(
-            f"{text} other modes: {some(modes, '; ')}. Resume with the SwapNorms arguments "
-            "that it was trained with."
-        )
+        if differ:
+            raise ValueError(
+                "normplug.lightning.SwapNorms: the checkpoint was trained in other modes: "
+                f"{some(differ, '; ')}. Resume with the SwapNorms arguments of its training."
+            )
 
     def _swap(self, pl_module: LightningModule) -> None:
         swap(pl_module, self.mode, **self.options)
@@ -216,12 +208,3 @@ class SyncNorms(LayerSync):
     def synchronise(self, model: nn.Module) -> None:
         """Synchronise every BatchNorm of `model` now, until `revert`."""
         self._synchronised += [m for m in model.modules() if _convert.synchronise(m)]
-
-
-def _refuse_unknown(options: Iterable[str]) -> None:
-    for option in options:
-        if option not in _OPTIONS:
-            raise TypeError(
-                f"normplug.lightning.SwapNorms: unknown option {option!r}; the options are "
-                f"fuse, recompute, warm_up, {', '.join(_OPTIONS)}."
-            )

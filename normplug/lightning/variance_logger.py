@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from normplug import _checks, _convert
-from normplug._extras import MissingPackage, needs
+from normplug._checks import MissingPackage, needs
 from normplug._results import replace_file
 from normplug._table import table
 from normplug.modules import TargetVarianceNorm
@@ -25,11 +25,12 @@ COLUMNS = {
     "output var": ("output_variance", "10.4f"),
     "after affine": ("affine_variance", "12.4g"),
     "weight rms": ("weight_rms", "10.4f"),
+    "measure": ("measure", ""),
 }
 
 
 class LayerVariance(NamedTuple):
-    """The measurements of one norm layer on one logged step; variances as in `VarianceLogger`.
+    """The measurements of one norm layer on one logged step.
 
     measure: "variance", or "second moment" for a norm that does not centre.
     """
@@ -46,7 +47,7 @@ class LayerVariance(NamedTuple):
     weight_rms: float
     rank: int
     world_size: int
-    measure: str = "variance"
+    measure: str
 
     def whose(self) -> str:
         """Which part of the batch was measured; empty for the whole batch."""
@@ -193,15 +194,12 @@ class VarianceLogger(Callback):
         """The latest logged step as a table, one line per layer; empty before the first."""
         if not self.last:
             return ""
-        columns = dict(COLUMNS)
-        if any(row.measure != "variance" for row in self.last):
-            columns["measure"] = ("measure", "")
         cells = [
-            tuple(format(getattr(row, name), form) for name, form in columns.values())
+            tuple(format(getattr(row, name), form) for name, form in COLUMNS.values())
             for row in self.last
         ]
         title = f"variance at step {self.last[0].step}{self.last[0].whose()}"
-        return f"{title}\n{table([tuple(columns), *cells])}"
+        return f"{title}\n{table([tuple(COLUMNS), *cells])}"
 
     def _release(self) -> None:
         for _, layer, is_stock in self._measuring:
@@ -226,9 +224,8 @@ def _keep_before(step: int, path: Path) -> list[LayerVariance]:
     with path.open(newline="") as file:
         lines = list(csv.reader(line for line in file if line.endswith("\n")))
     types = get_type_hints(LayerVariance).values()
-    # Files of earlier versions lack the last column.
-    rows = [LayerVariance(*(t(v) for t, v in zip(types, line, strict=False))) for line in lines[1:]]
-    kept = [row for row in rows if row.step < step]
+    rows = [LayerVariance(*(t(v) for t, v in zip(types, line, strict=True))) for line in lines[1:]]
+    earlier = [row for row in rows if row.step < step]
     with replace_file(path) as part:
-        _append(kept, part)
-    return kept
+        _append(earlier, part)
+    return earlier

@@ -6,6 +6,8 @@ plain attributes and buffers, so assigning `__class__` converts a stock layer an
 (see `normplug._convert`). `base` lists what a norm declares.
 """
 
+import sys
+
 from normplug.modules.base import TargetVarianceNorm
 from normplug.modules.batch_norm import (
     BatchNorm1d,
@@ -14,9 +16,11 @@ from normplug.modules.batch_norm import (
     LazyBatchNorm1d,
     LazyBatchNorm2d,
     LazyBatchNorm3d,
+    LazySyncBatchNorm,
+    SyncBatchNorm,
 )
-from normplug.modules.group_norm import GroupNorm
-from normplug.modules.instance_norm import (
+from normplug.modules.group_norm import (
+    GroupNorm,
     InstanceNorm1d,
     InstanceNorm2d,
     InstanceNorm3d,
@@ -24,9 +28,7 @@ from normplug.modules.instance_norm import (
     LazyInstanceNorm2d,
     LazyInstanceNorm3d,
 )
-from normplug.modules.layer_norm import LayerNorm
-from normplug.modules.rms_norm import RMSNorm
-from normplug.modules.sync_batch_norm import LazySyncBatchNorm, SyncBatchNorm
+from normplug.modules.row_norms import LayerNorm, RMSNorm
 
 __all__ = [
     "BatchNorm1d",
@@ -48,3 +50,13 @@ __all__ = [
     "SyncBatchNorm",
     "TargetVarianceNorm",
 ]
+
+# Pickles name classes by the files that once had them.
+for _earlier, _now in (
+    ("eps", "base"),
+    ("instance_norm", "group_norm"),
+    ("layer_norm", "row_norms"),
+    ("rms_norm", "row_norms"),
+    ("sync_batch_norm", "batch_norm"),
+):
+    sys.modules[f"{__name__}.{_earlier}"] = sys.modules[f"{__name__}.{_now}"]

@@ -1,30 +1,30 @@
-"""The base class of every normplug layer, and what a norm declares."""
+"""The base class of every normplug layer: its settings, its eps, and what a norm declares."""
 
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
+from types import CodeType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from normplug import _checks
-from normplug._ops import parts
+from normplug import _checks, native
+from normplug._ops import eligible, parts
+from normplug._ops.call import call
+from normplug._ops.spec import Tensors
 from normplug._torch import interposed
 from normplug.modes import ModeLike, NormMode
 from normplug.modes import target_variance as variance_of
-from normplug.modules.eps import HiddenEps, eps_property
-from normplug.modules.fusion_sites import FusionSites
 from normplug.modules.probe import Probe
 from normplug.reference import rms_eps
 
 # (target variance, whether for float64) -> its root as a tensor, by which autograd multiplies in
 # half the time that it takes for a float. The products have the same bits.
 _ROOTS: dict[tuple[float, bool], Tensor] = {}
-_HAS_TRITON = find_spec("triton") is not None  # imported only when a kernel is needed
 
 
 class Settings(NamedTuple):
@@ -32,9 +32,9 @@ class Settings(NamedTuple):
 
     Attributes:
         target_variance: a float above 0.
-        backend: as in `normplug.functional`.
-        autocast_output: as in `normplug.functional.layer_norm`.
-        eps: the eps of the formula. The layer shows another value: see `normplug.modules.eps`.
+        backend: "auto", "triton" or "torch".
+        autocast_output: "float32" or "low".
+        eps: the eps of the formula. The layer may show a `HiddenEps`.
         momentum: the weight of a new batch in statistics that are only watched.
         unsynced_class: the layer's class before it was synchronised; None if it was not.
     """
@@ -60,13 +60,101 @@ def _setting(name: str, check: Callable[[str, Any], object]) -> Any:
     return property(read, write, doc=f"The `{name}` of `normplug.functional`.")
 
 
+class HiddenEps(float):
+    """An eps to look at: its text is the true eps, and its value is nan.
+
+    Tools that fold, rebuild or recompute a norm read its eps, and drop the target variance: every
+    output would be scaled by 1/sqrt(tv). So a layer whose target variance is not 1 shows this one.
+    FrozenBatchNorm2d with load_state_dict, convert_sync_batchnorm, fuse_conv_bn_eval, timm's
+    reparameterize and freeze, a rebuilt GroupNorm, `nn.LayerNorm.forward(layer, x)`, a copied
+    `__dict__`, TransformerEncoderLayer's fast path (no two are equal), Dynamo, export, ONNX,
+    printers and inventories then print the eps, and give nan or skip what would be wrong. `check`
+    names a layer that has been rebuilt.
+    """
+
+    true: float | None  # None is an RMSNorm's default
+
+    def __new__(cls, true: float | None) -> HiddenEps:
+        """Hide an eps."""
+        self = super().__new__(cls, math.nan)
+        self.true = true
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self.true)
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        return self._equals(other, sys._getframe(1).f_code)
+
+    def __ne__(self, other: object) -> bool:
+        return not self._equals(other, sys._getframe(1).f_code)
+
+    def _equals(self, other: object, reader: CodeType) -> bool:
+        """False, except for the encoder: if two are equal, it removes padding, and no more."""
+        encoder = (nn.TransformerEncoder.__init__, nn.TransformerEncoder.forward)
+        if all(reader is not getattr(method, "__code__", None) for method in encoder):
+            return False
+        return self.true == (other.true if isinstance(other, HiddenEps) else other)
+
+    __hash__ = float.__hash__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.true, spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HiddenEps, (self.true,)
+
+
+def eps_property(name: str) -> Any:
+    """The property for the eps that the stock class calls `name`."""
+
+    def read(layer: Any) -> Any:
+        settings = layer._normplug
+        if settings.target_variance == 1.0:
+            return settings.eps
+        # Dynamo supports no subclasses of float.
+        return math.nan if torch.compiler.is_dynamo_compiling() else HiddenEps(settings.eps)
+
+    def write(layer: Any, eps: Any) -> None:
+        layer._set(eps=eps.true if isinstance(eps, HiddenEps) else eps)
+
+    doc = "The eps of the stock layer, or a `HiddenEps` if the target variance is not 1."
+    return property(read, write, doc=doc)
+
+
+class FusionSites(NamedTuple):
+    """The operations that `normplug.fuse` may run in one call with a layer: `_fusion_sites`.
+
+    Attributes:
+        methods: the methods that the forward consists of, by name. A subclass that overrides one
+            of them is not fused.
+        after: operations after the layer: any of "activation", "addition" (of a residual, before
+            the activation) and "max_pool" (after relu). The layer's `_fused` runs them.
+        before: operations before the layer: "addition" (of two tensors), which `_fused_add` runs,
+            and "convolution_bias", which `_fused_bias` runs. The latter is for layers with a
+            `normalized_shape`.
+    """
+
+    methods: dict[str, Callable[..., Any]]
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+    def apply_to(self, cls: type) -> bool:
+        """Whether the fused methods compute what layers of `cls` do: no method is overridden."""
+        for name, method in self.methods.items():  # noqa: SIM110 - a generator is slower
+            if getattr(cls, name) is not method:
+                return False
+        return True
+
+
 class TargetVarianceNorm(nn.Module):
     """The base of every normplug layer: a mode, a backend, and a record of both in checkpoints.
 
     A norm inherits from this class and then from the stock class that it replaces. Besides its
-    `forward` it declares the attributes and methods below, so that no other code knows it by name.
-    `_affine_shape`, `_expected` and `_variance` have no default.
-    `docs/add-a-norm.md` walks through an example.
+    `forward` it declares the attributes and methods below, so that no other code depends on its
+    name. `docs/add-a-norm.md` walks through an example.
     """
 
     # Replaced whole, so that a call in another thread reads settings of one time. Other tools set
@@ -84,6 +172,8 @@ class TargetVarianceNorm(nn.Module):
         "training",
         "_normplug",
     )
+    # The function of `normplug.functional` that computes the forward, for errors.
+    _function: ClassVar[str]
     # The operations that `fuse` may run in one call with a layer, by its `_fused*` methods.
     _fusion_sites: ClassVar[FusionSites | None] = None
     # The stock class's name for its eps. A class with another name defines an `eps_property` of it.
@@ -163,9 +253,10 @@ class TargetVarianceNorm(nn.Module):
 
     @classmethod
     def _forward_is_expected(cls) -> bool:
-        """Whether `_expected` describes this class's forward, and not only that of a base class."""
+        """Whether the class that defines `_expected` also has this class's forward."""
         names = cls._fusion_sites.methods if cls._fusion_sites else ("forward",)
-        return all(_depth(cls, part) >= _depth(cls, "_expected") for part in names)
+        owner = next(base for base in cls.__mro__ if "_expected" in vars(base))
+        return all(getattr(cls, name) is getattr(owner, name) for name in names)
 
     def _example_shape(self) -> tuple[int, ...]:
         """The shape of a small input, for `check`."""
@@ -180,7 +271,7 @@ class TargetVarianceNorm(nn.Module):
         return variance
 
     def may_fuse(self) -> bool:
-        """Whether the fused methods would now do all that a forward does, measuring included."""
+        """False while something, such as a `VarianceLogger`, needs the unfused forward."""
         return self._probe is None
 
     def waits_for_others(self) -> bool:
@@ -206,6 +297,40 @@ class TargetVarianceNorm(nn.Module):
     def _shown(self) -> list[str]:
         return [f"mode={self.mode}"]
 
+    def _run(self, *reading: Any, isolated: bool = False) -> Any:
+        """Run a call: as C++ has stored it, or by PyTorch's function, or by `call`.
+
+        Args:
+            *reading: what a call depends on besides `_call_reads`: the input, the residual, the
+                input bias, and others.
+            isolated: see `call`.
+        """
+        y = None if torch.compiler.is_compiling() else native.forward(self, *reading)
+        if y is None:
+            y = self._by_torch(*reading)
+        if y is None:
+            t, spec = self._call(*reading)
+            y = self._new_call(t, spec, *reading, isolated=isolated)
+        return y
+
+    def _new_call(
+        self, t: Tensors, spec: Any, *reading: Any, isolated: bool = False, stores: bool = True
+    ) -> Any:
+        """Run a call by `call`; if `stores`, have C++ store it for the next call of `reading`."""
+        backend = self._normplug.backend
+        y = call(f"functional.{self._function}", t, spec, backend, isolated=isolated)
+        if stores and not torch.compiler.is_compiling():
+            native.learn(self, spec, backend, t, *reading)
+        return y
+
+    def _by_torch(self, *reading: Any) -> Tensor | None:
+        """The call by PyTorch's function; None if it takes a kernel, or more than the function."""
+        raise NotImplementedError
+
+    def _call(self, *reading: Any) -> tuple[Tensors, Any]:
+        """The tensors of a call, and its spec."""
+        raise NotImplementedError
+
     def _runs_torch(self, x: Tensor, weight: Tensor | None) -> bool:
         """Whether a call runs no kernel, so that its forward may call torch's function at once.
 
@@ -215,7 +340,7 @@ class TargetVarianceNorm(nn.Module):
         backend = _checks.DEFAULT_BACKEND if own.backend == "auto" else own.backend
         return (
             type(x) is Tensor
-            and (backend == "torch" or (backend == "auto" and not (x.is_cuda and _HAS_TRITON)))
+            and not eligible.is_asked_for(backend, x)
             and (weight is not None or own.target_variance == 1.0)
             and (type(own.eps) is float or own.eps is None)
             and not x.is_nested
@@ -273,8 +398,7 @@ class TargetVarianceNorm(nn.Module):
 
         y: the output after the affine. It may be None where `_variance` has a value per channel,
             as the weight does: the variance after the affine is then weight^2 times that before.
-        divisor: the variance that x was normalised by, where `_divisor` cannot know it
-            (a joined batch).
+        divisor: the variance that x was normalised by, if it was the variance of a joined batch.
         """
         probe = self._probe
         assert probe is not None
@@ -325,6 +449,13 @@ class TargetVarianceNorm(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **named)
 
 
+def lazy(stock: type[nn.Module], ours: type[TargetVarianceNorm]) -> Any:
+    """The class of a swapped lazy layer until its first forward, which makes it one of `ours`."""
+    doc = f"`torch.nn.{stock.__name__}` after a swap, until its first forward."
+    attributes = {"__module__": ours.__module__, "__doc__": doc, "cls_to_become": ours}
+    return type(stock.__name__, (ours.__bases__[0], stock), attributes)
+
+
 def _new_root(key: tuple[float, bool]) -> Tensor | float:
     target_variance, double = key
     root = math.sqrt(target_variance)
@@ -334,8 +465,3 @@ def _new_root(key: tuple[float, bool]) -> Tensor | float:
         dtype = torch.float64 if double else torch.float32
         _ROOTS[key] = torch.tensor(root, dtype=dtype, device="cpu")
     return _ROOTS[key]
-
-
-def _depth(cls: type, name: str) -> int:
-    """Index in the method resolution order of the first class that defines `name`."""
-    return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))

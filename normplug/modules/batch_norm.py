@@ -1,4 +1,4 @@
-"""BatchNorm layers with a target variance."""
+"""BatchNorm layers with a target variance, in one process and over several."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import Tensor, fx, nn
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
+from normplug._ops import batch_norm_sync, peers
 from normplug._ops.batch_norm import BatchNormSpec
-from normplug._ops.call import call
 from normplug._ops.spec import Pool, Tensors
-from normplug._torch import BatchNormBase
-from normplug.modules.base import TargetVarianceNorm
-from normplug.modules.fusion_sites import FusionSites
+from normplug._torch import BatchNormBase, LazyNormBase
+from normplug.modules.base import FusionSites, TargetVarianceNorm, lazy
 
 
 class _BatchNorm(TargetVarianceNorm, BatchNormBase):
+    _function = "batch_norm"
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, update the running statistics."""
         if isinstance(input, fx.Proxy):
@@ -40,67 +41,54 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         While a `VarianceLogger` measures, this measures as well.
 
         Args:
-            input: as in `forward`.
-            residual: as in `normplug.functional.batch_norm`.
-            activation: as in `normplug.functional.batch_norm`.
+            input: what `forward` takes.
+            residual: added before the activation; shaped like `input`, or None.
+            activation: a name or a pair of `normplug.functional.batch_norm`, or None.
             pool: max pooling, only after relu and without a residual.
             isolated: whether a compiler has nothing to fuse the norm with.
             keeps_residual: whether to save the residual, so that the backward can recompute the
                 output.
         """
-        others = (activation, pool, keeps_residual)
         measures = self._probe is not None  # read first: another thread may unswap the layer
-        compiling = torch.compiler.is_compiling()
-        y = None if compiling else native.forward(self, input, residual, None, *others)
-        if y is None and residual is None and activation is None and pool is None:
-            y = self._by_torch(input)
-        if y is None:
-            t, spec = self._call(input, residual, *others)
-            backend = self._normplug.backend
-            y = call("functional.batch_norm", t, spec, backend, isolated=isolated)
-            if not compiling:
-                native.learn(self, spec, backend, t, input, residual, None, *others)
+        reading = (input, residual, None, activation, pool, keeps_residual)
+        y: Tensor = self._run(*reading, isolated=isolated)
         if measures:
             self._record(input)
         return y
 
-    def _by_torch(self, x: Tensor) -> Tensor | None:
-        """The call by torch's function; None if it takes a kernel, or more than the function."""
+    def _by_torch(self, x: Tensor, *others: Any) -> Tensor | None:
         weight, bias = self._affine()
-        mean, var, tracked = self._statistics()
-        if self.training and not self.track_running_stats:
-            mean = var = tracked = None
-        own, momentum = self._normplug, self.momentum
-        training = self.training or mean is None
-        updates = training and mean is not None
+        if not self._runs_torch(x, weight) or not x.is_floating_point():
+            return None
+        if any(other is not None for other in others[:4]):
+            return None
+        t, spec = self._call(x)
+        mean, var, step = t.running_mean, t.running_var, spec.momentum
+        updates = spec.training and mean is not None
         if (
-            not self._runs_torch(x, weight)
-            or not x.is_floating_point()
-            or (mean is None) != (var is None)
-            or (updates and (tracked is None or type(momentum) is not float))
+            (mean is None) != (var is None)
+            or (updates and (t.tracked is None or type(step) is not float))
+            # With a single sample, position or channel, PyTorch's CPU kernels misread gradients in
+            # some layouts.
+            or min(x.shape) < 2
+            or x.shape[1] != self.num_features
         ):
             return None
-        self._check_input_dim(x)
-        # A single sample, position or channel: PyTorch's CPU kernels take gradients in some layouts
-        # for gradients in others there.
-        if min(x.shape) < 2 or x.shape[1] != self.num_features:
-            return None
         if updates:
-            tracked.add_(1)  # type: ignore[union-attr]
+            t.tracked.add_(1)  # type: ignore[union-attr]
         cudnn = x.is_cuda and torch.backends.cudnn.enabled
-        step: Any = momentum if updates else 0.0
-        weight = self._scaled(weight)
-        return torch.batch_norm(x, weight, bias, mean, var, training, step, own.eps, cudnn)
+        numbers: Any = (spec.training, step if updates else 0.0, spec.eps, cudnn)
+        return torch.batch_norm(x, self._scaled(weight), bias, mean, var, *numbers)
 
     def _call(
         self,
         input: Tensor,
         residual: Tensor | None = None,
+        input_bias: None = None,
         activation: ActivationLike = None,
         pool: Pool | None = None,
         keeps_residual: bool = False,
     ) -> tuple[Tensors, BatchNormSpec]:
-        """The tensors of a call, and its other arguments."""
         self._check_input_dim(input)
         mean, var, tracked = self._statistics()
         training = self.training or (mean is None and var is None)
@@ -150,10 +138,10 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
     Args:
-        *args: those of `torch.nn.BatchNorm1d`.
+        *args: passed to `torch.nn.BatchNorm1d`.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         backend: "auto", "triton" or "torch"; the variable `NORMPLUG_BACKEND` overrides "auto".
-        **kwargs: those of `torch.nn.BatchNorm1d`.
+        **kwargs: passed to `torch.nn.BatchNorm1d`.
 
     Shape: (N, C) or (N, C, L), in and out. Details: `normplug.functional.batch_norm`.
 
@@ -171,30 +159,122 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` that normalises to a target variance; (N, C, H, W).
 
-    Arguments and errors are those of `BatchNorm1d`.
+    It takes the arguments of `BatchNorm1d` and raises the same errors.
     """
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` that normalises to a target variance; (N, C, D, H, W).
 
-    Arguments and errors are those of `BatchNorm1d`.
+    It takes the arguments of `BatchNorm1d` and raises the same errors.
     """
 
 
-class LazyBatchNorm1d(_BatchNorm, nn.LazyBatchNorm1d):
-    """`torch.nn.LazyBatchNorm1d` after a swap, until its first forward."""
-
-    cls_to_become = BatchNorm1d
-
-
-class LazyBatchNorm2d(_BatchNorm, nn.LazyBatchNorm2d):
-    """`torch.nn.LazyBatchNorm2d` after a swap, until its first forward."""
-
-    cls_to_become = BatchNorm2d
+LazyBatchNorm1d = lazy(nn.LazyBatchNorm1d, BatchNorm1d)
+LazyBatchNorm2d = lazy(nn.LazyBatchNorm2d, BatchNorm2d)
+LazyBatchNorm3d = lazy(nn.LazyBatchNorm3d, BatchNorm3d)
 
 
-class LazyBatchNorm3d(_BatchNorm, nn.LazyBatchNorm3d):
-    """`torch.nn.LazyBatchNorm3d` after a swap, until its first forward."""
+class _SyncBatchNorm(_BatchNorm):
+    process_group: Any
 
-    cls_to_become = BatchNorm3d
+    def _fused(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        activation: ActivationLike = None,
+        pool: Pool | None = None,
+        *,
+        isolated: bool = False,
+        keeps_residual: bool = False,
+    ) -> Tensor:
+        """Compute the call over the joined batch of all processes in training.
+
+        `isolated` then has no effect.
+        """
+        group = self.group_to_join()
+        if group is None:
+            return super()._fused(
+                input, residual, activation, pool, isolated=isolated, keeps_residual=keeps_residual
+            )
+        reading = (input, residual, None, activation, pool, keeps_residual)
+        measured, compiling = self._probe is not None, torch.compiler.is_compiling()
+        if not (measured or compiling):
+            others = peers.known(group, input.device)
+            y = native.forward(self, *reading, others) if others else None
+            if y is not None:
+                return y
+        t, spec = self._call(*reading)
+        y, variance = batch_norm_sync.batch_norm(t, spec, self.backend, group, measured)
+        if measured:
+            self._record(input, divisor=variance)
+        elif not compiling and (others := peers.known(group, input.device)):
+            native.learn(self, spec._replace(peers=others), self.backend, t, *reading, others)
+        return y
+
+    def group_to_join(self) -> Any:
+        """The process group that a forward would now join; None if it would join none."""
+        return batch_norm_sync.group_to_join(self.process_group) if self.training else None
+
+    def waits_for_others(self) -> bool:
+        """Whether a forward would now join other processes."""
+        return self.group_to_join() is not None
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        # It still takes the input of the class that it had before it was synchronised.
+        before: Any = self._normplug.unsynced_class or nn.SyncBatchNorm
+        before._check_input_dim(self, input)
+
+
+class SyncBatchNorm(_SyncBatchNorm, nn.SyncBatchNorm):
+    """`torch.nn.SyncBatchNorm` that normalises to a target variance, on CPU tensors as well.
+
+        y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
+
+    In training, mean and var, the gradients and the running statistics belong to the joined batch
+    of all processes of the group. The processes' batches may differ in size, and some may be empty;
+    each process must call the layers in the same order. Every process gets the same statistics, bit
+    for bit. On GPUs of one host the kernels exchange the statistics themselves; elsewhere a
+    collective is sent in each direction: `normplug.native.status()` says which, and why. The
+    gradients of weight and bias are sums over the process's own batch, which
+    `DistributedDataParallel` averages. In eval, in one process, or where no process group is
+    initialised, it is a BatchNorm and sends nothing.
+
+    On CUDA the host never waits for the GPU, and so cannot reject a joined batch of one value per
+    channel: the output is then the bias, and the running statistics are not updated.
+
+    `DistributedDataParallel` refuses to wrap any `torch.nn.SyncBatchNorm` on the CPU. There, wrap
+    first and then `normplug.swap(model, mode, sync=True)`.
+
+    Args:
+        *args: passed to `torch.nn.SyncBatchNorm`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch", the same in all processes. In several processes,
+            "triton" falls back to torch where the kernels cannot run.
+        **kwargs: passed to `torch.nn.SyncBatchNorm`; `process_group` None is all processes.
+
+    Shape: (N, C) or (N, C, *space), in and out. A layer converted from a `BatchNorm2d` still takes
+    (N, C, H, W) only. Over several processes the gradient cannot be differentiated again.
+
+    Raises:
+        ValueError: an unknown mode or backend, input of another dimension, and on the CPU one value
+            per channel in the joined batch.
+        RuntimeError: another process has stopped, or has left the layer out.
+
+    Examples:
+        >>> import torch
+        >>> SyncBatchNorm(8, mode="standard")(torch.ones(2, 8)).sum()
+        tensor(0., grad_fn=<SumBackward0>)
+    """
+
+
+class LazySyncBatchNorm(_SyncBatchNorm, LazyNormBase, BatchNormBase):
+    """`torch.nn.LazyBatchNorm*d` after `swap(sync=True)`, until its first forward."""
+
+    cls_to_become = SyncBatchNorm
+
+
+for _cls in (BatchNorm1d, BatchNorm2d, BatchNorm3d):
+    _cls._synchronised = SyncBatchNorm
+for _lazy in (LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d):
+    _lazy._synchronised = LazySyncBatchNorm

@@ -1,18 +1,22 @@
-"""GroupNorm with a target variance."""
+"""GroupNorm, and InstanceNorm, which is GroupNorm with one group per channel."""
 
 from __future__ import annotations
+
+import warnings
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from normplug import functional, native, reference
+from normplug import functional, reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
-from normplug._ops.call import call
+from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.spec import Tensors
-from normplug.modules.fusion_sites import FusionSites
-from normplug.modules.watched import REFUSALS, WatchedRows, averages
+from normplug._torch import InstanceNormBase
+from normplug.modules.base import FusionSites, TargetVarianceNorm, lazy
+from normplug.modules.watched import REFUSALS, WatchedRows
 
 
 class GroupNorm(WatchedRows, nn.GroupNorm):
@@ -24,13 +28,13 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
     their biased variance. See `LayerNorm`.
 
     Args:
-        *args: those of `torch.nn.GroupNorm`.
-        mode: as in `BatchNorm1d`.
-        backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics; None is False here.
+        *args: passed to `torch.nn.GroupNorm`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch".
+        track_running_stats: whether to watch statistics of the input; None is False here.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.group_norm`.
-        **kwargs: those of `torch.nn.GroupNorm`.
+        **kwargs: passed to `torch.nn.GroupNorm`.
 
     Shape: (N, C) or (N, C, *space), in and out. Details: `normplug.functional.group_norm`.
 
@@ -44,6 +48,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         GroupNorm(2, 8, eps=1e-05, affine=True, ..., mode=0.5)
     """
 
+    _function = "group_norm"
     _watches = False
 
     def forward(self, input: Tensor) -> Tensor:
@@ -57,26 +62,26 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         return y
 
     def _fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
-        """Compute `activation(forward(input))` in one call.
+        """Compute `activation(forward(input))` in one call."""
+        y: Tensor = self._run(input, None, None, activation)
+        return y
 
-        Args:
-            input: as in `forward`.
-            activation: as in `normplug.functional.group_norm`.
-        """
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            known = native.forward(self, input, None, None, activation)
-            if known is not None:
-                return known
+    def _by_torch(self, x: Tensor, *others: Any) -> Tensor | None:
         weight, bias = self._affine()
+        if not self._is_plain(x, weight) or any(others) or x.numel() <= self.num_groups:
+            return None
+        cudnn = x.is_cuda and torch.backends.cudnn.enabled
+        weight, eps = self._scaled(weight), self._normplug.eps
+        try:
+            return torch.group_norm(x, self.num_groups, weight, bias, eps, cudnn)
+        except REFUSALS:
+            return None
+
+    def _call(
+        self, input: Tensor, residual: None, input_bias: None, activation: ActivationLike
+    ) -> tuple[Tensors, GroupNormSpec]:
         own = self._normplug
-        plain = activation is None and self._is_plain(input, weight)
-        if plain and input.numel() > self.num_groups:
-            try:
-                return self._by_torch(input, weight, bias)
-            except REFUSALS:
-                pass
-        t = Tensors(input, None, weight, bias, None, *self._statistics_to_update(input))
+        t = Tensors(input, None, *self._affine(), None, *self._statistics_to_update(input))
         spec = GroupNormSpec(
             self.num_groups,
             as_number(own.eps),
@@ -86,23 +91,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
             own.autocast_output,
             own.momentum,
         )
-        y = call("functional.group_norm", t, spec, own.backend)
-        if not compiling:
-            native.learn(self, spec, own.backend, t, input, None, None, activation)
-        return y
-
-    def _by_torch(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The call by torch's function, if `_is_plain`."""
-        groups, eps, move = self.num_groups, self._normplug.eps, self._mover()
-        weight = self._scaled(weight)
-        if move is None:
-            cudnn = x.is_cuda and torch.backends.cudnn.enabled
-            return torch.group_norm(x, groups, weight, bias, eps, cudnn)
-        n, c = x.shape[0], x.shape[1]
-        sizes = n, c, x.numel() // (n * c), groups
-        y, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, eps)
-        move(*averages(mean, rstd, eps))
-        return y
+        return t, spec
 
     _call_reads = (*WatchedRows._call_reads, "num_groups")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
@@ -120,3 +109,149 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))
         return x.reshape(x.shape[0], self.num_groups, -1).var(-1, correction=0)
+
+
+class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
+    _function = "instance_norm"
+    # The result of torch's method, since torch.export of torch 2.6 cannot trace a call of it.
+    _no_batch_dim: ClassVar[int]
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        cls._no_batch_dim = cls._get_no_batch_dim(cls)  # type: ignore[arg-type]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`; in training, update the running statistics if there are any."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
+        measures = self._probe is not None  # read first: another thread may unswap the layer
+        y = self._fused(input)
+        if measures:
+            self._record(self._batched(input), self._batched(y))
+        return y
+
+    def _fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
+        """Compute `activation(forward(input))` in one call."""
+        y: Tensor = self._run(input, None, None, activation)
+        return y if y.dim() == input.dim() else y.squeeze(0)
+
+    def _by_torch(self, input: Tensor, *others: Any) -> Tensor | None:
+        weight, bias = self._affine()
+        if not self._runs_torch(input, weight) or any(others):
+            return None
+        self._check_input_dim(input)
+        x, momentum = self._batched(input), self.momentum
+        if (
+            not (momentum is None or type(momentum) is float)
+            or min(x.shape) < 2  # see `_BatchNorm`
+            or x.shape[1] != self.num_features
+        ):
+            return None
+        mean, var, _ = self._statistics()
+        cudnn = x.is_cuda and torch.backends.cudnn.enabled
+        of_batch = not self._uses_running(self.training)
+        numbers = (of_batch, momentum or 0.0, self._normplug.eps, cudnn)
+        try:
+            return torch.instance_norm(x, self._scaled(weight), bias, mean, var, *numbers)
+        except REFUSALS:
+            return None
+
+    _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
+
+    def _call(
+        self, input: Tensor, residual: None, input_bias: None, activation: ActivationLike
+    ) -> tuple[Tensors, GroupNormSpec | BatchNormSpec]:
+        """The tensors of a call, and its spec. By running statistics, it is a BatchNorm's."""
+        self._check_input_dim(input)
+        x = self._batched(input)
+        channels = x.shape[1]
+        if self.num_features == 0:  # torch's lazy layer never sets it without parameters
+            self.num_features = channels
+        elif channels != self.num_features and not self.affine:  # torch warns, too
+            warnings.warn(
+                f"normplug.{type(self).__name__}: num_features is {self.num_features}, but the "
+                f"input has {channels} channels. Without weight and bias that has no effect; "
+                "correct num_features to avoid this warning.",
+                stacklevel=7,
+            )
+        mean, var, _ = self._statistics()
+        t = Tensors(x, None, *self._affine(), None, mean, var)
+        eps, tv = self._eps, self.target_variance
+        if self._uses_running(self.training):
+            return t, BatchNormSpec(False, 0.0, eps, tv, activation, instance=True)
+        # In torch, a momentum of None leaves the statistics of an InstanceNorm unchanged.
+        momentum = 0.0 if self.momentum is None else as_number(self.momentum)
+        spec = GroupNormSpec(channels, eps, tv, activation, momentum=momentum, instance=True)
+        return t, spec
+
+    def _uses_running(self, training: bool) -> bool:
+        return self.track_running_stats and not training
+
+    def _batched(self, x: Tensor) -> Tensor:
+        """Add the batch dimension if x lacks it, which torch's layers allow."""
+        return x.unsqueeze(0) if x.dim() == self._no_batch_dim else x
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        return (self.num_features,)
+
+    def _example_shape(self) -> tuple[int, ...]:
+        return (4, self.num_features, *[2] * (self._no_batch_dim - 1))
+
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        uses_running, affine = self._uses_running(training), (self.weight, self.bias)
+        mean, var = (self.running_mean, self.running_var) if uses_running else (None, None)
+        return reference.instance_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
+
+    def _variance(self, x: Tensor) -> Tensor:
+        x = x.to(reference.accumulator_dtype(x.dtype))
+        return x.flatten(2).var(-1, correction=0)
+
+    def _divisor(self, variance: Tensor) -> Tensor:
+        return self.running_var if self._uses_running(self.training) else variance  # type: ignore[return-value]
+
+
+class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
+    """`torch.nn.InstanceNorm1d` that normalises to a target variance.
+
+        y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
+
+    With `track_running_stats`, the running statistics are updated in training as torch's are, and
+    used in evaluation.
+
+    Args:
+        *args: passed to `torch.nn.InstanceNorm1d`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch".
+        **kwargs: passed to `torch.nn.InstanceNorm1d`.
+
+    Shape: (N, C, L) or (C, L), in and out. Details: `normplug.functional.instance_norm`.
+
+    Raises:
+        ValueError: an unknown mode or backend, no channels, a single spatial position in training,
+            or input of another dimension.
+        TypeError: an argument of another type.
+
+    Examples:
+        >>> InstanceNorm1d(8)
+        InstanceNorm1d(8, eps=1e-05, momentum=0.1, affine=False, ..., mode=standard)
+    """
+
+
+class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
+    """`torch.nn.InstanceNorm2d` that normalises to a target variance; (N, C, H, W) or (C, H, W).
+
+    It takes the arguments of `InstanceNorm1d` and raises the same errors.
+    """
+
+
+class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
+    """`torch.nn.InstanceNorm3d` with a target variance; (N, C, D, H, W) or (C, D, H, W).
+
+    It takes the arguments of `InstanceNorm1d` and raises the same errors.
+    """
+
+
+LazyInstanceNorm1d = lazy(nn.LazyInstanceNorm1d, InstanceNorm1d)
+LazyInstanceNorm2d = lazy(nn.LazyInstanceNorm2d, InstanceNorm2d)
+LazyInstanceNorm3d = lazy(nn.LazyInstanceNorm3d, InstanceNorm3d)

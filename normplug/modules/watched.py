@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +10,7 @@ from torch.compiler import is_compiling
 
 from normplug import _checks
 from normplug._ops.parts import is_sharded
-from normplug._torch import in_autocast, interposed, transforms_active
+from normplug._torch import in_autocast, transforms_active
 from normplug.modes import ModeLike
 from normplug.modules.base import TargetVarianceNorm
 
@@ -35,13 +33,13 @@ class WatchedRows(TargetVarianceNorm):
     meta device, and missing if it is not watched.
 
     Args:
-        *args: those of the stock class.
-        mode: as in `BatchNorm1d`.
-        backend: as in `BatchNorm1d`.
-        track_running_stats: keep the watched statistics; None leaves it to the class.
+        *args: passed to the stock class.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch".
+        track_running_stats: whether to watch statistics of the input; None leaves it to the class.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.
-        **kwargs: those of the stock class.
+        **kwargs: passed to the stock class.
     """
 
     # The statistics that the class watches, if it watches any; `watched_var` is among them.
@@ -91,7 +89,7 @@ class WatchedRows(TargetVarianceNorm):
         self._leave(self)
 
     def reset_parameters(self) -> None:
-        """As in the stock class, and reset the watched statistics."""
+        """Reset weight and bias, and the watched statistics."""
         super().reset_parameters()  # type: ignore[misc]
         self.reset_watched()
 
@@ -102,36 +100,20 @@ class WatchedRows(TargetVarianceNorm):
                 buffer.fill_(_START[name])
 
     def _is_plain(self, x: Tensor, weight: Tensor | None) -> bool:
-        """Whether torch's function computes a call: no casts, and no measuring but `_move`."""
+        """Whether torch's function computes a call: no casts, no measuring, no other statistics."""
         return (
             self._runs_torch(x, weight)
             and (weight is None or weight.dtype == x.dtype)
             and self._probe is None
             and not in_autocast()
-            and (not self.training or "watched_var" not in self._buffers or self._can_move(x))
+            and (
+                not self.training or "watched_var" not in self._buffers or self._gives_statistics(x)
+            )
         )
 
-    def _can_move(self, x: Tensor) -> bool:
-        """Whether `_move` can update them: all is on the CPU, and nothing traces the call."""
-        var = self._buffers.get("watched_var")
-        return (
-            x.is_cpu
-            and (x.dtype == torch.float32 or x.dtype == torch.float64)
-            and type(var) is Tensor
-            and var.is_cpu
-            and x.numel() > 0
-            and not interposed()
-        )
-
-    def _mover(self) -> Callable[[float | None, float], None] | None:
-        """What updates the statistics by `_move`; None if this forward updates none.
-
-        It is read before torch's function is called: another thread may unswap the layer meanwhile.
-        """
-        buffers = tuple(map(self._buffers.get, _START))
-        if not self.training or buffers[2] is None:
-            return None
-        return partial(_move, buffers, self._normplug.momentum)
+    def _gives_statistics(self, x: Tensor) -> bool:
+        """Whether torch's function also gives what the watched statistics are updated by."""
+        return False
 
     def _statistics_to_update(
         self, input: Tensor
@@ -187,22 +169,10 @@ class WatchedRows(TargetVarianceNorm):
         watched = [f"momentum={self._normplug.momentum}", f"track_running_stats={watches}"]
         return [*watched, *super()._shown()]
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        unexpected = list[str]()
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected, error_msgs
-        )
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **named: Any) -> None:
         earlier = [prefix + name for name in _EARLIER]  # checkpoints of version 0.2 have them
-        unexpected_keys += [key for key in unexpected if key not in earlier]
+        own = {key: value for key, value in state_dict.items() if key not in earlier}
+        super()._load_from_state_dict(own, prefix, *args, **named)
 
 
 def _fresh(name: str, double: bool, device: Any) -> Tensor:
@@ -210,21 +180,3 @@ def _fresh(name: str, double: bool, device: Any) -> Tensor:
     dtype = torch.long if name == "watched_count" else floating
     with torch.inference_mode(False):  # training writes to it
         return torch.full((), _START[name], device=device, dtype=dtype)
-
-
-def averages(mean: Tensor, rstd: Tensor, eps: float) -> tuple[float, float]:
-    """Mean and biased variance, averaged over rows or groups; rstd is 1 / sqrt(var + eps)."""
-    rows = rstd.numel()
-    var = rstd.pow(-2).sum().item() / rows - eps
-    return mean.sum().item() / rows, max(var, 0.0)  # see `running.variance_of`
-
-
-def _move(buffers: tuple[Any, ...], momentum: Any, mean: float | None, var: float) -> None:
-    """Do what `running.update` does, in floats: a quarter of the time that tensors take."""
-    watched_mean, watched_var, count = buffers
-    batches = count.item() + 1
-    step = 1 / batches if momentum is None else momentum
-    count.fill_(batches)
-    if watched_mean is not None:
-        watched_mean.fill_((1 - step) * watched_mean.item() + step * mean)
-    watched_var.fill_((1 - step) * watched_var.item() + step * var)

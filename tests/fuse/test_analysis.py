@@ -12,7 +12,7 @@ from normplug import fuse, fusions, swap, unfuse
 from normplug._fuse.fuse import fused_modules
 from normplug._fuse.sites import FROM_OUTSIDE
 from normplug.modules import LayerNorm, TargetVarianceNorm
-from normplug.modules.fusion_sites import FusionSites
+from normplug.modules.base import FusionSites
 
 
 @pytest.mark.parametrize("blocks", [2, 16])

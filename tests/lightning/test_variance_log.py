@@ -16,7 +16,7 @@ from normplug.lightning.variance_logger import LayerVariance
 
 def rows_of(values, steps=(0, 10, 20), world_size=1):
     """A row for each step and layer; `values(step, depth)` gives (input, output, affine)."""
-    of_rank = {"weight_rms": 1.0, "rank": 0, "world_size": world_size}
+    of_rank = {"weight_rms": 1.0, "rank": 0, "world_size": world_size, "measure": "variance"}
     return [
         LayerVariance(
             step, 0, f"net.{depth}.norm", depth, "LayerNorm", 0.618, *values(step, depth), **of_rank

@@ -102,7 +102,7 @@ def test_lightnings_processes_train_as_one_and_get_their_layers_back(run, two, t
     truth = module.net.state_dict()
     for result in two:
         seen, after, state = result["with_lightning"][run]
-        assert seen == ["normplug.modules.sync_batch_norm.SyncBatchNorm"] * 2
+        assert seen == ["normplug.modules.batch_norm.SyncBatchNorm"] * 2
         assert after == plain[1] == plain[0]  # one process joins nothing
         assert_close_states(state, truth)
 

@@ -197,8 +197,8 @@ class _Exact:
         plain, self.mean, self.var = reference.batch_norm(t.x, t.weight, t.bias, **options, **given)
         self.z = plain if t.residual is None else plain + t.residual
         self.dz = reference.activation_backward(t.dy, self.z, case.activation)
-        self.gradients = reference.batch_norm_backward(
-            self.dz, t.x, t.weight, self.mean, self.var, training=case.training, **options
+        self.gradients = reference.gradients(
+            reference.batch_norm, self.dz, t.x, t.weight, **options, **given
         )
         self.dims = (0, *range(2, t.x.dim()))
         self.n = t.x.numel() // t.x.shape[1]

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from normplug import modules, native, target_variance
+from normplug import native, target_variance
 from normplug._ops import batch_norm as batch_norms
 from normplug._ops import call as calls
 from normplug._ops import eligible, recompute, row_norms
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Pool, Tensors
+from normplug.modules import base
 
 __all__ = ["HAS_RECOMPUTE", "NEEDS_RECOMPUTE", "Pool"]
 
@@ -259,11 +260,6 @@ def check_operators(
     torch.library.opcheck(operators.backward, arguments, test_utils=INNER_RULES)
 
 
-def _watch_calls_of_layers(monkeypatch: pytest.MonkeyPatch, watched: Callable[..., Any]) -> None:
-    for norm in (modules.batch_norm, modules.group_norm, modules.instance_norm, modules.row_norm):
-        monkeypatch.setattr(norm, "call", watched)
-
-
 def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the ops that norms fuse from now on, in order; the CPU counts as a GPU."""
     made: list[str] = []
@@ -283,5 +279,5 @@ def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(eligible, "has_kernels", lambda caller, backend, x: True)
     # The C++ path would run cached calls without these functions.
     monkeypatch.setattr(native, "forward", lambda *arguments: None)
-    _watch_calls_of_layers(monkeypatch, watched)
+    monkeypatch.setattr(base, "call", watched)
     return made

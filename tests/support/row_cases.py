@@ -359,14 +359,14 @@ class _Exact:
         t, case = self.tensors, self.case
         options = {"eps": self.eps, "target_variance": self.tv}
         dy = t.dy if "y" in case.used else torch.zeros_like(t.dy)
+        options["normalized_shape"] = case.row
         if case.centred:
-            made = reference.layer_norm(self.h, case.row, t.weight, t.bias, **options)
-            gradients = reference.layer_norm_backward(dy, self.h, case.row, t.weight, **options)
+            made = reference.layer_norm(self.h, weight=t.weight, bias=t.bias, **options)
+            gradients = reference.gradients(reference.layer_norm, dy, self.h, t.weight, **options)
         else:
             options["weight_offset"] = case.weight_offset
-            made = reference.rms_norm(self.h, case.row, t.weight, **options)
-            found = reference.rms_norm_backward(dy, self.h, case.row, t.weight, **options)
-            gradients = reference.Gradients(*found, dbias=torch.zeros(()))
+            made = reference.rms_norm(self.h, weight=t.weight, **options)
+            gradients = reference.gradients(reference.rms_norm, dy, self.h, t.weight, **options)
         through = gradients.dx
         if t.dtotal is not None and "total" in case.used:
             through = through + t.dtotal

@@ -131,4 +131,4 @@ print(*(type(m).__module__ for m in model))
 
 def test_a_class_may_have_been_patched_before_normplug_is_imported():
     done = forked(PATCHED_FIRST)
-    assert done.stdout.split() == ["torch.nn.modules.normalization", "normplug.modules.rms_norm"]
+    assert done.stdout.split() == ["torch.nn.modules.normalization", "normplug.modules.row_norms"]

@@ -1,0 +1,274 @@
+"""The norms of rows, LayerNorm and RMSNorm, with a target variance and watched statistics."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from normplug import functional, native, reference
+from normplug._checks import as_number
+from normplug._ops import parts
+from normplug._ops.row_norms import LayerNormSpec, composed_rms_norm
+from normplug._ops.spec import Tensors
+from normplug._torch import RMS_NORM_AUTOCASTS, interposed
+from normplug.modules.base import FusionSites
+from normplug.modules.watched import REFUSALS, WatchedRows
+
+
+class RowNorm(WatchedRows):
+    """A norm of rows of shape `_affine_shape`, with statistics that are only watched.
+
+    A subclass declares `_function`, `_spec`, `_stock`, and all that `TargetVarianceNorm` asks for.
+    It takes the arguments of `WatchedRows`.
+    """
+
+    # Where an RMSNorm rounds: see `LayerNormSpec.rounding`.
+    _rounding: ClassVar[str | None] = None
+    _channels_first = False  # whether the input is a view of channels-first images
+
+    _call_reads = (*WatchedRows._call_reads, "normalized_shape")
+
+    def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:
+        """The non-tensor arguments of a call with the input x."""
+        raise NotImplementedError
+
+    def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The call by PyTorch's function, if `_is_plain`."""
+        raise NotImplementedError
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`; in training, update the watched statistics if there are any."""
+        if type(input) is not Tensor or input.is_cuda:
+            if self._probe is None and not torch.compiler.is_compiling():
+                y = native.forward(self, input, None, None)
+                if y is not None:
+                    return y
+            if isinstance(input, fx.Proxy):
+                return self._as_leaf(input)
+        weight, bias = self._affine()
+        return self._normalise(input, weight, bias, self._normplug.autocast_output)
+
+    def _normalise(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
+    ) -> Tensor:
+        if self._is_plain(input, weight):
+            try:
+                return self._stock(input, weight, bias)
+            except REFUSALS:
+                pass
+        t = Tensors(input, None, weight, bias, None, *self._statistics_to_update(input))
+        measures = self._probe is not None  # read first: another thread may unswap the layer
+        # A subclass may override this method; C++ would then bypass its version.
+        stores = type(self)._normalise is RowNorm._normalise
+        spec, isolated = self._spec(input, autocast_output), self._channels_first
+        y = self._new_call(t, spec, input, None, None, isolated=isolated, stores=stores)
+        if measures:
+            self._record(*(parts.rows(each, self._affine_shape()) for each in (input, y)))
+        return y
+
+    def _fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `forward(input + residual)` and the sum, in one call."""
+        y: tuple[Tensor, Tensor] = self._run(input, residual, None)
+        return y
+
+    def _by_torch(self, *reading: Any) -> None:
+        """None: a fused call is more than a function."""
+
+    def _call(
+        self, input: Tensor, residual: Tensor | None, input_bias: Tensor | None
+    ) -> tuple[Tensors, LayerNormSpec]:
+        statistics = self._statistics_to_update(input)
+        t = Tensors(input, residual, *self._affine(), input_bias, *statistics)
+        return t, self._spec(input, self._normplug.autocast_output)
+
+    _fusion_sites = FusionSites(
+        {"forward": forward, "_normalise": _normalise}, before=("addition",)
+    )
+
+    def _row_dims(self) -> tuple[int, ...]:
+        """The dimensions of an input that form a row."""
+        return tuple(range(-len(self._affine_shape()), 0))
+
+
+class LayerNorm(RowNorm, nn.LayerNorm):
+    """`torch.nn.LayerNorm` that normalises to a target variance and monitors its input.
+
+        y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
+
+    The watched statistics are scalars that no result depends on: `watched_mean` and `watched_var`,
+    moving averages of the rows' mean and of their biased variance, and `watched_count`, the number
+    of batches. They are not saved: a state_dict has the keys of the stock layer's. They start with
+    mean 0 and variance 1. Inside `torch.func` transforms they are not updated.
+
+    Args:
+        *args: passed to `torch.nn.LayerNorm`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch".
+        track_running_stats: whether to watch statistics of the input; None is True here.
+        momentum: weight of the new batch in them; None averages over all batches equally.
+        autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.layer_norm`.
+        **kwargs: passed to `torch.nn.LayerNorm`.
+
+    Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.layer_norm`.
+
+    Raises:
+        ValueError: an unknown mode, backend or autocast_output, an empty row, or
+            input of another trailing shape.
+        TypeError: an argument of another type.
+
+    Examples:
+        >>> LayerNorm(8, mode=0.5)
+        LayerNorm((8,), eps=1e-05, elementwise_affine=True, ..., mode=0.5)
+    """
+
+    _function = "layer_norm"
+
+    def _fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
+        """Compute `forward(input + input_bias)` in one call."""
+        y: Tensor = self._run(input, None, input_bias)
+        return y
+
+    _fusion_sites = RowNorm._fusion_sites._replace(before=("addition", "convolution_bias"))
+
+    def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:
+        own = self._normplug
+        return LayerNormSpec(
+            self.normalized_shape,
+            own.momentum,
+            as_number(own.eps),
+            own.target_variance,
+            functional.autocast_dtype(x),
+            autocast_output,
+        )
+
+    def _gives_statistics(self, x: Tensor) -> bool:
+        var = self._buffers.get("watched_var")
+        return (
+            x.is_cpu
+            and (x.dtype == torch.float32 or x.dtype == torch.float64)
+            and type(var) is Tensor
+            and var.is_cpu
+            and x.numel() > 0
+            and not interposed()
+        )
+
+    def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        own, watched = self._normplug, [self._buffers.get(name) for name in self._watched]
+        arguments = x, self.normalized_shape, self._scaled(weight), bias, own.eps
+        if not self.training or watched[0] is None:
+            return torch.layer_norm(*arguments)
+        y, mean, rstd = torch.native_layer_norm(*arguments)
+        _watch(watched, own.momentum, mean, rstd, own.eps)
+        return y
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        return self.normalized_shape
+
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        affine = self.weight, self.bias
+        return reference.layer_norm(x, self.normalized_shape, *affine, **self._numbers()).y
+
+    def _variance(self, x: Tensor) -> Tensor:
+        x = x.to(reference.accumulator_dtype(x.dtype))
+        return x.var(self._row_dims(), correction=0)
+
+
+class _RMSNorm(RowNorm):
+    """RMSNorm without a stock class: the base for the RMSNorm of any library.
+
+    A class for a library's RMSNorm inherits from this one and then from the library's. It declares
+    how that differs from `torch.nn.RMSNorm` by `_weight_offset`, `_rounding`, `_autocasts`,
+    `_eps_name` and `_affine_shape`.
+    """
+
+    _function = "rms_norm"
+    _watched = ("watched_var", "watched_count")
+    _watches = False
+    _measure = "second moment"
+    # Whether autocast has the stock layer compute and return float32.
+    _autocasts: ClassVar[bool] = RMS_NORM_AUTOCASTS
+
+    def _affine(self) -> tuple[Tensor | None, None]:
+        if "weight" in self._parameters:
+            return self._parameters["weight"], None
+        return self.weight, None  # type: ignore[return-value]  # parametrized, or sharded
+
+    def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:
+        own = self._normplug
+        return LayerNormSpec(
+            self._affine_shape(),
+            own.momentum,
+            as_number(own.eps),
+            own.target_variance,
+            functional.autocast_of_rms_norm(x, autocast_output, self._autocasts),
+            autocast_output,
+            False,
+            self._weight_offset,
+            self._rounding,
+        )
+
+    def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if self._rounding is not None or self._weight_offset:
+            return composed_rms_norm(x, weight, self._spec(x, "float32"))
+        shape, eps = self._affine_shape(), self._normplug.eps
+        return torch.rms_norm(x, shape, self._scaled(weight), eps)
+
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        shape, (weight, _), offset = self._affine_shape(), self._affine(), self._weight_offset
+        return reference.rms_norm(x, shape, weight, **self._numbers(), weight_offset=offset).y
+
+    def _variance(self, x: Tensor) -> Tensor:
+        x = x.to(reference.accumulator_dtype(x.dtype))
+        return x.square().mean(self._row_dims())
+
+
+class RMSNorm(_RMSNorm, nn.RMSNorm):
+    """`torch.nn.RMSNorm` that normalises to a target second moment.
+
+        y = weight * sqrt(tv) * x / sqrt(mean(x^2) + eps)
+
+    Rows are not centred. So the target variance tv is the target of mean(y^2) where weight is 1;
+    it is the variance of y where the mean of y is 0.
+
+    With `track_running_stats`, `watched_var` is a scalar: a moving average of mean(x^2), the second
+    moment of the input. There is no `watched_mean`. See `LayerNorm`.
+
+    Args:
+        *args: passed to `torch.nn.RMSNorm`.
+        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
+        backend: "auto", "triton" or "torch".
+        track_running_stats: whether to watch statistics of the input; None is False here.
+        momentum: weight of the new batch in them; None averages over all batches equally.
+        autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.rms_norm`.
+        **kwargs: passed to `torch.nn.RMSNorm`.
+
+    Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.rms_norm`.
+
+    Raises:
+        ValueError: an unknown mode, backend or autocast_output, an empty row, or
+            input of another trailing shape.
+        TypeError: an argument of another type.
+
+    Examples:
+        >>> RMSNorm(8, mode=0.5)
+        RMSNorm((8,), eps=None, elementwise_affine=True, ..., mode=0.5)
+    """
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        return self.normalized_shape
+
+
+def _watch(statistics: list[Any], momentum: Any, mean: Tensor, rstd: Tensor, eps: float) -> None:
+    """Do what `running.update` does, in floats: a quarter of the time that tensors take.
+
+    mean, rstd: of each row; rstd is 1 / sqrt(var + eps).
+    """
+    watched_mean, watched_var, count = statistics
+    rows, batches = rstd.numel(), count.item() + 1
+    step = 1 / batches if momentum is None else momentum
+    var = max(rstd.pow(-2).sum().item() / rows - eps, 0.0)  # see `running.variance_of`
+    count.fill_(batches)
+    watched_mean.fill_((1 - step) * watched_mean.item() + step * (mean.sum().item() / rows))
+    watched_var.fill_((1 - step) * watched_var.item() + step * var)
