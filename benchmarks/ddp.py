@@ -1,7 +1,6 @@
 """Train a ResNet-18 on CIFAR-10 on one GPU and on several, without and with CUDA graphs.
 
     python benchmarks/ddp.py data.root=cifar10-jpeg --json ddp.json
-    python benchmarks/ddp.py --json ddp.json --plot ddp.png
 
 The first arguments are options of train.py, such as where the images are. Every run is a command of
 its own, and adds its row when it ends. A GPU takes 512 images per step, so the batch grows with the
@@ -21,7 +20,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from normplug.bench.rows import Row, add_to_file, read_file
+from normplug.bench.rows import Row, add_to_file
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 RECIPE = (
@@ -60,28 +59,6 @@ def run(gpus: int, graph: bool, seed: int, timeout: float, options: Sequence[str
     return facts | {key: result[key] for key in RESULTS} | where | result["versions"]
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the images per second of each run over its GPUs."""
-    import pandas
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3.5), layout="constrained")
-    axes = figure.add_subplot(
-        xlabel="GPUs", ylabel="images per second", title="ResNet-18, CIFAR-10, 512 images per GPU"
-    )
-    done = pandas.DataFrame([row for row in rows if "error" not in row])
-    for graph, runs in done.groupby("graph"):
-        name, colour = ("CUDA graphs", "tab:blue") if graph else ("no graphs", "tab:grey")
-        means = runs.groupby("gpus").images_per_s.mean()
-        axes.plot(means.index, means, color=colour, label=name)
-        axes.plot(runs.gpus, runs.images_per_s, ".", color=colour)
-        ideal = means.iloc[0] * means.index / means.index[0]
-        axes.plot(means.index, ideal, ":", color=colour, label=f"{name}, in proportion")
-    axes.set(xticks=sorted(set(done.gpus)), ylim=(0, None))
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -90,11 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--timeout", type=float, default=150, help="seconds a run")
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="append to it")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows, and run nothing")
     a = parser.parse_intermixed_args(argv)
-    if a.plot:
-        plot(read_file(a.json), a.plot)
-        return
     for seed, gpus, graph in product(a.seeds, a.gpus, (False, True)):
         row = run(gpus, graph, seed, a.timeout, a.options)
         add_to_file(a.json, [row])

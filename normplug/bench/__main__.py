@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from normplug import _torch
 from normplug._extras import needs
 from normplug.bench import models, op, targets, timing
 from normplug.bench.op import OPS, Problem, cases, measure_op
@@ -21,17 +19,13 @@ from normplug.bench.rows import Rows, add_to_file, read_file, report
 
 # The rows and widths of a sweep; on a CPU a small one.
 SWEEPS = {"cuda": (4096, [2**n for n in range(8, 16)]), "cpu": (512, [256, 1024, 4096])}
-LAST = torch.channels_last
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def _model(a: Namespace) -> None:
     model, batch, step = targets.load(a.target, a.batch, dict(map(_option, a.option)))
     if a.channels_last:
-        model = model.to(memory_format=LAST)
-        batch = _torch.tree_map_only(
-            Tensor, lambda t: t.contiguous(memory_format=LAST) if t.dim() == 4 else t, batch
-        )
+        model = model.to(memory_format=torch.channels_last)
     name = a.autocast or ("bfloat16" if a.device.type == "cuda" else "none")
     autocast = None if name == "none" else getattr(torch, name)
     how = {"mode": a.mode, "autocast": autocast, "rounds": a.rounds}
@@ -118,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("option", nargs="*", help="NAME=VALUE, for the model or the function")
     add("--batch", metavar="N", type=int, help="samples; default: 8, or the function's own")
     add("--autocast", choices=("none", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
-    add("--channels-last", action="store_true", help="channels_last memory")
+    add("--channels-last", action="store_true", help="of weights and convolutions")
     add("--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns of each arm")
     usual(add, "standard")
 

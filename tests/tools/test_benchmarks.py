@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import socket
 from functools import partial
 from unittest.mock import Mock
@@ -232,17 +231,6 @@ def test_a_run_over_gpus_that_fails_has_a_row_with_its_error(tmp_path, capsys):
     assert {"gpus": 1, "graph": False, "seed": 3, "learning_rate": 0.4}.items() <= eager.items()
     assert "graph=true needs an NVIDIA GPU" in graphed["error"]
     assert graphed["error"] in capsys.readouterr().err
-
-
-def test_a_picture_has_the_runs_that_have_finished(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = [
-        {"gpus": n, "graph": g, "images_per_s": 10.0 * n} for n in (1, 2) for g in (False, True)
-    ]
-    path, picture = tmp_path / "rows.json", tmp_path / "ddp.png"
-    path.write_text(json.dumps([*rows, {"gpus": 4, "graph": True, "error": "it failed"}]))
-    ddp.main(["--json", str(path), "--plot", str(picture)])
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.gpu
