@@ -1,14 +1,13 @@
 """Train a ResNet-18 on CIFAR-10 on one GPU and on several, without and with CUDA graphs.
 
     python benchmarks/ddp.py data.root=cifar10-jpeg --json ddp.json
-    python benchmarks/ddp.py --json ddp.json --plot ddp.png
-
     python benchmarks/ddp.py --gpus 1 data.batch_size=1024 --json ddp.json
+    python benchmarks/ddp.py --json ddp.json --plot ddp.png
 
 The first arguments are options of train.py, such as where the images are. Every run is a command of
 its own, and adds its row when it ends. A GPU takes 512 images per step, so the batch grows with the
 GPUs. The learning rate is that of the configuration, 0.4, which does not depend on the batch: two
-GPUs should reach the accuracy of one GPU with the same batch, as in the third line.
+GPUs should reach the accuracy of one GPU with the same batch, as in the second line.
 """
 
 from __future__ import annotations

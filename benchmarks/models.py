@@ -141,7 +141,8 @@ def measure(name: str, batch: int, names: Sequence[str], rounds: int, device: An
     )
     columns = ("model", "batch", *models.COLUMNS)
     for row in rows:
-        row |= groups_ms(row.pop("kernels_us", {}))
+        if spent := row.pop("kernels_us", None):  # on a GPU
+            row |= groups_ms(spent)
     return Rows([{"model": name, "batch": batch, **row} for row in rows], columns)
 
 

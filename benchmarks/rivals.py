@@ -57,16 +57,98 @@ def _liger_group_norm(norm: Any, x: Tensor) -> Tensor:
     return y.view(x.shape)
 
 
+class _Pair(torch.autograd.Function):
+    """Two kernels as one differentiable call."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, *tensors: Tensor) -> Tensor:
+        """The first result of `forward`; the others are saved."""
+        y, *saved = forward(*tensors)
+        ctx.save_for_backward(*saved)
+        ctx.run = backward
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        """What `backward` makes of dy and the saved tensors."""
+        return None, None, *ctx.run(dy, *ctx.saved_tensors)
+
+
+def _flaggems_layer_norm(norm: Any, x: Tensor) -> Tensor:
+    """FlagGems' two kernels: enabling FlagGems would replace eager's operators."""
+    gems: Any = import_module("flag_gems")
+    shape = norm.normalized_shape
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        y, mean, rstd = gems.layer_norm(x, shape, weight, bias, norm.eps)
+        return y, x, mean, rstd, weight, bias
+
+    def backward(dy: Tensor, x: Tensor, *others: Tensor) -> Any:
+        return gems.layer_norm_backward(dy, x, shape, *others, [True] * 3)
+
+    return _Pair.apply(forward, backward, x, norm.weight, norm.bias)
+
+
+def _quack_layer_norm(norm: Any, x: Tensor) -> Tensor:
+    """QuACK's two kernels, which take only float32 parameters."""
+    quack: Any = import_module("quack.rmsnorm")
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        y, rstd, mean = quack.layernorm_fwd(
+            x, weight, bias, norm.eps, return_rstd=True, return_mean=True
+        )
+        return y, x, weight, rstd, mean
+
+    def backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor) -> Any:
+        return quack.layernorm_bwd(x, weight, dy, rstd, mean)
+
+    return _Pair.apply(forward, backward, x, norm.weight, norm.bias)
+
+
+def _quack(*tensors: Tensor, **named: Any) -> Any:
+    return import_module("quack.rmsnorm").rmsnorm(*tensors, **named)
+
+
+def _apex(name: str) -> Any:
+    return getattr(import_module("apex.normalization.fused_layer_norm"), name)
+
+
 _GEMMA = (0.0, "gemma", False)  # Liger's RMSNorm then rounds once, as torch's
-_LIGER: dict[str, Callable[..., Any]] = {
-    "layer_norm": lambda norm, x: _liger("layer_norm", "LayerNorm")(
-        x, norm.weight, norm.bias, norm.eps
-    ),
-    "rms_norm": lambda norm, x: _liger("rms_norm", "RMSNorm")(x, norm.weight, norm.eps, *_GEMMA),
-    "add_rms_norm": lambda norm, x, residual: _liger("fused_add_rms_norm", "FusedAddRMSNorm")(
-        x, residual, norm.weight, norm.eps, *_GEMMA
-    ),
-    "group_norm": _liger_group_norm,
+# Package -> operation -> a function of its norm and the inputs.
+_RIVALS: dict[str, dict[str, Callable[..., Any]]] = {
+    "liger_kernel": {
+        "layer_norm": lambda norm, x: _liger("layer_norm", "LayerNorm")(
+            x, norm.weight, norm.bias, norm.eps
+        ),
+        "rms_norm": lambda norm, x: _liger("rms_norm", "RMSNorm")(
+            x, norm.weight, norm.eps, *_GEMMA
+        ),
+        "add_rms_norm": lambda norm, x, residual: _liger("fused_add_rms_norm", "FusedAddRMSNorm")(
+            x, residual, norm.weight, norm.eps, *_GEMMA
+        ),
+        "group_norm": _liger_group_norm,
+    },
+    "flag_gems": {
+        "layer_norm": _flaggems_layer_norm,
+        "rms_norm": lambda norm, x: import_module("flag_gems").rms_norm(
+            x, norm.normalized_shape, norm.weight, norm.eps
+        ),
+    },
+    "quack": {
+        "layer_norm": _quack_layer_norm,
+        "rms_norm": lambda norm, x: _quack(x, norm.weight, eps=norm.eps),
+        "add_rms_norm": lambda norm, x, residual: _quack(
+            x, norm.weight, residual=residual, eps=norm.eps, prenorm=True
+        ),
+    },
+    "apex": {
+        "layer_norm": lambda norm, x: _apex("fused_layer_norm_affine")(
+            x, norm.weight, norm.bias, norm.normalized_shape, norm.eps
+        ),
+        "rms_norm": lambda norm, x: _apex("fused_rms_norm_affine")(
+            x, norm.weight, norm.normalized_shape, norm.eps
+        ),
+    },
 }
 
 
@@ -75,8 +157,10 @@ def of(op: str) -> dict[str, Change]:
     found: dict[str, Change] = {}
     if op.startswith("batch_norm"):
         found["cudnn"] = _cudnn
-    if op in _LIGER and find_spec("liger_kernel") is not None:
-        found["liger"] = partial(_Called, _LIGER[op])
+    for package, functions in _RIVALS.items():
+        if op in functions and find_spec(package) is not None:
+            provider = package.removesuffix("_kernel").replace("_", "")
+            found[provider] = partial(_Called, functions[op])
     return found
 
 

@@ -54,8 +54,8 @@ def _serve(connection: Connection, tree: Path, device: str) -> None:
     torch.zeros(1, device=device)  # initialise the device before the first step is timed
     step: Callable[[], Any] = object
     count = 1
-    while True:
-        match connection.recv():
+    while (request := _received(connection)) is not None:
+        match request:
             case "build", name, batch, arm, forward:
                 step, count = object, 1
                 gc.collect()
@@ -77,6 +77,14 @@ def _serve(connection: Connection, tree: Path, device: str) -> None:
                 events = [e for e in profiler.events() or () if e.device_type == DeviceType.CUDA]
                 us = sum(event.time_range.elapsed_us() for event in events)
                 connection.send({"gpu_ms": us / 1e3 / STEPS})
+
+
+def _received(connection: Connection) -> Any:
+    """The next request, or None at the end."""
+    try:
+        return connection.recv()
+    except EOFError:
+        return None
 
 
 def _step(
@@ -127,9 +135,7 @@ def _worker(tree: str, device: str) -> Iterator[Ask]:
     if device == "cuda":
         subprocess.run([sys.executable, "-m", "normplug.native", "build"], cwd=place)
     ours, its = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=_serve, args=(its, place, device), daemon=True
-    )
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(its, place, device))
     process.start()
     its.close()
 
@@ -140,7 +146,7 @@ def _worker(tree: str, device: str) -> Iterator[Ask]:
     try:
         yield ask
     finally:
-        process.kill()
+        ours.close()  # the process then ends, and with it the workers that compile kernels
         process.join()
 
 

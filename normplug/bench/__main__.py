@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from normplug import _torch
 from normplug._checks import needs
 from normplug.bench import models, op, targets, timing
 from normplug.bench.op import OPS, Problem, cases, measure_op
@@ -21,17 +20,13 @@ from normplug.bench.rows import Rows, add_to_file, read_file, report
 
 # The rows and widths of a sweep; on a CPU a small one.
 SWEEPS = {"cuda": (4096, [2**n for n in range(8, 16)]), "cpu": (512, [256, 1024, 4096])}
-LAST = torch.channels_last
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def _model(a: Namespace) -> None:
     model, batch, step = targets.load(a.target, a.batch, dict(map(_option, a.option)))
     if a.channels_last:
-        model = model.to(memory_format=LAST)
-        batch = _torch.tree_map_only(
-            Tensor, lambda t: t.contiguous(memory_format=LAST) if t.dim() == 4 else t, batch
-        )
+        model = model.to(memory_format=torch.channels_last)
     name = a.autocast or ("bfloat16" if a.device.type == "cuda" else "none")
     autocast = None if name == "none" else getattr(torch, name)
     how = {"mode": a.mode, "autocast": autocast, "rounds": a.rounds}
@@ -99,14 +94,13 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m normplug.bench", description=__doc__)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(run: Any, text: str, measures: bool = True) -> Any:
         made = commands.add_parser(run.__name__[1:], help=text, description=text)
         made.set_defaults(run=run)
         if measures:
-            made.add_argument("--device", default=device, help="default: cuda if there is one")
+            made.add_argument("--device", help="default: cuda if there is one")
         return made.add_argument
 
     def usual(add: Any, mode: str) -> None:
@@ -118,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("option", nargs="*", help="NAME=VALUE, for the model or the function")
     add("--batch", metavar="N", type=int, help="samples; default: 8, or the function's own")
     add("--autocast", choices=("none", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
-    add("--channels-last", action="store_true", help="channels_last memory")
+    add("--channels-last", action="store_true", help="of weights and convolutions")
     add("--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns of each arm")
     usual(add, "standard")
 
@@ -146,7 +140,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; a wrong input ends it with one line."""
     a = _parser().parse_args(argv)
     if "device" in a:
-        if a.device.startswith("cuda") and not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            a.device = a.device or "cuda"
+        elif a.device is None:
+            a.device = "cpu"
+            print("normplug.bench: no CUDA device, so it runs on the CPU", file=sys.stderr)
+        elif a.device.startswith("cuda"):
             raise SystemExit(f"normplug.bench: --device {a.device}, but there is no CUDA device.")
         a.device = timing.ready(a.device)
     try:

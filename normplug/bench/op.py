@@ -259,6 +259,7 @@ def measure_op(
     torch.compiler.reset()  # earlier cases count towards the recompilation limit
     problem = Problem(case, device, eps)
     gpu = device.type == "cuda"
+    stopwatch = timing.gpu_stopwatch if gpu else timing.back_to_back
     layers: dict[str, nn.Module] = {}
     results: dict[str, Tensors] = {}
     for name, change in (providers or usual_providers(mode)).items():
@@ -282,7 +283,7 @@ def measure_op(
     floors = PASSES.get(type(problem.layer), (2, 5))
     for direction, passes in zip(("F", "F+B"), floors, strict=True):
         calls = {name: problem.calls(layer)[direction] for name, layer in layers.items()}
-        times = timing.device_us(calls, device)
+        times = timing.in_turns({name: stopwatch(call) for name, call in calls.items()})
         medians = {name: statistics.median(samples) for name, samples in times.items()}
         for name, us in medians.items():
             row = facts | {"direction": direction, "provider": name, "floor_passes": passes}

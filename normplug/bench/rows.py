@@ -33,8 +33,8 @@ class Rows(list[Row]):
 
     def __str__(self) -> str:
         keys = [key for key in self.columns if any(row.get(key) is not None for row in self)]
-        lines = [tuple(_cell(row.get(key)) for key in keys) for row in self]
-        return "\n".join([table([tuple(keys), *lines]), *self.notes])
+        lines = [tuple(keys), *(tuple(_cell(row.get(key)) for key in keys) for row in self)]
+        return "\n".join([table(lines) if keys else "no rows", *self.notes])
 
     __repr__ = __str__
 

@@ -41,16 +41,6 @@ def ready(device: str) -> torch.device:
     return torch.device(device)
 
 
-def device_us(calls: Mapping[str, Call], device: torch.device) -> dict[str, list[float]]:
-    """Name -> microseconds of each repetition.
-
-    On a GPU, the time is the GPU's alone, and the L2 cache is cold. On a CPU, it is a call's in
-    calls back to back.
-    """
-    stopwatch = gpu_stopwatch if device.type == "cuda" else back_to_back
-    return in_turns({name: stopwatch(call) for name, call in calls.items()})
-
-
 def in_turns(turns: Mapping[str, Turn], rounds: int | None = None) -> dict[str, list[float]]:
     """Name -> the times of all its turns; each round (`TURNS` by default) starts with another."""
     samples: dict[str, list[float]] = {name: [] for name in turns}
@@ -90,8 +80,8 @@ def spread(key: str, samples: Sequence[float]) -> dict[str, float]:
 def copy_gbps() -> float:
     """The bandwidth of a large copy on the GPU in 1e9 bytes a second, read and written."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    samples = device_us({"": partial(torch.empty_like(source).copy_, source)}, source.device)
-    return 2 * COPY_BYTES / statistics.median(samples[""]) / 1e3
+    times = in_turns({"copy": gpu_stopwatch(partial(torch.empty_like(source).copy_, source))})
+    return 2 * COPY_BYTES / statistics.median(times["copy"]) / 1e3
 
 
 class _Sleep:
@@ -107,7 +97,7 @@ class _Sleep:
 
 
 def gpu_stopwatch(call: Call) -> Turn:
-    """Make the call that is a turn on the GPU: it returns the microseconds of each repetition."""
+    """Make a turn of calls, each with a cold L2 cache: microseconds of the GPU alone."""
     from triton.testing import do_bench
 
     call()  # compile

@@ -179,14 +179,15 @@ def test_two_checkouts_take_turns(tmp_path):
     trees[1].symlink_to(trees[0])
     words = [*map(str, trees), "--rows", "layer_norm", "--arms", "swap", "--device", "cpu"]
     turns.main([*words, "--rounds", "2", "--json", str(path)])
-    turns.main([*words, "--first-step", "--json", str(path)])
+    turns.main([*words[1:], "--first-step", "--json", str(path)])
     rows = read_file(path)
-    assert [row["tree"] for row in rows] == 2 * list(map(str, trees))
+    assert [row["tree"] for row in rows] == [*map(str, trees), str(trees[1])]
     assert {(row["model"], row["arm"], row["batch"]) for row in rows} == {
         ("layer_norm", "swap", 32)
     }
     assert all(row["ms"] > 0 and row["host_ms"] > 0 for row in rows[:2])
-    assert all(row["first_step_s"] > 0 and row["kernels"] == 0 for row in rows[2:])
+    assert rows[2]["first_step_s"] > 0
+    assert rows[2]["kernels"] == 0  # torch's own run on a CPU
 
 
 BOTH = """
