@@ -16,15 +16,12 @@ from normplug._layouts import is_contiguous
 from normplug._ops import eligible, parts, stock
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import (
-    NOTHING,
     RUNNING,
-    SLOT,
     Gradients,
     Layout,
     Needs,
     Plan,
     Program,
-    Result,
     contiguous,
     named,
 )
@@ -366,12 +363,12 @@ class LayerNormPlan(Plan):
         if keep:
             empties["stats"] = (((1 + spec.centred) * self._rows,), (1,), self.acc)
         saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
-        results = [Result(SLOT["y"])]
+        results = ["y"]
         if self.has_total:
             empties["total"] = (*dense, self._total_dtype)
             # The bias is saved so that y can be recomputed from the total.
             saved = ("total", "nothing", "weight", "bias", "nothing", "stats")
-            results.append(Result(SLOT["total"]))
+            results.append("total")
         return Program(
             named(t),
             empties=empties,
@@ -393,7 +390,6 @@ class LayerNormPlan(Plan):
             saved,
             empties={"y": (self._shape, contiguous(self._shape), self._output_dtype)},
             launches=[(launch, {})],
-            results=[Result(SLOT["y"])],
         )
 
     def backward_program(
@@ -444,21 +440,14 @@ class LayerNormPlan(Plan):
     def _vector(self, name: str, saved: dict[str, Tensor]) -> Any:
         return (self._row, contiguous(self._row), saved[name].dtype) if name in saved else None
 
-    def _results(self, through: str, needs: Needs) -> list[Result]:
+    def _results(self, through: str, needs: Needs) -> list[Any]:
         """The gradients; x and the residual share the slot `through`."""
-        slot = SLOT[through]
-        dtypes = (self._dtype, self._residual_dtype)
-        both = [
-            Result(slot, None if dtype == self._total_dtype else dtype) if need else NOTHING
-            for need, dtype in zip(needs, dtypes, strict=False)
+        slots: list[Any] = [
+            (through, None if dtype == self._total_dtype else dtype)
+            for dtype in (self._dtype, self._residual_dtype)
         ]
-        names = ("dweight", "dbias", "dinput_bias")
-        used = through == "dx"
-        rest = [
-            Result(SLOT[n]) if need and used else NOTHING
-            for n, need in zip(names, needs[2:], strict=True)
-        ]
-        return [*both, *rest]
+        slots += ["dweight", "dbias", "dinput_bias"] if through == "dx" else ["nothing"] * 3
+        return [slot if need else "nothing" for slot, need in zip(slots, needs, strict=True)]
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
