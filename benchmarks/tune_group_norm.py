@@ -18,12 +18,12 @@ import time
 import torch
 import torch.nn.functional as F
 
+from normplug._kernels import ahead
 from normplug._kernels.device import power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
 from normplug._ops.group_norm import GroupNormPlan, GroupNormSpec
-from normplug._ops.plans import BLANKS
-from normplug._ops.program import SLOT
+from normplug._ops.plans import BLANKS, SLOT
 from normplug._ops.spec import Tensors
 from normplug._results import stamp
 from normplug.bench.timing import copy_gbps, gpu_stopwatch
@@ -163,7 +163,7 @@ class Sweep:
             else:
                 slots = self.plan._slots(self.saved)
                 slots[SLOT["dy"]] = self.dy
-            program.run(slots, self.plan.device, self.plan.workspace)
+            program.run(slots, self.plan)
             return slots
 
         return run
@@ -198,7 +198,8 @@ class Sweep:
         base = choose(*self.plan._shape, self.sms)
         programs = {shape: self.program(direction, shape) for shape in variants(base, self.sms)}
         for program in programs.values():
-            program.expect(self.plan.acc)
+            for job in program.jobs(self.plan.acc):
+                ahead.expect(job)
         rows = []
         for shape, program in programs.items():
             if rows and time.monotonic() > deadline:

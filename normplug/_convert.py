@@ -167,7 +167,6 @@ def convert(
         vars(module)["_normplug"] = settings
         assign_class(module, ours)
         assert isinstance(module, TargetVarianceNorm)
-        module.note_call()
     before = module._normplug.unsynced_class
     module._set(
         target_variance=target_variance,

@@ -24,7 +24,6 @@ from normplug._fuse.rewrite import compiled, recompute_results, rewrite
 from normplug._fuse.sites import Site, find, refusal
 from normplug._fuse.source import Reads, Untraceable
 from normplug._fuse.trace import Trace
-from normplug._ops.likely import Operations
 from normplug._torch import has_hooks, is_patched
 from normplug.modules import TargetVarianceNorm
 
@@ -57,7 +56,6 @@ class Analysis:
 
     Attributes:
         fusions: the modules to fuse, and their new forwards.
-        operations: for each fused norm, the operations that run in one call with it.
         reasons: why other norms are not fused; may also have norms that an outer module fuses.
     """
 
@@ -68,7 +66,6 @@ class Analysis:
         self._traces: dict[nn.Module, Traced] = {}
         self._edits: dict[nn.Module, Edited] = {}
         self.reasons: dict[nn.Module, str] = {}
-        self.operations: dict[TargetVarianceNorm, Operations] = {}
         callers = {
             module: list(_norms_below(module))
             for module in _inner_first(model, set())
@@ -116,9 +113,7 @@ class Analysis:
             return
         for name in norms:
             norm: Any = module._modules[name]
-            operations = edited.operations(name, module)
-            if operations is not None:
-                self.operations.setdefault(norm, operations)
+            if edited.label(name, module):
                 self._edits[module] = edited
             elif untraced:
                 self.reasons[norm] = f"{untraced}, and {REASON}"
@@ -143,8 +138,6 @@ class Analysis:
                 needed |= origins.union(*(self._inner[m] for m in origins if m in self._inner))
                 if site.label:
                     path = str(site.norm.target)
-                    norm: Any = module.get_submodule(path)
-                    self.operations[norm] = site.operations
                     labels.setdefault(path, {})[training] = site.label
         if not found:
             return

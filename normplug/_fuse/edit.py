@@ -35,7 +35,6 @@ from normplug._activations import ActivationLike
 from normplug._fuse import calls
 from normplug._fuse.source import SCOPES, Untraceable, compiled, definition, is_name
 from normplug._ops import recompute as _recompute
-from normplug._ops.likely import Operations
 
 # Why a norm is not edited, for a report.
 REASON = "no plain addition or activation is next to it"
@@ -107,25 +106,17 @@ class Edited:
         """Whether the class still has the forward that was edited."""
         return self.cls.forward is self.original
 
-    def operations(self, norm: str, module: nn.Module) -> Operations | None:
-        """The operations that run in one call with a norm, given by name; None if none do."""
+    def label(self, norm: str, module: nn.Module) -> str:
+        """The label of a norm, given by name, in a report; "" if it is not fused."""
         state = {**module._modules, **vars(module)}
         for branch, activation in self.found.get(norm, ()):
             if not all(_may_be(*each, self.me, state) for each in branch):
                 continue
             if activation is None:
-                return Operations(residual=True)
+                return "add before it"
             if (name := activation(module)) is not None:
-                return Operations(name)
-        return None
-
-    def label(self, norm: str, module: nn.Module) -> str:
-        """The label of a norm, given by name, in a report; "" if it is not fused."""
-        operations = self.operations(norm, module)
-        if operations is None:
-            return ""
-        activation = operations.activation
-        return "add before it" if activation is None else _activations.label(activation)
+                return _activations.label(name)
+        return ""
 
 
 def edit(cls: type[nn.Module], parts: Parts, recompute: bool) -> Edited:

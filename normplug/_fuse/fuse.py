@@ -89,8 +89,6 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     for module, fusion in analysis.fusions.items():
         vars(module)[FORWARDS] = fusion
         _convert.assign_class(module, classes[module])
-    for norm, operations in analysis.operations.items():
-        norm.note_call(operations)
     return model
 
 

@@ -24,7 +24,6 @@ from normplug._fuse.calls import (
     norm_max_pool,
 )
 from normplug._fuse.forward import Forward, addition, reader
-from normplug._ops.likely import ALONE, Operations
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.base import FusionSites
 
@@ -52,7 +51,7 @@ class Site:
         function: the function that runs them.
         arguments: its arguments after the norm, given a function that returns a node for the module
             that a node calls. They are read late, since a site may replace another one's input.
-        operations: the operations, without a pooling.
+        adds: whether the addition of a residual, after the norm, is among them.
         label: the operations, for a report; "" for none.
     """
 
@@ -60,14 +59,14 @@ class Site:
     nodes: tuple[fx.Node, ...]
     function: Callable[..., Any]
     arguments: Callable[[Callable[[fx.Node], fx.Node]], tuple[Any, ...]]
-    operations: Operations = ALONE
+    adds: bool = False
     label: str = ""
 
     @property
     def add(self) -> fx.Node | None:
         """The addition of a residual after the norm, or None."""
         after = (node for node in self.nodes[self.nodes.index(self.norm) :] if addition(node))
-        return next(after, None) if self.operations.residual else None
+        return next(after, None) if self.adds else None
 
 
 def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, str]]:
@@ -205,8 +204,7 @@ def _site_after(
 
     nodes = (node, *between, *(n for n in (add, activation, pool) if n is not None))
     function = norm_add_activation if pool is None else norm_max_pool
-    operations = Operations(name, add is not None)
-    return Site(node, nodes, function, arguments, operations, ", ".join(labels))
+    return Site(node, nodes, function, arguments, add is not None, ", ".join(labels))
 
 
 def _moves(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]) -> str:
@@ -234,8 +232,7 @@ def _add_before(traced: Forward, node: fx.Node) -> Site | str:
         return "its input is used before it, and may change"
     if traced.calls(traced.amid(add, node), node):
         return "called inside another module, too"
-    operations = Operations(residual=True)
-    return Site(node, (add, node), add_norm, lambda _: add.args, operations, "add before it")
+    return Site(node, (add, node), add_norm, lambda _: add.args, label="add before it")
 
 
 def _bias_before(traced: Forward, node: fx.Node) -> Site | str:
@@ -260,9 +257,8 @@ def _bias_before(traced: Forward, node: fx.Node) -> Site | str:
         permutation = module(permute) if permute.op == "call_module" else None
         return module(source), permutation, dims, source.args[0]
 
-    nodes, operations = (source, permute, node), Operations(input_bias=True)
     label = f"bias of {type(layer).__name__}"
-    return Site(node, nodes, convolution_norm, arguments, operations, label)
+    return Site(node, (source, permute, node), convolution_norm, arguments, label=label)
 
 
 # Finders of the sites that a class declares in `before`. Each returns the site, why there is none,

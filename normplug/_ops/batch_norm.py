@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +12,10 @@ from torch import Tensor
 from normplug import _activations, _checks, native
 from normplug._activations import ActivationLike, backward_reads_input
 from normplug._layouts import dense, laid_out_like, lies_like
-from normplug._ops import eligible, likely, peers, running, stock
+from normplug._ops import eligible, peers, stock
 from normplug._ops.call import key_of, made_once
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import BLANKS, BasePlan, Needs, Plan
-from normplug._ops.program import NOTHING, RUNNING, SLOT, Program, Result, named
+from normplug._ops.plans import RUNNING, Needs, Plan, Program, named
 from normplug._ops.spec import Pool, Tensors, others
 from normplug._torch import interposed, transforms_active
 from normplug.reference import accumulator_dtype, channel_dims
@@ -101,7 +100,7 @@ class BatchNormSpec(NamedTuple):
         if self.momentum is None:  # before the norm, which saves the last tensors for the backward
             x = t.x.detach()
             var, mean = torch.var_mean(x.to(accumulator_dtype(x.dtype)), channel_dims(x))
-            running.update(t, None, mean, var)
+            stock.update_running(t, None, mean, var)
             return self._by(t, weight, None, None, 0.0)
         if t.tracked is not None:
             t.tracked.add_(1)
@@ -201,14 +200,14 @@ class BatchNormSpec(NamedTuple):
         if self.training and mean is not None and var is not None:
             c = t.x.shape[1]
             with torch.no_grad():
-                batch_var = running.variance_of(stats[c : 2 * c], self.eps)
+                batch_var = stock.variance_of(stats[c : 2 * c], self.eps)
                 if number:
                     counts = stats[-1] > 1
                     batch_var *= stats[-1] / (stats[-1] - 1).clamp(min=1)
                 else:
                     counts, n = None, t.x.numel() // c
                     batch_var *= n / (n - 1)
-                running.update(t, self.momentum, stats[:c], batch_var, counts)
+                stock.update_running(t, self.momentum, stats[:c], batch_var, counts)
         return y, stats
 
     @property
@@ -330,15 +329,11 @@ class BatchNormPlan(Plan):
             named(t),
             empties=empties,
             launches=[(launch, {})],
-            results=[Result(SLOT["y"])],
             saved=("x", kept, "weight", "bias", "nothing", "stats", "bits"),
             updates=RUNNING if spec.training else (),
             counts=self._flags.cumulative,
             scratch=launches.scratch(geometry),
         )
-
-    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        return likely_plans(t, self.spec, call)
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
         """The program that recomputes y, normalised by the saved statistics."""
@@ -360,7 +355,6 @@ class BatchNormPlan(Plan):
             saved,
             empties={"y": (x.shape, x.stride(), x.dtype)},
             launches=[(launch, {})],
-            results=[Result(SLOT["y"])],
         )
 
     def backward_program(
@@ -381,14 +375,8 @@ class BatchNormPlan(Plan):
         }
         if through:
             empties["dresidual"] = (x.shape, x.stride(), x.dtype)
-        found = [
-            (needs[0], "dx"),
-            (needs[1], "dy" if plain else "dresidual"),
-            (needs[2], "dweight"),
-            (needs[3], "dbias"),
-            (False, "dinput_bias"),
-        ]
-        results = [Result(SLOT[name]) if want else NOTHING for want, name in found]
+        slots = ("dx", "dy" if plain else "dresidual", "dweight", "dbias", "nothing")
+        results = [n if need else "nothing" for n, need in zip(slots, needs, strict=True)]
         if not any(wanted):
             return Program(saved, copies=copies, empties={}, launches=[], results=results)
         geometry = schedule.geometry(*self._shape, 2, *self._machine)
@@ -457,58 +445,28 @@ def constants_of(
     if spec.training:
         return None, None
     mean, rstd = stats.chunk(2)
-    var = running.variance_of(rstd, spec.eps)
+    var = stock.variance_of(rstd, spec.eps)
     return (mean, var) if dtype is None else (mean.to(dtype), var.to(dtype))
 
 
-def likely_plans(
-    t: Tensors, spec: BatchNormSpec, call: likely.Call
-) -> Iterator[tuple[Plan, Tensors]]:
-    """Plans for a layer that is called as `call`, if t was called with `spec` first."""
-    activation, has_residual, _ = call.operations
-    its = spec._replace(activation=activation, pool=None, keeps_residual=False)
-    for x in likely.images(t.x, *call.shape):
-        residual = torch.empty_like(x, requires_grad=True) if has_residual else None
-        weight, bias, mean, var = (
-            likely.vector(v, call.shape) for v in (t.weight, t.bias, t.running_mean, t.running_var)
-        )
-        other = Tensors(x, residual, weight, bias, None, mean, var, t.tracked)
-        yield BatchNormPlan(other, its), other
-
-
-class StatisticsPlan(BasePlan):
-    """The launch of `channel_stats` for a dense x: mean and biased variance of its channels."""
+class StatisticsPlan(Plan):
+    """The launch of `channel_stats` for a dense x; y: the channels' means, then their variances."""
 
     state = ()
 
-    def __init__(self, t: Tensors) -> None:
+    def forward_program(self, t: Tensors, keep: bool) -> Program:
         from normplug._kernels.batch_norm import launches, schedule
 
-        super().__init__(t, None)
         x = t.x
         geometry = schedule.geometry(*shape_of(x), 1, *machine_of(x))
         flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True)
         launch = launches.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
-        self._program = Program(
-            {"x": x},
-            empties={"stats": ((2 * x.shape[1],), (1,), accumulator_dtype(x.dtype))},
-            launches=[(launch, {})],
-            results=[Result(SLOT["stats"])],
+        return Program(
+            named(t),
+            empties={"y": ((2 * x.shape[1],), (1,), self.acc)},
+            launches=[(launch, {"stats": "y", "y": "x"})],
             scratch=launches.scratch(geometry),
         )
-
-    def forward_of(self, t: Sequence[Tensor | None], keep: bool) -> Program:
-        # Whatever the arguments. The host path in C++ calls this by name.
-        return self._program
-
-    def run(self, t: Tensors) -> Tensor:
-        """The channels' means, then their variances."""
-        if (stats := native.run(self, t)) is not None:
-            return stats
-        slots = [*t, *BLANKS]
-        with torch.cuda.device_of(t.x):
-            self._program.run(slots, self.device, self.workspace)
-        return self._program.results_of(slots)[0]
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -535,8 +493,8 @@ def channel_stats_by_kernel(x: Tensor) -> tuple[Tensor, Tensor] | None:
         if interposed() or eligible.refusal_now() or plain.refusal(t):
             return None
         key = key_of(t, None, "channel_stats")
-        run = made_once(key, StatisticsPlan, t).run
-        native.keep(None, "channel_stats", t, run)
+        run = made_once(key, StatisticsPlan, t, None).run
+        native.keep(None, "channel_stats", t, t, run)
         stats = run(t)
     mean, var = stats.chunk(2)
     return mean, var

@@ -8,7 +8,7 @@ goes to the one that was largest before rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,14 @@ from torch import Tensor
 from normplug._kernels.batch_norm import launches, pool_launches, schedule, windows
 from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
-from normplug._ops import eligible, likely, peers
+from normplug._ops import eligible, peers
 from normplug._ops.batch_norm import (
     BatchNormSpec,
     constants_of,
     group_of,
-    likely_plans,
     machine_of,
 )
-from normplug._ops.plans import Needs, Plan
-from normplug._ops.program import NOTHING, RUNNING, SLOT, Layout, Program, Result, named
+from normplug._ops.plans import RUNNING, Layout, Needs, Plan, Program, named
 from normplug._ops.spec import Pool, Tensors
 
 
@@ -73,10 +71,6 @@ class PooledPlan(Plan):
         self.mark = spec.peers.mark if self._joined else 0
         self._cumulative = spec.training and spec.momentum is None and t.running_mean is not None
 
-    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        """Plans of norms without pooling, since usually only one layer of a model has it."""
-        return likely_plans(t, self.spec, call)
-
     def _columns(self, size: tuple[int, int], tensors: int) -> schedule.Geometry:
         shape = (self._n, self._channels, math.prod(size), True, self._dtype.itemsize)
         return schedule.geometry(*shape, tensors, *self._machine)
@@ -121,7 +115,6 @@ class PooledPlan(Plan):
             named(t),
             empties=empties,
             launches=steps,
-            results=[Result(SLOT["y"])],
             saved=("x", "nothing", "weight", "bias", "nothing", *self.state),
             updates=RUNNING if spec.training else (),
             counts=self._cumulative,
@@ -176,21 +169,23 @@ class PooledPlan(Plan):
             empties=empties,
             launches=steps,
             results=[
-                Result(SLOT["dx"]) if needs[0] else NOTHING,
-                NOTHING,
+                "dx" if needs[0] else "nothing",
+                "nothing",
                 self._gradient_of("weight", saved, needs[2]),
                 self._gradient_of("bias", saved, needs[3]),
-                NOTHING,
+                "nothing",
             ],
             copies={} if is_laid_out else {"dy": _channels_last(self._output_shape)},
             scratch=scratch,
         )
 
-    def _gradient_of(self, name: str, saved: dict[str, Tensor], needed: bool) -> Result:
+    def _gradient_of(
+        self, name: str, saved: dict[str, Tensor], needed: bool
+    ) -> str | tuple[str, torch.dtype | None]:
         if not needed or name not in saved:
-            return NOTHING
+            return "nothing"
         dtype = saved[name].dtype
-        return Result(SLOT[f"d{name}"], None if dtype == self.acc else dtype)
+        return f"d{name}", None if dtype == self.acc else dtype
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         x, _, weight, bias, _, stats, *_ = saved

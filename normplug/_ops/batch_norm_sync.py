@@ -28,7 +28,7 @@ from torch import Tensor
 
 from normplug import _activations, _checks
 from normplug._layouts import dense, is_channels_last, laid_out_like
-from normplug._ops import eligible, peers, running
+from normplug._ops import eligible, peers, stock
 from normplug._ops.batch_norm import BatchNormSpec, channel_stats
 from normplug._ops.call import call, plan_of
 from normplug._ops.spec import Tensors
@@ -47,8 +47,6 @@ def group_to_join(group: Any) -> Any:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = group or dist.group.WORLD
-    if not torch.compiler.is_compiling() and peers.is_known(group):
-        return group
     return group if dist.get_world_size(group) > 1 else None
 
 
@@ -113,7 +111,7 @@ def _by_kernels(
     else:
         return call(_CALLER, t, ours, backend), None
     channels = t.x.shape[1]
-    return y, running.variance_of(stats[channels : 2 * channels], spec.eps)
+    return y, stock.variance_of(stats[channels : 2 * channels], spec.eps)
 
 
 def _by_collectives(
@@ -129,7 +127,7 @@ def _by_collectives(
     if t.running_mean is not None and t.running_var is not None:
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
         unbiased = var * (n / (n - 1).clamp(min=1))
-        running.update(t, spec.momentum, mean, unbiased, counts=n > 1)
+        stock.update_running(t, spec.momentum, mean, unbiased, counts=n > 1)
     return y, var
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from normplug import _checks, native
-from normplug._ops import eligible, nested, sharded
+from normplug._ops import eligible, parts
 from normplug._ops.spec import Tensors, others
 from normplug._torch import interposed
 
@@ -66,13 +66,15 @@ def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = F
         if not interposed():
             key = key_of(t, spec, backend)
             try:
-                run = _stored.get(key)
+                found = _stored.get(key)
             except TypeError:  # an unhashable setting, which the checks will refuse
-                run = None
-            if run is not None:
+                found = None
+            if found is not None:
+                run, laid_out = found
+                ready = t if laid_out is None else laid_out(t)[0]
                 if native._extension is not None:
-                    native.keep(spec, backend, t, run)
-                return run(t)
+                    native.keep(spec, backend, t, ready, run)
+                return run(ready)
     return _new_call(caller, t, spec, backend, isolated, key)
 
 
@@ -87,16 +89,15 @@ def _new_call(
     def again(t: Tensors) -> Any:
         return call(caller, t, spec, backend, isolated=isolated)
 
-    if type(t.x) is not Tensor and sharded.is_sharded(t.x):
-        return sharded.run(caller, t, spec.free_dims(t), again)
-    if t.x.is_nested and nested.is_strided(t.x):
-        return nested.run(t, spec.normalized_shape, again)
+    if type(t.x) is not Tensor and parts.is_sharded(t.x):
+        return parts.run_sharded(caller, t, spec.free_dims(t), again)
+    if t.x.is_nested and parts.is_nested(t.x):
+        return parts.run_nested(t, spec.normalized_shape, again)
     way = choose(caller, t, spec, backend, isolated, key)
     _checks.devices(caller, t.x, **others(t))
     result = way.run(way.t)
     if key:
-        run, laid_out = way.run, way.spec.laid_out  # not `way`, which has tensors
-        _store(key, run if way.t is t else lambda t: run(laid_out(t)[0]))
+        _store(key, (way.run, None if way.t is t else way.spec.laid_out))
     return result
 
 
@@ -184,9 +185,9 @@ def _store(key: tuple[Any, ...], value: Any) -> None:
 def _explanation(caller: str, t: Tensors, spec: Any, backend: str) -> str:
     """A sentence on how a checked call would run."""
     name = caller.removeprefix("functional.")
-    if sharded.is_sharded(t.x):
+    if parts.is_sharded(t.x):
         return f"{name}: on each process's own shard; explain a call with x.to_local()"
-    if nested.is_strided(t.x):
+    if parts.is_nested(t.x):
         return f"{name}: on the rows of all components; explain a call with torch.cat(x.unbind())"
     way = choose(caller, t, spec, backend)
     if way.plan is None:

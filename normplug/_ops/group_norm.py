@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +13,9 @@ from torch import Tensor
 from normplug import _activations, _checks
 from normplug._activations import ActivationLike
 from normplug._layouts import dense, lies_like
-from normplug._ops import eligible, likely, running, stock
+from normplug._ops import eligible, stock
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import Needs, Plan
-from normplug._ops.program import NOTHING, SLOT, Program, Result, named
+from normplug._ops.plans import Needs, Plan, Program, named
 from normplug._ops.spec import Tensors, autocast_result, others
 from normplug.reference import accumulator_dtype
 
@@ -148,7 +147,7 @@ class GroupNormSpec(NamedTuple):
     def update_by(self, t: Tensors, stats: Tensor) -> None:
         """Update a call's running statistics by the kernels' stats: mean and rstd of the groups."""
         mean, rstd = stats.detach().view(2, t.x.shape[0], self.groups)
-        self._update(t, mean, running.variance_of(rstd, self.eps))
+        self._update(t, mean, stock.variance_of(rstd, self.eps))
 
     def _update(self, t: Tensors, mean: Tensor, var: Tensor) -> None:
         """Update a call's running statistics by mean and biased var of its groups, (N, groups).
@@ -162,7 +161,7 @@ class GroupNormSpec(NamedTuple):
             mean, var = mean.mean(0), var.mean(0) * (values / (values - 1))
         else:
             mean, var = mean.mean(), var.mean()
-        running.update(t, self.momentum, mean, var)
+        stock.update_running(t, self.momentum, mean, var)
 
 
 def _spec_of(
@@ -238,7 +237,6 @@ class GroupNormPlan(Plan):
                 "stats": ((2 * self._groups,), (1,), self.acc),
             },
             launches=[(launch, {})],
-            results=[Result(SLOT["y"])],
             saved=("x", "nothing", "weight", "bias", "nothing", "stats"),
             scratch=launches.forward_scratch(geometry),
         )
@@ -253,11 +251,8 @@ class GroupNormPlan(Plan):
         wanted = (needs[0], needs[2], needs[3])
         names = ("x", "weight", "bias")
         found = [(n, want) for n, want in zip(names, wanted, strict=True) if n in saved]
-        dx, dweight, dbias = (
-            Result(SLOT[f"d{name}"]) if want else NOTHING
-            for name, want in zip(names, wanted, strict=True)
-        )
-        results = [dx, NOTHING, dweight, dbias, NOTHING]
+        slots = ("dx", "nothing", "dweight", "dbias", "nothing")
+        results = [n if need else "nothing" for n, need in zip(slots, needs, strict=True)]
         if not any(wanted):
             return Program(saved, empties={}, launches=[], results=results)
         geometry = schedule.group_norm_backward(*self._shape, self._machine)
@@ -276,13 +271,6 @@ class GroupNormPlan(Plan):
             results=results,
             scratch=launches.backward_scratch(geometry, wanted),
         )
-
-    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        spec = self.spec._replace(activation=call.operations.activation, **dict(call.fields))
-        for x in likely.images(t.x, *call.shape):
-            weight, bias = (likely.vector(v, call.shape) for v in (t.weight, t.bias))
-            other = Tensors(x, None, weight, bias)
-            yield GroupNormPlan(other, spec), other
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         x, _, weight, bias, _, _ = saved

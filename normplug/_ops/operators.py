@@ -86,8 +86,7 @@ class NormOperators:
     def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         t, spec = Tensors(*arguments[:_TENSORS]), self.spec(*arguments[_TENSORS:])
         plan, t = plan_of(t, spec)
-        with torch.cuda.device_of(t.x):
-            result, saved = plan.forward(t, True)
+        result, saved = plan.forward(t, True)
         results, state = result if self.has_total else (result,), saved[_INPUTS:]
         none = t.x.new_empty(0, dtype=torch.uint8)
         return (*results, *(none if each is None else each for each in state))
@@ -103,8 +102,7 @@ class NormOperators:
         plan, t = plan_of(t, spec)
         found = (None if each.numel() == 0 else each for each in state)
         saved = (t.x, None if is_placeholder else t.residual, *vectors, *found)
-        with torch.cuda.device_of(t.x):
-            gradients = plan.backward(saved, dy, dtotal, tuple(needs))
+        gradients = plan.backward(saved, dy, dtotal, tuple(needs))
         return tuple(x.new_empty(0) if g is None else g for g in gradients)
 
     def _fake_backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> Any:

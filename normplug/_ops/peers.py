@@ -154,12 +154,6 @@ class _Agreement(NamedTuple):
 
 
 _agreements: dict[tuple[Any, torch.device], _Agreement] = {}
-_groups: set[Any] = set()
-
-
-def is_known(group: Any) -> bool:
-    """Whether `of` has been called for a group."""
-    return group in _groups
 
 
 def known(group: Any, device: torch.device) -> Peers | None:
@@ -176,7 +170,6 @@ def of(group: Any, device: torch.device) -> Peers | None:
     found = _agreements.get((group, device))
     if found is None:
         found = _agreements[group, device] = _agree(group, device)
-        _groups.add(group)
         way = "inside the kernels" if found.peers else f"collectives, as {found.why}"
         native.say_group(f"{group.size()} processes: {way}")
     return found.peers

@@ -3,27 +3,32 @@
 A plan serves all calls with equal shapes, layouts, dtypes and specs; its launches are set up once.
 A call is then one or two launches in each direction. Second derivatives are computed by torch's own
 operations.
+
+A plan describes its work as programs, which Python and C++ run alike. A program works on a list of
+slots, one for each name that a tensor can have; the last is always None. It copies inputs whose
+layout the kernels cannot read, allocates outputs, launches kernels, and names the slots of its
+results and of the tensors that the backward will need.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from itertools import filterfalse
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from normplug import native
 from normplug._layouts import readable
-from normplug._ops import likely
-from normplug._ops.program import SLOT, SLOTS, Program
 from normplug._ops.spec import Tensors
 from normplug._torch import (
     applier,
     current_device_index,
     current_raw_stream,
+    jobs_of,
     recordings,
     unwrap_if_dead,
 )
@@ -31,17 +36,172 @@ from normplug.reference import accumulator_dtype
 
 if TYPE_CHECKING:
     from normplug._kernels import ahead
-    from normplug._kernels.launch import Workspace
+    from normplug._kernels.launch import Launch, Workspace
 
-# The gradients of x, residual, weight, bias and input_bias.
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Gradients = Sequence[Tensor | None]  # of x, residual, weight, bias and input_bias
 Needs = tuple[bool, ...]  # which of these to compute
 _INPUTS = 5
+
+SLOTS = (
+    *Tensors._fields,
+    "y", "total", "stats", "bits", "peaks", "places",
+    "dy", "dtotal", "dx", "dresidual", "dweight", "dbias", "dinput_bias",
+    "message", "partial", "counters", "nothing",
+)  # fmt: skip
+SLOT = {name: index for index, name in enumerate(SLOTS)}
+RUNNING = ("running_mean", "running_var", "tracked")
 BLANKS = [None] * (len(SLOTS) - len(Tensors._fields))
 _Y, _TOTAL, _DY, _DTOTAL = (SLOT[name] for name in ("y", "total", "dy", "dtotal"))
+_TRACKED, _PARTIAL, _COUNTERS = (SLOT[name] for name in ("tracked", "partial", "counters"))
+
+# Placeholders for absent tensors. The kernel needs a pointer of the right dtype, but never
+# dereferences it. For names that are not listed, the launch's first tensor serves.
+_PLACEHOLDERS = {
+    **dict.fromkeys(("weight", "bias", "input_bias", "running_mean", "running_var"), "partial"),
+    **dict.fromkeys(("dweight", "dbias", "dinput_bias", "stats"), "partial"),
+    "tracked": "counters",
+    "total": "y",
+}
+
+Layout = tuple[Sequence[int], Sequence[int], torch.dtype]  # sizes, strides, dtype
 
 
-class BasePlan:
+class Empty(NamedTuple):
+    """A tensor to allocate."""
+
+    slot: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Step(NamedTuple):
+    """A launch, the slots of its tensors, and `pick`, which takes these tensors from all slots."""
+
+    launch: Launch
+    slots: tuple[int, ...]
+    pick: Callable[[Sequence[Any]], tuple[Tensor, ...]]
+
+
+class Result(NamedTuple):
+    """A slot to return, cast to `dtype` if one is given."""
+
+    slot: int
+    dtype: torch.dtype | None = None
+
+
+class Program:
+    """Copies, allocations and launches for tensors of known sizes, strides and dtypes.
+
+    Args:
+        given: The tensors that the slots hold at the start, by slot.
+        empties: Shape, strides and dtype of each tensor to allocate, by slot.
+        launches: The launches, in order, each with a map from the kernel's argument to the slot
+            for tensors whose slot has another name.
+        results: The slots that are returned, each alone or with a dtype to cast to.
+        saved: The slots that the backward will need, in the order of `Plan`.
+        copies: Slots whose tensors are copied first, and the strides they must have.
+        updates: The slots whose tensors the launches update in place.
+        counts: Whether to increment `tracked` first.
+        scratch: How many counters and how many partial results the launches need.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Tensor],
+        *,
+        empties: Mapping[str, Layout],
+        launches: Sequence[tuple[Launch, Mapping[str, str]]],
+        results: Sequence[str | tuple[str, torch.dtype | None]] = ("y",),
+        saved: Sequence[str] = (),
+        copies: Mapping[str, Sequence[int]] | None = None,
+        updates: Sequence[str] = (),
+        counts: bool = False,
+        scratch: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.empties = tuple(
+            Empty(SLOT[name], tuple(shape), tuple(stride), dtype)
+            for name, (shape, stride, dtype) in empties.items()
+        )
+        dtypes = {name: t.dtype for name, t in given.items()}
+        dtypes |= {name: dtype for name, (_, _, dtype) in empties.items()}
+        present = {*dtypes, "partial", "counters"}
+        self.steps = tuple(_step(launch, present, renamed) for launch, renamed in launches)
+        self._dtypes = {SLOT[name]: dtype for name, dtype in dtypes.items()}
+        pairs = ((each, None) if isinstance(each, str) else each for each in results)
+        self.results = tuple(Result(SLOT[name], dtype) for name, dtype in pairs)
+        self.saved = tuple(SLOT[name] for name in saved)
+        self.copies = tuple((SLOT[name], tuple(s)) for name, s in (copies or {}).items())
+        self.updates = tuple(SLOT[name] for name in updates if name in given)
+        self.counts, self.scratch = counts, scratch
+
+    def run(self, slots: list[Any], plan: Plan) -> None:
+        """Run the program of a plan, which fills the slots; they are as many as `SLOTS`."""
+        device = plan.device
+        if plan.gpu is not None and plan.gpu != current_device_index():
+            with torch.cuda.device(device):
+                self.run(slots, plan)
+            return
+        for slot, wanted in self.copies:
+            t = slots[slot]
+            copy = torch.empty_strided(t.shape, wanted, dtype=t.dtype, device=device)
+            slots[slot] = copy.copy_(t)
+        if self.counts and slots[_TRACKED] is not None:
+            slots[_TRACKED].add_(1)
+        for slot, shape, stride, dtype in self.empties:
+            slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        if self.steps:
+            stream, work = plan.workspace(self.scratch)
+            slots[_PARTIAL], slots[_COUNTERS] = work.partial, work.counters
+            if recordings and (jobs := jobs_of(work.partial)) is not None:
+                for launch, _, pick in self.steps:
+                    job = launch.job([t.dtype for t in pick(slots)])
+                    jobs.setdefault(job.key, job)
+                return
+            for launch, _, pick in self.steps:
+                launch(stream, *pick(slots))
+        if self.updates:
+            updated = map(slots.__getitem__, self.updates)
+            increment_version(list(filterfalse(Tensor.is_inference, updated)))
+
+    def jobs(self, accumulator: torch.dtype) -> list[ahead.Job]:
+        """The jobs that compile the kernels; accumulator: the dtype of partial results."""
+        dtypes = {_PARTIAL: accumulator, _COUNTERS: torch.int64, **self._dtypes}
+        return [launch.job([dtypes[slot] for slot in slots]) for launch, slots, _ in self.steps]
+
+    def results_of(self, slots: Sequence[Any]) -> list[Any]:
+        """The results of a run, from its slots."""
+        return [
+            t if t is None or dtype is None else t.to(dtype)
+            for t, dtype in ((slots[slot], dtype) for slot, dtype in self.results)
+        ]
+
+
+def named(t: Tensors) -> dict[str, Tensor]:
+    """The tensors of a call that are not None, by slot."""
+    return {name: each for name, each in t._asdict().items() if each is not None}
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _step(launch: Launch, present: set[str], renamed: Mapping[str, str]) -> Step:
+    slots = []
+    for name in launch.pointers:
+        source = renamed.get(name, name)
+        if source not in present:
+            source = _PLACEHOLDERS.get(name, launch.pointers[0])
+        slots.append(SLOT[source])
+    return Step(launch, tuple(slots), itemgetter(*slots))
+
+
+class Plan:
     """The programs for calls that differ only in their tensors' values, and what they run on.
 
     A forward saves (x, residual, weight, bias, input_bias, *state) for the backward. An input that
@@ -49,8 +209,6 @@ class BasePlan:
     """
 
     state: ClassVar[tuple[str, ...]]
-    # What the launches depend on, besides the call: facts about the GPU.
-    _machine: Any
     # The address of the mark by which kernels say that they have given up; 0 if they never do.
     mark = 0
     # Whether the forward returns (y, x + residual).
@@ -68,6 +226,28 @@ class BasePlan:
         self._workspaces: dict[tuple[int, int], Workspace] = {}
         self._programs: dict[Any, Program] = {}
 
+    def bound(self, t: Tensors) -> Callable[[Tensors], Any]:
+        """The function that runs calls like t: `run`, unless torch operations have to follow."""
+        return self.run
+
+    def kernels(self, t: Tensors) -> list[str]:
+        """The name and the number of warps of each kernel that a forward launches."""
+        jobs = self.forward_program(t, torch.is_grad_enabled()).jobs(self.acc)
+        return [f"{job.kernel.__name__} with num_warps={job.options['num_warps']}" for job in jobs]
+
+    def forward_program(self, t: Tensors, keep: bool) -> Program:
+        """The program of y, or of (y, total). keep: whether to save tensors for a backward."""
+        raise NotImplementedError
+
+    def backward_program(
+        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
+    ) -> Program:
+        """The program of the gradients that `needs` selects, in the order of `Gradients`.
+
+        saved: the tensors that the forward saved, by slot, without those that are None.
+        """
+        raise NotImplementedError
+
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
         """The program that recomputes y, of a plan that `is_recomputable`.
 
@@ -75,16 +255,116 @@ class BasePlan:
         """
         raise NotImplementedError
 
+    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
+        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
+        raise NotImplementedError
+
+    # The programs, each built once. The host path in C++ calls these methods by name, too.
+
+    def forward_of(self, t: Sequence[Tensor | None], keep: bool) -> Program:
+        """The program of a forward."""
+        found = self._programs.get(keep)
+        if found is None:
+            found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
+            is_on_gpu = self.gpu is not None and not recordings
+            if is_on_gpu and not torch.cuda.is_current_stream_capturing():
+                self._expect_next(Tensors(*t), found, keep)  # type: ignore[arg-type]
+        return found
+
+    def backward_of(
+        self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
+    ) -> Program:
+        """The program of a backward."""
+        strides = [None if t is None else t.stride() for t in (dy, dtotal)]
+        key = (needs, *strides)
+        return self._made_once(key, self.backward_program, saved, dy, dtotal, needs)
+
     def recompute_of(self, saved: Sequence[Any]) -> Program:
         """The program of `recomputed`."""
         return self._made_once("recompute", self.recompute_program, saved)
+
+    def _made_once(
+        self, key: Any, make: Callable[..., Program], saved: Sequence[Any], *args: Any
+    ) -> Program:
+        """The program of a key. `make` takes the saved tensors by slot, and `args`."""
+        found = self._programs.get(key)
+        if found is None:
+            found = self._programs[key] = make(self._named(saved), *args)
+        return found
+
+    def _expect_next(self, t: Tensors, forward: Program, keep: bool) -> None:
+        """Have worker processes compile what follows the first kernel, which this process compiles.
+
+        It is the rest of the forward, and its backward, if that computes all gradients and dy lies
+        like y. The total often has no gradient, as nothing else reads it.
+        """
+        from normplug._kernels import ahead
+
+        jobs = forward.jobs(self.acc)[1:]
+        needs = tuple(a is not None and a.requires_grad for a in t[:_INPUTS])
+        if keep and any(needs):
+            slots: list[Any] = [*t, *BLANKS]
+            for slot, shape, stride, dtype in forward.empties:
+                slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            saved = [slots[slot] for slot in forward.saved]
+            for dtotal in (slots[_TOTAL], None) if self.has_total else (None,):
+                jobs += self.backward_of(saved, slots[_Y], dtotal, needs).jobs(self.acc)
+        for job in jobs:
+            ahead.expect(job)
+
+    def run(self, t: Tensors) -> Any:
+        """Run a call, and record it for autograd if gradients are enabled."""
+        if unwrap_if_dead(t.x) is not t.x or t.residual is not None:
+            t = unwrapped(t)
+        if native._extension is not None and (result := native.run(self, t)) is not None:
+            return result
+        if not torch.is_grad_enabled():
+            return self.forward(t, False)[0]
+        return _apply(*t[:_INPUTS], (self, t, None))
+
+    def run_with_state(self, t: Tensors) -> tuple[Any, Sequence[Any]]:
+        """Run a call in Python; return the result, and the tensors that `state` names."""
+        t, found = unwrapped(t), list[Any]()
+        return _apply(*t[:_INPUTS], (self, t, found)), found
+
+    def forward(self, t: Tensors, keep: bool) -> tuple[Any, tuple[Any, ...]]:
+        """The result, and the tensors to save if `keep`."""
+        program = self._programs.get(keep) or self.forward_of(t, keep)
+        slots = [*t, *BLANKS]
+        program.run(slots, self)
+        saved = tuple(map(slots.__getitem__, program.saved)) if keep else ()
+        y = slots[_Y]
+        return ((y, slots[_TOTAL]) if self.has_total else y), saved
+
+    def backward(
+        self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
+    ) -> Gradients:
+        """Compute the gradients that `needs` selects."""
+        dy = None if dy is None else readable(dy)
+        dtotal = None if dtotal is None else readable(dtotal)
+        program = self.backward_of(saved, dy, dtotal, needs)
+        slots = self._slots(saved)
+        slots[_DY], slots[_DTOTAL] = dy, dtotal
+        program.run(slots, self)
+        return program.results_of(slots)
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
         """Recompute the output y."""
         program = self.recompute_of(saved)
         slots = self._slots(saved)
-        program.run(slots, self.device, self.workspace)
+        program.run(slots, self)
         return program.results_of(slots)[0]
+
+    def composed_backward(
+        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
+    ) -> Gradients:
+        """The gradients by torch operations, which autograd can differentiate again."""
+        with torch.autocast(dy.device.type, enabled=False):
+            inputs, y, dy = self.composed(saved, dy)
+            wanted = [need and t is not None for need, t in zip(needs, inputs, strict=True)]
+            asked = [t for t, want in zip(inputs, wanted, strict=True) if want]
+            found = iter(torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ())
+        return [next(found) if want else None for want in wanted]
 
     def workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
         """The current stream, and a workspace on it of `scratch`: (counters, partial results)."""
@@ -100,15 +380,6 @@ class BasePlan:
             work = self._workspaces[scratch] = Workspace.get(self.device, self.acc, *scratch)
         return stream, work
 
-    def _made_once(
-        self, key: Any, make: Callable[..., Program], saved: Sequence[Any], *args: Any
-    ) -> Program:
-        """The program of a key. `make` takes the saved tensors by slot, and `args`."""
-        found = self._programs.get(key)
-        if found is None:
-            found = self._programs[key] = make(self._named(saved), *args)
-        return found
-
     def _slots(self, saved: Sequence[Any]) -> list[Any]:
         slots = [None] * len(SLOTS)
         for slot, t in zip(self.saved_slots, saved, strict=True):
@@ -120,180 +391,6 @@ class BasePlan:
         return {SLOTS[slot]: t for slot, t in pairs if t is not None}
 
 
-class Plan(BasePlan, ABC):
-    """The plan of a norm that each process computes by itself."""
-
-    def bound(self, t: Tensors) -> Callable[[Tensors], Any]:
-        """The function that runs calls like t: `run`, unless torch operations have to follow."""
-        return self.run
-
-    def kernels(self, t: Tensors) -> list[str]:
-        """The name and the number of warps of each kernel that a forward launches."""
-        jobs = self.forward_program(t, torch.is_grad_enabled()).jobs(self.acc)
-        return [f"{job.kernel.__name__} with num_warps={job.options['num_warps']}" for job in jobs]
-
-    @abstractmethod
-    def forward_program(self, t: Tensors, keep: bool) -> Program:
-        """The program of y, or of (y, total). keep: whether to save tensors for a backward."""
-
-    @abstractmethod
-    def backward_program(
-        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Program:
-        """The program of the gradients that `needs` selects, in the order of `Gradients`.
-
-        saved: the tensors that the forward saved, by slot, without those that are None.
-        """
-
-    @abstractmethod
-    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
-
-    # The programs, each built once. The host path in C++ calls these methods by name, too.
-
-    def forward_of(self, t: Sequence[Tensor | None], keep: bool) -> Program:
-        """The program of a forward."""
-        found = self._programs.get(keep)
-        if found is None:
-            found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
-            is_on_gpu = self.gpu is not None and not recordings
-            if is_on_gpu and not torch.cuda.is_current_stream_capturing():
-                found.expect(self.acc, after=1)  # this call compiles the first kernel itself
-                self._expect_next(Tensors(*t), found, keep)  # type: ignore[arg-type]
-        return found
-
-    def backward_of(
-        self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Program:
-        """The program of a backward."""
-        strides = [None if t is None else t.stride() for t in (dy, dtotal)]
-        key = (needs, *strides)
-        return self._made_once(key, self.backward_program, saved, dy, dtotal, needs)
-
-    def usual_backwards(self, t: Tensors, forward: Program) -> list[Program]:
-        """The programs of the usual backwards of this forward, the likeliest first, if any.
-
-        They compute all required gradients, each for one of `usual_gradients`.
-        """
-        needs = tuple(a is not None and a.requires_grad for a in t[:_INPUTS])
-        if not any(needs):
-            return []
-        slots: list[Any] = [*t, *BLANKS]
-        for slot, shape, stride, dtype, _ in forward.empties:
-            slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        saved = [slots[slot] for slot in forward.saved]
-        results = [slots[slot] for slot, _ in forward.results]
-        dy, dtotal = results if self.has_total else (*results, None)
-        usual = self.usual_gradients(t, dy, dtotal)
-        return [self.backward_of(saved, *gradients, needs) for gradients in usual]
-
-    def usual_gradients(
-        self, t: Tensors, dy: Tensor, dtotal: Tensor | None
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """The gradients that a backward usually gets, the likeliest first.
-
-        dy, dtotal: laid out as y and the total. The latter is None if there is no total.
-        """
-        return [(dy, dtotal)]
-
-    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        """Plans for a layer that is called as `call`, each with its tensors, if t came first."""
-        return iter(())
-
-    def _expect_next(self, t: Tensors, forward: Program, keep: bool) -> None:
-        """Start compiling the kernels of this call's backward, and of calls likely to follow.
-
-        The others' kernels are compiled in the order of use: the layers' forwards, then their
-        backwards, from the last layer to the first. Kernels that only one guess needs come last,
-        since most of these guesses are wrong.
-
-        keep: as in `forward_of`. Without it there are no backwards.
-        """
-        from normplug._kernels import ahead
-
-        # If this call's own kernel is compiled already, so are the others' in all likelihood.
-        own = self.usual_backwards(t, forward) if keep else [forward]
-        if not own or not own[0].expect(self.acc):
-            return
-        forwards: list[ahead.Job] = []
-        backwards: list[ahead.Job] = []
-        for call in likely.calls_after(t, self.spec, keep):
-            for plan, other in self.likely_plans(t, call):
-                plan._machine = self._machine
-                program = plan.forward_program(other, keep)
-                forwards += program.jobs(plan.acc)
-                for backward in plan.usual_backwards(other, program) if keep else ():
-                    backwards += backward.jobs(plan.acc)
-        jobs = {job.key: job for job in (*forwards, *reversed(backwards))}
-        guesses = Counter(job.key for job in (*forwards, *backwards))
-        for key in sorted(jobs, key=lambda key: guesses[key] == 1):
-            ahead.expect(jobs[key])
-        for backward in own[1:]:
-            backward.expect(self.acc)
-
-    def run(self, t: Tensors) -> Any:
-        """Run a call, and record it for autograd if gradients are enabled."""
-        if unwrap_if_dead(t.x) is not t.x or t.residual is not None:
-            t = unwrapped(t)
-        if native._extension is not None and (result := native.run(self, t)) is not None:
-            return result
-        if self.gpu is not None and self.gpu != current_device_index():
-            with torch.cuda.device(self.gpu):
-                return self.run(t)
-        if not torch.is_grad_enabled():
-            return self.forward(t, False)[0]
-        return _apply(*t[:_INPUTS], (self, t, None))
-
-    def run_with_state(self, t: Tensors) -> tuple[Any, Sequence[Any]]:
-        """Run a call in Python; return the result, and the tensors that `state` names."""
-        if self.gpu is not None and self.gpu != current_device_index():
-            with torch.cuda.device(self.gpu):
-                return self.run_with_state(t)
-        t, found = unwrapped(t), list[Any]()
-        return _apply(*t[:_INPUTS], (self, t, found)), found
-
-    def forward(self, t: Tensors, keep: bool) -> tuple[Any, tuple[Any, ...]]:
-        """The result, and the tensors to save if `keep`."""
-        program = self._programs.get(keep) or self.forward_of(t, keep)
-        slots = [*t, *BLANKS]
-        program.run(slots, self.device, self.workspace)
-        saved = tuple(map(slots.__getitem__, program.saved)) if keep else ()
-        y = slots[_Y]
-        return ((y, slots[_TOTAL]) if self.has_total else y), saved
-
-    def backward(
-        self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Gradients:
-        """Compute the gradients that `needs` selects."""
-        dy = None if dy is None else readable(dy)
-        dtotal = None if dtotal is None else readable(dtotal)
-        program = self.backward_of(saved, dy, dtotal, needs)
-        slots = self._slots(saved)
-        slots[_DY], slots[_DTOTAL] = dy, dtotal
-        program.run(slots, self.device, self.workspace)
-        dx, dresidual, dweight, dbias, dinput_bias = program.results_of(slots)
-        return dx, dresidual, dweight, dbias, dinput_bias
-
-    def composed_backward(
-        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
-    ) -> Gradients:
-        """The gradients by torch operations, which autograd can differentiate again."""
-        with torch.autocast(dy.device.type, enabled=False):
-            gradients = differentiable_gradients(*self.composed(saved, dy), needs)
-        dx, dresidual, dweight, dbias, dinput_bias = gradients
-        return dx, dresidual, dweight, dbias, dinput_bias
-
-
-def differentiable_gradients(
-    inputs: Sequence[Any], y: Tensor, dy: Tensor, needs: Sequence[bool]
-) -> list[Tensor | None]:
-    """The gradients of the inputs that `needs` selects, which autograd can differentiate again."""
-    wanted = [need and t is not None for need, t in zip(needs, inputs, strict=True)]
-    asked = [t for t, want in zip(inputs, wanted, strict=True) if want]
-    found = iter(torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ())
-    return [next(found) if want else None for want in wanted]
-
-
 def unwrapped(t: Tensors) -> Tensors:
     """The call, without wrappers that a torch.func transform has left on its tensors at its end."""
     x = unwrap_if_dead(t.x)
@@ -301,19 +398,6 @@ def unwrapped(t: Tensors) -> Tensors:
     if x is t.x and residual is t.residual:
         return t
     return t._replace(x=x, residual=residual)
-
-
-def run_backward(ctx: Any, dy: Tensor, other: Any) -> tuple[Tensor | None, ...]:
-    """The gradients of a function's inputs, by `ctx.plan`, and None for the last of them, the call.
-
-    other: what the plan's backward takes beside dy.
-    """
-    plan, saved, needs = ctx.plan, ctx.saved_tensors, ctx.needs_input_grad[:-1]
-    backward = plan.composed_backward if torch.is_grad_enabled() else plan.backward
-    if plan.gpu is not None and plan.gpu != current_device_index():
-        with torch.cuda.device(plan.gpu):
-            return (*backward(saved, dy, other, needs), None)
-    return (*backward(saved, dy, other, needs), None)
 
 
 class _Norm(torch.autograd.Function):
@@ -342,7 +426,9 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        return run_backward(ctx, dy, dtotal)
+        plan, saved, needs = ctx.plan, ctx.saved_tensors, ctx.needs_input_grad[:-1]
+        backward = plan.composed_backward if torch.is_grad_enabled() else plan.backward
+        return (*backward(saved, dy, dtotal, needs), None)
 
 
 _apply = applier(_Norm)

@@ -52,21 +52,16 @@ def will_recompute(y: Any) -> bool:
 
 def _recomputation(y: Any) -> Callable[[], Tensor] | None:
     """The function that recomputes y; None if there is none."""
-    node = y.grad_fn if isinstance(y, Tensor) else None  # torch.fx passes proxies
+    node: Any = y.grad_fn if isinstance(y, Tensor) else None  # torch.fx passes proxies
     if node is None:
         return None
     if (known := native.recomputable_node(y)) is not None:
         return partial(native.recompute, known)
-    plan = getattr(node, "plan", None)  # of a norm's node in Python
+    plan: Any = getattr(node, "plan", None)  # of a norm's node in Python
     if y.output_nr == 0 and getattr(plan, "is_recomputable", False):
-        return partial(_by_plan, plan, node)
+        # `saved_tensors` raises if one has been freed, or modified in place.
+        return lambda: plan.recomputed(node.saved_tensors)
     return None
-
-
-def _by_plan(plan: Any, node: Any) -> Tensor:
-    saved = node.saved_tensors  # raises if one has been freed, or modified in place
-    with torch.cuda.device_of(saved[0]):
-        return plan.recomputed(saved)
 
 
 def _hook() -> Any:

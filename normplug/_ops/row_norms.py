@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _checks
-from normplug._ops import eligible, likely, nested, running, stock
+from normplug._layouts import is_contiguous
+from normplug._ops import eligible, parts, stock
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import Gradients, Needs, Plan
-from normplug._ops.program import (
-    NOTHING,
+from normplug._ops.plans import (
     RUNNING,
-    SLOT,
+    Gradients,
     Layout,
+    Needs,
+    Plan,
     Program,
-    Result,
     contiguous,
     named,
 )
@@ -105,8 +104,8 @@ class LayerNormSpec(NamedTuple):
         _checks.autocast_output(caller, self.autocast_output)
         _checks.same_shape(caller, t.x, residual=t.residual)
         vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
-        parts = nested.components(caller, t.x) if nested.is_strided(t.x) else (t.x,)
-        for part in parts:
+        rows = parts.components(caller, t.x) if parts.is_nested(t.x) else (t.x,)
+        for part in rows:
             _checks.trailing(caller, part, self.normalized_shape, **vectors)
 
     # PyTorch's kernels.
@@ -128,15 +127,15 @@ class LayerNormSpec(NamedTuple):
             # Detached, not under no_grad: torch.export would make that a subgraph without outputs,
             # and an ExportedProgram with one cannot be saved.
             statistics = h.detach(), len(shape), mean.detach(), rstd.detach(), self.eps
-            running.update(t, self.momentum, *_row_statistics(*statistics))
+            stock.update_running(t, self.momentum, *_row_statistics(*statistics))
         return stock.cast(y, total.dtype, autocast, self.autocast_output)
 
     def _rms_norm(self, total: Tensor, t: Tensors) -> Tensor:
         shape, autocast = self.normalized_shape, self._autocast_of(total)
         if t.running_var is not None and total.numel() > 0:
-            rows = nested.rows(total.detach(), shape)
+            rows = parts.rows(total.detach(), shape)
             moment = rows.to(accumulator_dtype(total.dtype)).square().mean()
-            running.update(t, self.momentum, None, moment)
+            stock.update_running(t, self.momentum, None, moment)
         if self.weight_offset or self.rounding is not None:
             return composed_rms_norm(total, t.weight, self)
         promotes = autocast is None or self.autocast_output == "low"
@@ -162,8 +161,6 @@ class LayerNormSpec(NamedTuple):
 
     def laid_out(self, t: Tensors) -> tuple[Tensors, LayerNormSpec]:
         """The call with dense rows, where one launch can read the rows of x and of the residual."""
-        from normplug._ops.spacing import spacing_after
-
         row_dims, width = len(self.normalized_shape), math.prod(self.normalized_shape)
         x, residual = t.x, t.residual
         spacing = spacing_after(x, row_dims, width)
@@ -218,8 +215,6 @@ class LayerNormSpec(NamedTuple):
         return (y, stats) if residual is None else (y, x.new_empty(x.shape, dtype=dtype), stats)
 
     def fake_dx(self, x: Tensor) -> Tensor:
-        from normplug._ops.spacing import lies_dense, row_spacing
-
         row_dims = len(self.normalized_shape)
         rows = math.prod(x.shape[: x.dim() - row_dims])
         spacing = row_spacing(x.shape, x.stride(), row_dims)
@@ -262,8 +257,8 @@ def _row_statistics(
     component.
     """
     if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
-        return mean.mean(), running.variance_of(rstd, eps).mean()
-    h = nested.rows(h, h.shape[-row_dims:])
+        return mean.mean(), stock.variance_of(rstd, eps).mean()
+    h = parts.rows(h, h.shape[-row_dims:])
     dims = tuple(range(-row_dims, 0))
     var, mean = torch.var_mean(h.to(accumulator_dtype(h.dtype)), dim=dims, correction=0)
     return mean.mean(), var.mean()
@@ -308,7 +303,6 @@ class LayerNormPlan(Plan):
         from normplug._kernels.device import processors, shared_memory
         from normplug._kernels.launch import COOPERATIVE
         from normplug._kernels.layer_norm.launches import Flags
-        from normplug._ops.spacing import spacing_of
 
         super().__init__(t, spec)
         x, residual, weight, bias, input_bias, running_mean, running_var, _ = t
@@ -369,12 +363,12 @@ class LayerNormPlan(Plan):
         if keep:
             empties["stats"] = (((1 + spec.centred) * self._rows,), (1,), self.acc)
         saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
-        results = [Result(SLOT["y"])]
+        results = ["y"]
         if self.has_total:
             empties["total"] = (*dense, self._total_dtype)
             # The bias is saved so that y can be recomputed from the total.
             saved = ("total", "nothing", "weight", "bias", "nothing", "stats")
-            results.append(Result(SLOT["total"]))
+            results.append("total")
         return Program(
             named(t),
             empties=empties,
@@ -396,14 +390,12 @@ class LayerNormPlan(Plan):
             saved,
             empties={"y": (self._shape, contiguous(self._shape), self._output_dtype)},
             launches=[(launch, {})],
-            results=[Result(SLOT["y"])],
         )
 
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
         from normplug._kernels.layer_norm import launches, schedule
-        from normplug._ops.spacing import lies_dense, spacing_after
 
         if dy is None:  # y was not used
             results = self._results("dtotal", needs)
@@ -445,72 +437,17 @@ class LayerNormPlan(Plan):
             scratch=launches.backward_scratch(shape, wanted),
         )
 
-    def usual_gradients(
-        self, t: Tensors, dy: Tensor, dtotal: Tensor | None
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """See `Plan`.
-
-        If nothing else reads the total, it has no gradient. If the rows of x or of the residual lie
-        in another order, as after an attention, so may the rows of dy.
-        """
-        from normplug._kernels.layer_norm.launches import Levels
-        from normplug._ops.spacing import spacing_of
-
-        usual = [dy]
-        for each in [t.x] if t.residual is None else [t.x, t.residual]:
-            spacing = spacing_of(each, self._row_dims)
-            if isinstance(spacing, Levels) and spacing.dense(self._rows, self._width):
-                usual.append(dy.new_empty_strided(dy.shape, each.stride()))
-        totals = [dtotal] if dtotal is None else [dtotal, None]
-        return [(each, total) for each in usual for total in totals]
-
-    def likely_plans(self, t: Tensors, call: likely.Call) -> Iterator[tuple[Plan, Tensors]]:
-        """See `Plan`.
-
-        Under autocast the branches of a model have its dtype. The stream that they are added to has
-        the dtype of x, or from the first norm on the branches' dtype. The latter holds for all
-        sums if the first norm follows a sum.
-        """
-        from normplug._kernels.layer_norm.launches import Levels
-
-        row, operations = call.shape, call.operations
-        spec = self.spec._replace(normalized_shape=row, **dict(call.fields))
-        weight, bias = (likely.vector(v, row) for v in (t.weight, t.bias))
-        input_bias = likely.vector(t.weight, row) if operations.input_bias else None
-        branch = self.spec.autocast or t.x.dtype
-        only_branch = operations.input_bias or t.residual is not None
-        dtypes = [branch] if only_branch else list(dict.fromkeys((t.x.dtype, branch)))
-        pairs: list[tuple[Any, Any]] = [(dtype, None) for dtype in dtypes]
-        if operations.residual:
-            pairs = [(a, b) for a in dtypes for b in dtypes if branch in (a, b)]
-        layouts: list[tuple[Any, Any]] = [(None, None)]
-        if any(isinstance(s, Levels) for s in (self._x_spacing, self._residual_spacing)):
-            layouts.append((t.x, t.residual))
-        for shape in likely.row_shapes(t.x, self._row_dims, row):
-            for (x_dtype, dtype), (like_x, like_residual) in itertools.product(pairs, layouts):
-                x = likely.rows(shape, x_dtype, like_x)
-                residual = None if dtype is None else likely.rows(shape, dtype, like_residual)
-                other = Tensors(x, residual, weight, bias, input_bias, *t[5:])
-                yield LayerNormPlan(other, spec), other
-
     def _vector(self, name: str, saved: dict[str, Tensor]) -> Any:
         return (self._row, contiguous(self._row), saved[name].dtype) if name in saved else None
 
-    def _results(self, through: str, needs: Needs) -> list[Result]:
+    def _results(self, through: str, needs: Needs) -> list[Any]:
         """The gradients; x and the residual share the slot `through`."""
-        slot = SLOT[through]
-        dtypes = (self._dtype, self._residual_dtype)
-        both = [
-            Result(slot, None if dtype == self._total_dtype else dtype) if need else NOTHING
-            for need, dtype in zip(needs, dtypes, strict=False)
+        slots: list[Any] = [
+            (through, None if dtype == self._total_dtype else dtype)
+            for dtype in (self._dtype, self._residual_dtype)
         ]
-        names = ("dweight", "dbias", "dinput_bias")
-        used = through == "dx"
-        rest = [
-            Result(SLOT[n]) if need and used else NOTHING
-            for n, need in zip(names, needs[2:], strict=True)
-        ]
-        return [*both, *rest]
+        slots += ["dweight", "dbias", "dinput_bias"] if through == "dx" else ["nothing"] * 3
+        return [slot if need else "nothing" for slot, need in zip(slots, needs, strict=True)]
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
@@ -561,3 +498,69 @@ class LayerNormPlan(Plan):
         return schedule.layer_norm_forward(
             self._rows, self._width, unit, self._itemsize, running, self._machine[0]
         )
+
+
+# How the rows of a tensor lie in memory, if the kernels can address them.
+
+
+def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> Spacing | None:
+    """The spacing of rows; None if a row is not dense, or the kernels cannot express it."""
+    from normplug._kernels.layer_norm.launches import Levels
+
+    outer = len(shape) - row_dims
+    if not is_contiguous(shape[outer:], stride[outer:]):
+        return None
+    levels: list[tuple[int, int]] = []  # (count, stride), the innermost first
+    for size, step in zip(reversed(shape[:outer]), reversed(stride[:outer]), strict=True):
+        if size == 1:
+            continue
+        if levels and step == math.prod(levels[-1]):
+            levels[-1] = (levels[-1][0] * size, levels[-1][1])
+        else:
+            levels.append((size, step))
+    if len(levels) == 3:
+        (inner, step), (heads, middle), (_, apart) = levels
+        # Only heads within a token: `heads` and `middle` are compiled into the kernel, and others
+        # may change from call to call.
+        return Levels(inner, apart, step, heads, middle) if 0 < middle < step else None
+    if len(levels) == 2:
+        (inner, step), (_, apart) = levels
+        return Levels(inner, apart, step)
+    if levels[2:]:
+        return None
+    return levels[0][1] if levels else math.prod(shape[outer:])
+
+
+_row_spacing = lru_cache(maxsize=4096)(row_spacing)  # cannot take symbolic sizes
+
+
+def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
+    """Whether rows, in any order, have no gaps between them. Their gradient then has none."""
+    from normplug._kernels.layer_norm.launches import Levels
+
+    if isinstance(spacing, Levels):
+        return spacing.dense(rows, width)
+    return spacing == width
+
+
+def spacing_of(t: Tensor, row_dims: int) -> Spacing:
+    """The row spacing of a tensor that the kernels can read."""
+    if t.is_contiguous():
+        return math.prod(t.shape[t.dim() - row_dims :])
+    spacing = _row_spacing(t.shape, t.stride(), row_dims)
+    assert spacing is not None
+    return spacing
+
+
+def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spacing | None:
+    """The row spacing; None if no launch can take it together with those `before`."""
+    if t.is_contiguous():
+        return width
+    from normplug._kernels.layer_norm.launches import Levels
+
+    spacing = _row_spacing(t.shape, t.stride(), row_dims)
+    if isinstance(spacing, Levels):
+        for other in before:
+            if isinstance(other, Levels) and not spacing.goes_with(other):
+                return None
+    return spacing

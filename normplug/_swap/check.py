@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from normplug import _checks, _convert
-from normplug._ops import sharded
+from normplug._ops import parts
 from normplug._swap import record as _record
 from normplug._swap.inventory import Inventory
 from normplug._swap.swap import unswap
@@ -159,7 +159,7 @@ def _untestable(layer: TargetVarianceNorm) -> str | None:
         return "not compared: on the meta device"
     weight: Tensor | None = layer.weight  # type: ignore[assignment]
     odd = weight is not None and weight.shape != layer._affine_shape()
-    if odd or any(sharded.is_sharded(t) for t in (weight, *present)):
+    if odd or any(parts.is_sharded(t) for t in (weight, *present)):
         return "not compared: sharded"
     if not layer._forward_is_expected():
         return "not compared: a subclass with a forward of its own"

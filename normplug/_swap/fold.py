@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from normplug import _checks, _convert
-from normplug._ops import sharded
+from normplug._ops import parts
 from normplug._swap.inventory import Inventory
 from normplug._table import shown
 
@@ -38,7 +38,7 @@ def trained(scalings: Iterable[Scaling]) -> list[str]:
         for t in (module._buffers.get("num_batches_tracked"), *module.parameters()):
             if factor == 1.0 or t is None or is_lazy(t):
                 continue
-            t = sharded.own_part(t.detach())
+            t = parts.own_part(t.detach())
             if type(t) is Tensor and not t.is_meta and t.numel():  # other tensors have no values
                 start = t.flatten()[0] if t.is_floating_point() else 0
                 signs.setdefault(t.device, []).append((path, (t != start).any()))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks, native
-from normplug._ops import eligible, likely, sharded
+from normplug._ops import eligible, parts
 from normplug._ops.call import call
 from normplug._ops.spec import Tensors
 from normplug._torch import interposed
@@ -243,16 +243,6 @@ class TargetVarianceNorm(nn.Module):
             device: the device of new tensors if the layer has no weight.
         """
 
-    def _likely_call(self) -> likely.Call | None:
-        """How the layer will be called, without the fused operations; None if it has no kernels."""
-        return None
-
-    def note_call(self, operations: likely.Operations = likely.ALONE) -> None:
-        """Record how the layer will be called, so that kernels can be compiled ahead of time."""
-        likely_call = self._likely_call()
-        if likely_call is not None:
-            likely.note(self, likely_call._replace(operations=operations))
-
     @classmethod
     def _leave(cls, module: nn.Module) -> None:
         """Remove what `_adopt` added, after `unswap` has changed the class back."""
@@ -264,9 +254,9 @@ class TargetVarianceNorm(nn.Module):
     @classmethod
     def _forward_is_expected(cls) -> bool:
         """Whether the class that defines `_expected` also has this class's forward."""
-        parts = cls._fusion_sites.methods if cls._fusion_sites else ("forward",)
+        names = cls._fusion_sites.methods if cls._fusion_sites else ("forward",)
         owner = next(base for base in cls.__mro__ if "_expected" in vars(base))
-        return all(getattr(cls, part) is getattr(owner, part) for part in parts)
+        return all(getattr(cls, name) is getattr(owner, name) for name in names)
 
     def _example_shape(self) -> tuple[int, ...]:
         """The shape of a small input, for `check`."""
@@ -413,7 +403,7 @@ class TargetVarianceNorm(nn.Module):
         probe = self._probe
         assert probe is not None
         with torch.no_grad():
-            x = sharded.own_part(x.detach())
+            x = parts.own_part(x.detach())
             if x.numel() == 0:
                 return
             # As few operations as possible: on a GPU their launches are what measuring costs.
@@ -424,10 +414,10 @@ class TargetVarianceNorm(nn.Module):
             if divisor is not variance:
                 probe.divisor = divisor.to(variance.dtype, copy=True).expand_as(variance)
             if y is not None:
-                probe.output = self._variance(sharded.own_part(y.detach()))
+                probe.output = self._variance(parts.own_part(y.detach()))
             weight: Tensor | None = self.weight  # type: ignore[assignment]
             if weight is not None:
-                weight = sharded.own_part(weight.detach())
+                weight = parts.own_part(weight.detach())
                 probe.weight = weight.to(torch.float32, copy=True)
                 if self._weight_offset:
                     probe.weight += self._weight_offset

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
-from normplug._ops import batch_norm_sync, likely, peers
+from normplug._ops import batch_norm_sync, peers
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.spec import Pool, Tensors
 from normplug._torch import BatchNormBase, LazyNormBase
@@ -105,9 +105,6 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
-
-    def _likely_call(self) -> likely.Call:
-        return likely.Call(BatchNormSpec, self._affine_shape())
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_features,)

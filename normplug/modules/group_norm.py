@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from normplug import functional, reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
-from normplug._ops import likely
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.spec import Tensors
@@ -96,9 +95,6 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
 
     _call_reads = (*WatchedRows._call_reads, "num_groups")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
-
-    def _likely_call(self) -> likely.Call:
-        return likely.Call(GroupNormSpec, self._affine_shape(), (("groups", self.num_groups),))
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_channels,)
@@ -195,9 +191,6 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
     def _batched(self, x: Tensor) -> Tensor:
         """Add the batch dimension if x lacks it, which torch's layers allow."""
         return x.unsqueeze(0) if x.dim() == self._no_batch_dim else x
-
-    def _likely_call(self) -> likely.Call:
-        return likely.Call(GroupNormSpec, self._affine_shape(), (("groups", self.num_features),))
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_features,)

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
 from normplug._checks import as_number
-from normplug._ops import likely, nested
+from normplug._ops import parts
 from normplug._ops.row_norms import LayerNormSpec, composed_rms_norm
 from normplug._ops.spec import Tensors
 from normplug._torch import RMS_NORM_AUTOCASTS, interposed
@@ -78,7 +78,7 @@ class RowNorm(WatchedRows):
         spec, isolated = self._spec(input, autocast_output), self._channels_first
         y = self._new_call(t, spec, input, None, None, isolated=isolated, stores=stores)
         if measures:
-            self._record(*(nested.rows(each, self._affine_shape()) for each in (input, y)))
+            self._record(*(parts.rows(each, self._affine_shape()) for each in (input, y)))
         return y
 
     def _fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,14 +99,6 @@ class RowNorm(WatchedRows):
     _fusion_sites = FusionSites(
         {"forward": forward, "_normalise": _normalise}, before=("addition",)
     )
-
-    def _likely_call(self) -> likely.Call:
-        fields = (
-            ("centred", self._measure == "variance"),
-            ("weight_offset", self._weight_offset),
-            ("rounding", self._rounding),
-        )
-        return likely.Call(LayerNormSpec, self._affine_shape(), fields)
 
     def _row_dims(self) -> tuple[int, ...]:
         """The dimensions of an input that form a row."""
@@ -256,14 +248,14 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
 
 
 def _watch(statistics: list[Any], momentum: Any, mean: Tensor, rstd: Tensor, eps: float) -> None:
-    """Do what `running.update` does, in floats: a quarter of the time that tensors take.
+    """Do what `stock.update_running` does, in floats: a quarter of the time that tensors take.
 
     mean, rstd: of each row; rstd is 1 / sqrt(var + eps).
     """
     watched_mean, watched_var, count = statistics
     rows, batches = rstd.numel(), count.item() + 1
     step = 1 / batches if momentum is None else momentum
-    var = max(rstd.pow(-2).sum().item() / rows - eps, 0.0)  # see `running.variance_of`
+    var = max(rstd.pow(-2).sum().item() / rows - eps, 0.0)  # see `stock.variance_of`
     count.fill_(batches)
     watched_mean.fill_((1 - step) * watched_mean.item() + step * (mean.sum().item() / rows))
     watched_var.fill_((1 - step) * watched_var.item() + step * var)

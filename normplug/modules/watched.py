@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from normplug import _checks
-from normplug._ops.sharded import is_sharded
+from normplug._ops.parts import is_sharded
 from normplug._torch import in_autocast, transforms_active
 from normplug.modes import ModeLike
 from normplug.modules.base import TargetVarianceNorm

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 from types import MappingProxyType, ModuleType
@@ -66,21 +66,10 @@ _paused = 0  # how many `python_way` contexts are open
 _extension: ModuleType | None = None  # `_loaded`, or None while paused
 _status = _NOT_STARTED
 _started = False
-_lock = threading.Lock()  # one thread starts
 _kernels: Mapping[str, int] = MappingProxyType({})  # see `Status`
 _groups: list[str] = []  # see `Status`
 # From a Python plan to its C++ counterpart.
 _plans: dict[Any, Any] = {}
-
-
-def _unlock() -> None:
-    """Replace the lock in a child process: a thread that holds it has no copy there."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock)
 
 
 def status() -> Status:
@@ -101,7 +90,7 @@ def build() -> Path:
         library = building.library()
         try:
             building.load(library)
-        except (FileNotFoundError, NotADirectoryError, ImportError):
+        except (FileNotFoundError, ImportError):
             building.compile_now(library)
             building.load(library)
     except (ImportError, OSError, RuntimeError) as error:
@@ -129,12 +118,13 @@ def _pause(change: int) -> None:
 def start() -> None:
     """Load the host path, or start compiling it. Called wherever a kernel may be needed."""
     global _started
-    if _started:
-        return
-    with _lock:
-        if not _started:
-            _start()  # if it raises, the next call tries again
-            _started = True
+    if not _started:
+        _started = True
+        try:
+            _start()
+        except BaseException:
+            _started = False  # the next call tries again
+            raise
 
 
 def _start() -> None:
@@ -155,7 +145,7 @@ def _start() -> None:
 def _start_in_background() -> None:
     try:
         library = building.library()
-        with suppress(FileNotFoundError, NotADirectoryError, building.Damaged):
+        if library.exists():
             _load(library)
             return
         process = building.compile_in_background(library)
@@ -211,10 +201,13 @@ def call(spec: Any, backend: Any, t: Any) -> Any:
     return None if _extension is None else _extension.call(spec, backend, t)
 
 
-def keep(spec: Any, backend: Any, t: Any, bound: Any) -> None:
-    """Store a call for `call` to run, if `bound` is the method `run` of a plan."""
+def keep(spec: Any, backend: Any, t: Any, ready: Any, bound: Any) -> None:
+    """Store a call for `call` to run, if `bound` is the method `run` of a plan.
+
+    ready: t, with copies of the tensors whose layout the kernels cannot read.
+    """
     if _extension is not None and getattr(bound, "__name__", "") == "run":
-        _extension.keep(spec, backend, t, _plan_of(_extension, bound.__self__))
+        _extension.keep(spec, backend, t, ready, _plan_of(_extension, bound.__self__))
 
 
 def forward(module: Any, *inputs: Any) -> Any:

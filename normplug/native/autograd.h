@@ -199,10 +199,18 @@ inline std::shared_ptr<Program> run_forward(const std::shared_ptr<Plan>& plan, S
   return program;
 }
 
-inline PyObject* call_plan(const std::shared_ptr<Plan>& plan, Slots& slots) {
+using Copies = std::vector<std::pair<size_t, std::vector<int64_t>>>;
+
+// Copy tensors to the given strides, run a call by its plan, and return the result.
+inline PyObject* call_plan(const std::shared_ptr<Plan>& plan, Slots& slots,
+                           const Copies& copies = {}) {
   std::shared_ptr<Program> program;
   {
     py::gil_scoped_release no_gil;
+    for (const auto& [slot, strides] : copies) {  // which autograd records
+      Tensor copy = at::empty_strided(slots[slot].sizes(), strides, slots[slot].options());
+      slots[slot] = copy.copy_(slots[slot]);
+    }
     program = run_forward(plan, slots);
   }
   const auto& results = program->results;

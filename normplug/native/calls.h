@@ -82,19 +82,26 @@ struct Reading {
   size_t hash;
 };
 
+// What runs a call: the plan, and the tensors that it takes.
+struct Way {
+  uint8_t used;  // bit i: whether the plan takes tensor i
+  // The tensors whose layout the kernels cannot read, and the strides of their copies.
+  Copies copies;
+  std::shared_ptr<Plan> plan;
+};
+
 struct Call {
   Signature signature;
   py::object type;
   std::vector<py::object> values;
-  uint8_t used;  // bit i: whether the plan takes tensor i
-  std::shared_ptr<Plan> plan;
+  Way way;
 };
 
 struct Calls {
   std::unordered_map<size_t, std::vector<Call>> by_hash;
   size_t count = 0;
 
-  const Call* find(const Reading& reading) const {
+  const Way* find(const Reading& reading) const {
     auto found = by_hash.find(reading.hash);
     if (found == by_hash.end()) return nullptr;
     for (const auto& each : found->second) {
@@ -104,13 +111,14 @@ struct Calls {
       }
       size_t i = 0;
       while (i < each.values.size() && same(each.values[i].ptr(), reading.values[i])) ++i;
-      if (i == each.values.size()) return &each;
+      if (i == each.values.size()) return &each.way;
     }
     return nullptr;
   }
 
-  void store(const Reading& reading, uint8_t used, const std::shared_ptr<Plan>& plan) {
-    Call call{reading.signature, py::reinterpret_borrow<py::object>(reading.type), {}, used, plan};
+  void store(const Reading& reading, Way way) {
+    Call call{reading.signature, py::reinterpret_borrow<py::object>(reading.type), {},
+              std::move(way)};
     for (PyObject* value : reading.values) {
       call.values.push_back(py::reinterpret_borrow<py::object>(value));
     }

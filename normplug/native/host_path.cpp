@@ -30,14 +30,15 @@ PyObject* make_plan(PyObject*, PyObject* python) {
   END_HANDLE_TH_ERRORS
 }
 
-// Run a stored call.
-PyObject* run_call(const Call& call, const Reading& reading) {
+// Run a stored call; None if there is none. By value: another thread may clear the stored calls.
+PyObject* run_call(const Way* stored, const Reading& reading) {
+  if (stored == nullptr) Py_RETURN_NONE;
+  Way way = *stored;
   Slots slots;
   for (size_t i = 0; i < kTensors; ++i) {
-    if (call.used >> i & 1) slots[i] = THPVariable_Unpack(reading.tensors[i]);
+    if (way.used >> i & 1) slots[i] = THPVariable_Unpack(reading.tensors[i]);
   }
-  auto plan = call.plan;  // a copy: another thread may clear the stored calls
-  return call_plan(plan, slots);
+  return call_plan(way.plan, slots, way.copies);
 }
 
 // call(spec, backend, t): the result, or None if the call is not stored.
@@ -45,22 +46,28 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 3, "normplug: call takes a spec, a backend and tensors");
   Reading reading;
-  const Call* found =
-      read_call(args[0], args[1], args[2], reading) ? calls().find(reading) : nullptr;
-  if (found == nullptr) Py_RETURN_NONE;
-  return run_call(*found, reading);
+  bool is_read = read_call(args[0], args[1], args[2], reading);
+  return run_call(is_read ? calls().find(reading) : nullptr, reading);
   END_HANDLE_TH_ERRORS
 }
 
-// keep(spec, backend, t, plan): store a call, for `call` to run.
+// keep(spec, backend, t, ready, plan): store a call, for `call` to run. ready: t, with copies of the
+// tensors whose layout the kernels cannot read.
 PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 4, "normplug: keep takes a spec, a backend, tensors and a plan");
+  TORCH_CHECK(count == 5, "normplug: keep takes a spec, a backend, tensors twice, and a plan");
   Reading reading;
   if (read_call(args[0], args[1], args[2], reading)) {
-    uint8_t used = 0;
-    for (size_t i = 0; i < kTensors; ++i) used |= (reading.tensors[i] != Py_None) << i;
-    calls().store(reading, used, plan_in(args[3]));
+    Way way{0, {}, plan_in(args[4])};
+    for (size_t i = 0; i < kTensors; ++i) {
+      PyObject* ready = PyTuple_GetItem(args[3], static_cast<Py_ssize_t>(i));
+      if (ready == nullptr) throw_python();
+      way.used |= (ready != Py_None) << i;
+      if (ready != reading.tensors[i]) {
+        way.copies.emplace_back(i, THPVariable_Unpack(ready).strides().vec());
+      }
+    }
+    calls().store(reading, std::move(way));
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -72,9 +79,7 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count >= 5, "normplug: forward takes a module, names and three tensors");
   Reading reading;
-  const Call* found = read_module(args, count, reading) ? calls().find(reading) : nullptr;
-  if (found == nullptr) Py_RETURN_NONE;
-  return run_call(*found, reading);
+  return run_call(read_module(args, count, reading) ? calls().find(reading) : nullptr, reading);
   END_HANDLE_TH_ERRORS
 }
 
@@ -84,12 +89,15 @@ PyObject* learn(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count >= 8, "normplug: learn takes a call, a module, names and three tensors");
   Reading function, module;
-  const Call* found =
-      read_call(args[0], args[1], args[2], function) ? calls().find(function) : nullptr;
+  bool is_read = read_call(args[0], args[1], args[2], function);
+  const Way* found = is_read ? calls().find(function) : nullptr;
   if (found != nullptr && read_module(args + 3, count - 3, module) &&
       calls().find(module) == nullptr) {
-    auto plan = found->plan;  // a copy: `store` may clear the stored calls
-    if (auto used = used_of(module, args[2])) calls().store(module, *used, plan);
+    Way way = *found;  // a copy: `store` may clear the stored calls
+    if (auto used = used_of(module, args[2])) {
+      way.used = *used;
+      calls().store(module, std::move(way));
+    }
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -169,7 +177,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "normplug_host_path", nullptr, -1, 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit_normplug_host_path() {
   HANDLE_TH_ERRORS
   // programs.h and Python's programs must number the slots alike.
-  py::tuple slots = py::module_::import("normplug._ops.program").attr("SLOTS");
+  py::tuple slots = py::module_::import("normplug._ops.plans").attr("SLOTS");
   const std::pair<size_t, const char*> known[] = {
       {kTracked, "tracked"}, {kDy, "dy"},           {kDtotal, "dtotal"},
       {kPartial, "partial"}, {kCounters, "counters"}, {kNothing, "nothing"}};

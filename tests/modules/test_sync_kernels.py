@@ -4,12 +4,11 @@ import pytest
 import torch
 
 import joined_cases
-from accuracy import assert_no_worse, assert_same_bits
+import sync_cases
+from accuracy import assert_same_bits
 from interpreted import INTERPRETS, NEEDS_SINGLE_MASKS
-from joined_cases import CASES, CHANNELS, MEASURED
-from normplug import SyncBatchNorm, functional
-from normplug.reference import accumulator_dtype, channel_dims, per_channel
-from sync_cases import ran
+from joined_cases import CASES, CHANNELS
+from sync_cases import Case, ran
 
 
 @pytest.fixture(scope="module")
@@ -34,28 +33,6 @@ def pair(request):
     return request.getfixturevalue(request.param)
 
 
-def in_one_process(case, dtype):
-    """torch's results on the joined batch, without synchronisation: the second of two steps."""
-    x, dy, weight, bias = (t.to(dtype or t.dtype) for t in case.joined())
-    residual = case.joined_residual()
-    residual = None if residual is None else residual.to(x.dtype).requires_grad_()
-    layer = SyncBatchNorm(
-        CHANNELS, mode=case.mode, backend="torch", dtype=weight.dtype, **case.settings()
-    )
-    if case.affine:
-        layer.weight.data, layer.bias.data = weight, bias
-    x.requires_grad_()
-    layer._fused(x, residual, case.activation)
-    y = layer._fused(x, residual, case.activation)
-    y.backward(dy)
-    out = {"y": y.detach(), "dx": x.grad, **layer.state_dict()}
-    if residual is not None:
-        out["dresidual"] = residual.grad
-    if case.affine:
-        out |= {"dweight": layer.weight.grad, "dbias": layer.bias.grad}
-    return out
-
-
 # An empty joined batch is not counted.
 MARKS = {case: NEEDS_SINGLE_MASKS for case in CASES if sum(case.batches) == 0}
 
@@ -67,30 +44,7 @@ def test_two_processes_are_as_close_to_float64_as_torch_on_the_joined_batch(case
     parts = [result["numbers"][CASES.index(case)] for result in pair]
     for part in parts:
         assert part["node"].endswith("NormBackward")
-    for name, value in parts[0]["state"].items():
-        assert torch.equal(value, parts[1]["state"][name]), name
-    if sum(case.batches) == 0:
-        assert torch.equal(parts[0]["state"]["running_var"], torch.ones(CHANNELS))
-        assert parts[0]["state"]["num_batches_tracked"] == 0
-        assert all(not part["dweight"].any() for part in parts)
-        return
-    truth, theirs = in_one_process(case, torch.float64), in_one_process(case, None)
-    ours = {name: torch.cat([p[name] for p in parts]) for name in ("y", "dx", "dresidual")
-            if name in parts[0]}  # fmt: skip
-    if case.affine:
-        for name in ("dweight", "dbias"):
-            ours[name] = sum(part[name].double() for part in parts).to(theirs[name].dtype)
-    ours |= parts[0]["state"]
-    x, dy, weight, _ = (t.double() for t in case.joined())
-    # How much mean >> std amplifies the rounding of the mean.
-    amplified = float(1 + x.mean().abs() / x.std())
-    # If a channel has two values, dx cancels.
-    terms = {"dx": per_channel(weight / x.std(channel_dims(x)), x) * dy}
-    rounded = torch.finfo(accumulator_dtype(case.dtype)).eps
-    spare = max(64 * torch.finfo(torch.float64).eps, rounded) * amplified
-    for name, value in ours.items():
-        each = torch.finfo(value.dtype).eps if name in ("dweight", "dbias") else 0.0
-        assert_no_worse(name, value, theirs[name], truth[name], terms.get(name), spare + each)
+    sync_cases.assert_joined(case, parts)
 
 
 def test_kernels_that_exchange_statistics_send_no_message(pair):
@@ -179,6 +133,7 @@ def test_an_exchange_takes_at_most_ten_microseconds(two_gpus):
 def test_a_compiled_layer_is_one_graph_and_computes_the_same(two_gpus):
     for result in two_gpus:
         ours, eager = result["compiled"]
+        del ours["node"], eager["node"]
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
 
 
@@ -190,12 +145,7 @@ def test_a_joined_norm_can_be_recomputed(pair):
 
 def test_one_process_can_measure_alone(pair):
     y, probe, state = pair[0]["measured"]
-    x, _, weight, _ = MEASURED.joined()
-    normed = functional.batch_norm(x, None, None, training=True, mode="golden")
-    own = [t[: MEASURED.batches[0]] for t in (x, normed)]
-    expected = [t.var((0, 2, 3), correction=0).mean() for t in (*own, y)]
-    expected.append(weight.square().mean().sqrt())
-    torch.testing.assert_close(probe, torch.stack(expected))
+    sync_cases.assert_measured(Case((5, 3)), y, probe)
     _, nothing, other = pair[1]["measured"]
     assert nothing is None
     assert torch.equal(state["running_var"], other["running_var"])

@@ -4,7 +4,6 @@ import copy
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
 from unittest.mock import patch
@@ -14,37 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import sync_cases
-from batch_norm_cases import laid_out
 from normplug import BatchNorm1d, SyncBatchNorm, fuse, swap
 from normplug._kernels.batch_norm.exchange import room
 from normplug._kernels.launch import INTERPRETED
 from normplug._ops import peers, recompute
-from normplug.modules.probe import Probe
-from probes import probed
-from sync_cases import CHANNELS, counting
-
-
-@dataclass(frozen=True)
-class Case(sync_cases.Case):
-    """A case with the arguments of a fused call; `backends` has one for each process."""
-
-    activation: str | None = None
-    residual: bool = False
-    backends: tuple[str, ...] = ("triton", "triton")
-
-    def joined_residual(self):
-        """The residual of all processes together, or None."""
-        x, dy, *_ = self.joined()
-        return x.flip(0) - dy if self.residual else None
-
-    def own_residual(self, rank, device):
-        residual = self.joined_residual()
-        if residual is None:
-            return None
-        start = sum(self.batches[:rank])
-        own = residual[start : start + self.batches[rank]]
-        return laid_out(own, self.layout).to(device).requires_grad_()
-
+from sync_cases import CHANNELS, Case, counting
 
 BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
 HALVES = {"dtype": BFLOAT16, "params": torch.float32}
@@ -83,23 +56,9 @@ def quiet(check):
 @quiet
 def numbers(rank, world, device):
     """Every case's results for the second of two equal batches."""
-    results = []
-    for case in CASES:
-        layer, x, dy = case.of_rank(rank, device)
-        x.requires_grad_()
-        residual = case.own_residual(rank, device)
-        layer.backend = case.backends[rank]
-        layer._fused(x, residual, case.activation)
-        y = layer._fused(x, residual, case.activation)
-        y.backward(dy)
-        out = {"y": y.detach(), "dx": x.grad, "state": layer.state_dict()}
-        if residual is not None:
-            out["dresidual"] = residual.grad
-        if case.affine:
-            out |= {"dweight": layer.weight.grad, "dbias": layer.bias.grad}
-        out["node"] = y.grad_fn.name()
-        results.append(out)
-    return results
+    return [
+        sync_cases.outcome(*case.of_rank(rank, device, "triton"), case.activation) for case in CASES
+    ]
 
 
 @quiet
@@ -120,26 +79,16 @@ def messages(rank, world, device):
 def recomputed(rank, world, device):
     """y, and y recomputed from its saved tensors."""
     case = Case((5, 3), **LAST, **ADD_RELU)
-    layer, x, _ = case.of_rank(rank, device)
-    residual = case.own_residual(rank, device)
-    layer.backend = case.backends[rank]
-    y = layer._fused(x.requires_grad_(), residual, "relu", keeps_residual=True)
+    layer, x, _, residual = case.of_rank(rank, device, "triton")
+    y = layer._fused(x.requires_grad_(), residual.requires_grad_(), "relu", keeps_residual=True)
     assert recompute.will_recompute(y) == recompute.AVAILABLE
     return y.detach(), recompute._recomputation(y)()
 
 
-MEASURED = Case((5, 3), backends=("triton", "triton"))
-
-
 @quiet
 def measured(rank, world, device):
-    """The variance probe of process 0, which alone measures while all train."""
-    layer, x, _ = MEASURED.of_rank(rank, device)
-    layer.backend = MEASURED.backends[rank]
-    if rank == 0:
-        layer._probe = Probe()
-    y = layer(x)
-    return y.detach(), probed(layer), layer.state_dict()
+    """See `sync_cases.measured`."""
+    return sync_cases.measured(rank, world, device, "triton")
 
 
 class Block(nn.Module):
@@ -242,9 +191,8 @@ def replayed(rank, world, device):
 
     results = []
     for captured in (False, True):
-        layer, x, dy = case.of_rank(rank, device)
-        residual = case.own_residual(rank, device)
-        step = partial(run, layer, x.requires_grad_(), dy, residual)
+        layer, x, dy, residual = case.of_rank(rank, device)
+        step = partial(run, layer, x.requires_grad_(), dy, residual.requires_grad_())
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             step()
@@ -346,14 +294,6 @@ def data_parallel(rank, world, device):
     return losses
 
 
-def compiled(rank, world, device):
-    """A compiled layer's results, and the layer's own."""
-    layer, x, dy = Case((5, 3)).of_rank(rank, device)
-    twin = copy.deepcopy(layer)
-    layer.compile(fullgraph=True)
-    return sync_cases.outcome(layer, x, dy), sync_cases.outcome(twin, x, dy)
-
-
 def exchange_us(rank, world, device):
     """Microseconds that one exchange adds to a small layer's forward, in a CUDA graph."""
     x = torch.randn(64, 256, device=device)
@@ -382,7 +322,7 @@ STOPPING = [stopped, later, other_layers]
 SHARED = [numbers, messages, recomputed, measured, fused, sync_cases.refuses_a_second_derivative]
 ON_GPU = [
     *SHARED, sync_cases.without_waiting, replayed, many_steps, sides, data_parallel, exchange_us,
-    compiled, *STOPPING,
+    sync_cases.compiled, *STOPPING,
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What each process runs in the tests of SyncBatchNorm, and saves for pytest."""
 
 import copy
+import math
 import os
 import tempfile
 import warnings
@@ -14,10 +15,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from accuracy import assert_no_worse, assert_same_bits
 from batch_norm_cases import laid_out
-from normplug import SyncBatchNorm, swap
+from normplug import SyncBatchNorm, _activations, swap, target_variance
 from normplug._ops import batch_norm_sync as _joined
+from normplug._ops import peers
 from normplug.modules.probe import Probe
+from normplug.reference import accumulator_dtype, channel_dims, per_channel
 from probes import probed
 
 CHANNELS = 5
@@ -25,7 +29,10 @@ CHANNELS = 5
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a layer; batches: samples per process. space: the spatial dimensions."""
+    """One call of a layer; batches: samples per process. space: the spatial dimensions.
+
+    activation, residual: whether the call is fused with them.
+    """
 
     batches: tuple[int, ...]
     space: tuple[int, ...] = (4, 3)
@@ -37,6 +44,8 @@ class Case:
     momentum: float | None = 0.1
     affine: bool = True
     track_running_stats: bool = True
+    activation: str | None = None
+    residual: bool = False
 
     def __str__(self):
         """The fields that differ from their defaults."""
@@ -59,17 +68,25 @@ class Case:
         weight, bias = torch.rand(CHANNELS) + 0.5, torch.randn(CHANNELS)
         return x, dy, weight.to(self.params or self.dtype), bias.to(self.params or self.dtype)
 
-    def of_rank(self, rank, device):
-        """A layer, and one process's share of x and dy."""
+    def joined_residual(self):
+        """The residual of all processes together, or None."""
+        x, dy, *_ = self.joined()
+        return x.flip(0) - dy if self.residual else None
+
+    def of_rank(self, rank, device, backend="auto"):
+        """A layer, and one process's share of x, dy and the residual."""
         x, dy, weight, bias = self.joined()
         end = list(accumulate(self.batches))[rank]
         own = slice(end - self.batches[rank], end)
-        x, dy = (laid_out(t[own], self.layout).to(device) for t in (x, dy))
-        placed = {"device": device, "dtype": weight.dtype}
+        x, dy, residual = (
+            None if t is None else laid_out(t[own], self.layout).to(device)
+            for t in (x, dy, self.joined_residual())
+        )
+        placed = {"device": device, "dtype": weight.dtype, "backend": backend}
         layer = SyncBatchNorm(CHANNELS, mode=self.mode, **self.settings(), **placed)
         if self.affine:
             layer.load_state_dict({"weight": weight, "bias": bias}, strict=False)
-        return layer, x, dy
+        return layer, x, dy, residual
 
 
 FLAGS = [
@@ -106,13 +123,22 @@ THREE = [
 CASES = {2: TWO, 3: THREE}
 
 
-def outcome(layer, x, dy):
+def outcome(layer, x, dy, residual=None, activation=None):
     """A layer's results for the second of two equal batches."""
     x = x.detach().requires_grad_()
-    layer(x)
-    y = layer(x)
+    residual = None if residual is None else residual.detach().requires_grad_()
+    for _ in range(2):
+        if residual is None and activation is None:
+            y = layer(x)
+        elif hasattr(layer, "_fused"):
+            y = layer._fused(x, residual, activation)
+        else:
+            y = _activations.apply(activation, layer(x) + (0 if residual is None else residual))
+    node = y.grad_fn.name()
     y.backward(dy)
-    out = {"y": y.detach(), "dx": x.grad, "state": layer.state_dict()}
+    out = {"y": y.detach(), "dx": x.grad, "state": layer.state_dict(), "node": node}
+    if residual is not None:
+        out["dresidual"] = residual.grad
     if layer.affine:
         out |= {"dweight": layer.weight.grad, "dbias": layer.bias.grad}
     return out
@@ -120,7 +146,68 @@ def outcome(layer, x, dy):
 
 def numbers(rank, world, device):
     """Every case's outcome."""
-    return [outcome(*case.of_rank(rank, device)) for case in CASES[world]]
+    return [outcome(*case.of_rank(rank, device), case.activation) for case in CASES[world]]
+
+
+def in_one_process(case, dtype=None):
+    """torch's results on the joined batch, with sqrt(tv) in the weight."""
+    x, dy, weight, bias = (t.to(dtype or t.dtype) for t in case.joined())
+    residual = case.joined_residual()
+    residual = None if residual is None else residual.to(x.dtype)
+    layer = nn.modules.batchnorm._BatchNorm(CHANNELS, **case.settings(), dtype=weight.dtype)
+    layer._check_input_dim = lambda _: None
+    scale = math.sqrt(target_variance(case.mode))
+    layer.weight = nn.Parameter((weight if case.affine else torch.ones_like(weight)) * scale)
+    layer.bias = nn.Parameter(bias) if case.affine else None
+    out = outcome(layer, x, dy, residual, case.activation)
+    if case.affine:
+        return out | {"dweight": out["dweight"] * scale}
+    return out
+
+
+def assert_joined(case, parts):
+    """Assert that the processes' results are as close to float64 as torch's, in one process."""
+    for part in parts[1:]:
+        assert_same_bits(part["state"], parts[0]["state"])
+    if sum(case.batches) == 0:
+        assert torch.equal(parts[0]["state"]["running_var"], torch.ones(CHANNELS))
+        assert parts[0]["state"]["num_batches_tracked"] == 0
+        assert all(not part["dweight"].any() for part in parts)
+        return
+    truth, theirs = in_one_process(case, torch.float64), in_one_process(case)
+    x, dy, weight, _ = (t.double() for t in case.joined())
+    # How much mean >> std amplifies the rounding of the mean.
+    amplified = float(1 + x.mean().abs() / x.std())
+    slope = per_channel(weight / x.std(channel_dims(x)), x)
+    terms = {"dx": slope * dy} if case.affine else {}  # if a channel has two values, dx cancels
+    names = ("y", "dx", *(["dresidual"] if case.residual else []))
+    ours = {name: torch.cat([part[name] for part in parts]) for name in names}
+    if case.affine:
+        for name in ("dweight", "dbias"):
+            ours[name] = sum(part[name].double() for part in parts).to(theirs[name].dtype)
+    # The truth has an error of its own, and the processes' means are rounded before their
+    # differences are taken.
+    rounded = torch.finfo(accumulator_dtype(case.dtype)).eps
+    far = max(64 * torch.finfo(torch.float64).eps, rounded) * amplified
+    for name, value in ours.items():
+        spare = far
+        if name in ("dweight", "dbias"):
+            spare += torch.finfo(value.dtype).eps  # each process rounds its share
+        assert_no_worse(name, value, theirs[name], truth[name], terms.get(name), spare)
+    if case.track_running_stats:
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            values = (out["state"][name] for out in (parts[0], theirs, truth))
+            assert_no_worse(name, *values, spare=far)
+
+
+def assert_measured(case, y, probe):
+    """Assert that process 0's probe has the variances of its own batch, and of y."""
+    x, _, weight, _ = case.joined()
+    normed = F.batch_norm(x, None, None, training=True) * math.sqrt(target_variance("golden"))
+    own = [t[: case.batches[0]] for t in (x, normed)]
+    expected = [t.var((0, 2, 3), correction=0).mean() for t in (*own, y)]
+    expected.append(weight.square().mean().sqrt())
+    torch.testing.assert_close(probe, torch.stack(expected))
 
 
 @contextmanager
@@ -178,7 +265,7 @@ def refuses_a_second_derivative(rank, world, device):
 
 def compiled(rank, world, device):
     """A compiled layer's outcome, and the layer's own."""
-    layer, x, dy = Case((5, 3)).of_rank(rank, device)
+    layer, x, dy, _ = Case((5, 3)).of_rank(rank, device)
     twin = copy.deepcopy(layer)
     # Inductor is slow on a CPU: there only process 0 uses it, and the others run graphs as is.
     layer.compile(fullgraph=True, backend="aot_eager" if device == "cpu" and rank else "inductor")
@@ -202,18 +289,18 @@ def with_activation(rank, world, device):
         from timm.layers import BatchNormAct2d
     except ImportError:
         return None
-    _, x, _ = Case((5, 3)).of_rank(rank, device)
+    x = Case((5, 3)).of_rank(rank, device)[1]
     layer = swap(BatchNormAct2d(CHANNELS), 0.5, sync=True)
     return layer(x).detach(), SyncBatchNorm(CHANNELS, mode=0.5)(x).detach().relu()
 
 
-def measured(rank, world, device):
-    """The variance probe of process 0, which alone measures while all train."""
-    layer, x, _ = Case((5, 3)).of_rank(rank, device)
+def measured(rank, world, device, backend="auto"):
+    """y, the variance probe of process 0, which alone measures while all train, and the state."""
+    layer, x, *_ = Case((5, 3)).of_rank(rank, device, backend)
     if rank == 0:
         layer._probe = Probe()
     y = layer(x)
-    return y.detach(), probed(layer)
+    return y.detach(), probed(layer), layer.state_dict()
 
 
 def make_net():
@@ -241,14 +328,10 @@ def train(net, images, labels, steps=5):
 
 def data_parallel(rank, world, device):
     """A model trained by DistributedDataParallel, each process on its share."""
-    net = make_net().to(device)
-    wrap = nn.parallel.DistributedDataParallel
-    if device == "cpu":  # where it refuses to wrap a SyncBatchNorm
-        ddp = wrap(net)
-        swap(ddp, "golden", sync=True, preserve_output=False)
-    else:
-        ddp = wrap(swap(net, "golden", sync=True, preserve_output=False), device_ids=[rank])
-    train(ddp, IMAGES[rank::world].to(device), LABELS[rank::world].to(device))
+    net = make_net()
+    ddp = nn.parallel.DistributedDataParallel(net)  # which refuses to wrap a SyncBatchNorm
+    swap(ddp, "golden", sync=True, preserve_output=False)
+    train(ddp, IMAGES[rank::world], LABELS[rank::world])
     return net.state_dict()
 
 
@@ -284,9 +367,6 @@ CHECKS = {
     ],
     3: [numbers, groups],
 }  # fmt: skip
-ON_GPU = [
-    numbers, refuses_a_second_derivative, compiled, measured, data_parallel, without_waiting,
-]  # fmt: skip
 
 
 def ran(process, world, directory, *arguments):
@@ -322,7 +402,7 @@ def process(rank, world, directory, on_gpu=False, checks=None):
         device_id=torch.device(device) if on_gpu else None,
     )
     results = {}
-    for check in checks or (ON_GPU if on_gpu else CHECKS[world]):
+    for check in checks or CHECKS[world]:
         with warnings.catch_warnings():
             if not on_gpu and check not in (compiled, with_lightning):
                 warnings.simplefilter("error")
@@ -330,3 +410,9 @@ def process(rank, world, directory, on_gpu=False, checks=None):
     torch.save(results, f"{directory}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def by_collectives(rank, world, directory):
+    """Save every case's outcome on GPUs whose kernels cannot exchange statistics."""
+    peers._agree = lambda group, device: peers._Agreement(None, "the GPUs count as two hosts'")
+    process(rank, world, directory, True, [numbers])

@@ -1,12 +1,15 @@
-"""DTensor inputs: each process normalises its own shard, by the same routes as any tensor.
+"""Inputs that are made of other tensors: DTensors, and nested tensors of the older layout.
 
-This is exact where x is sharded along dimensions that no statistic reduces, such as the rows of a
-LayerNorm. Along all others, x is gathered first, as PyTorch's own layer_norm does.
+Of a DTensor, each process normalises its own shard, by the same routes as any tensor. This is exact
+where x is sharded along dimensions that no statistic reduces, such as the rows of a LayerNorm.
+Along all others, x is gathered first, as PyTorch's own layer_norm does. Of a nested tensor, the
+rows of all components are normalised as one dense tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -26,7 +29,9 @@ def is_sharded(x: Any) -> bool:
     return type(x).__name__ == "DTensor"
 
 
-def run(caller: str, t: Tensors, free: tuple[int, ...], call: Callable[[Tensors], Any]) -> Any:
+def run_sharded(
+    caller: str, t: Tensors, free: tuple[int, ...], call: Callable[[Tensors], Any]
+) -> Any:
     """Run a call whose x is a DTensor; the result is sharded like x along the `free` dimensions.
 
     Weights that are not DTensors count as replicated. Gradients of weights are summed over all
@@ -124,3 +129,47 @@ def _waited(x: Tensor) -> Tensor:
 def _arrived(x: Any) -> Tensor:
     """Wait for the result of an asynchronous collective, which no kernel can read."""
     return x.wait() if type(x).__name__ == "AsyncCollectiveTensor" else x
+
+
+def is_nested(x: Tensor) -> bool:
+    """Whether x is a nested tensor of the older layout, which has no shape."""
+    return x.is_nested and x.layout == torch.strided
+
+
+def components(caller: str, x: Tensor) -> tuple[Tensor, ...]:
+    """The components of a nested tensor.
+
+    Raises:
+        ValueError: it has none.
+    """
+    parts = x.unbind()
+    if not parts:
+        raise ValueError(
+            f"normplug.{caller}: a nested input needs at least one component; got none. Do not "
+            "normalise an empty batch."
+        )
+    return parts
+
+
+def rows(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """All rows of a nested tensor, (n, *shape), in the order of its components; a dense x as is."""
+    if not x.is_nested:
+        return x
+    if x.layout == torch.jagged and x.lengths() is None:  # type: ignore[attr-defined]
+        return x.values()
+    return torch.cat([component.reshape(-1, *shape) for component in x.unbind()])
+
+
+def run_nested(t: Tensors, shape: Sequence[int], call: Callable[[Tensors], Tensor]) -> Any:
+    """Run a call whose x is a nested tensor of the older layout, as one of all its rows."""
+    total = t.x if t.residual is None else t.x + t.residual
+    y = _of_rows(call(t._replace(x=rows(total, shape), residual=None)), total)
+    return y if t.residual is None else (y, total)
+
+
+def _of_rows(y: Tensor, like: Tensor) -> Tensor:
+    """The strided nested tensor whose rows are y, with the shapes of the components of `like`."""
+    components, width = like.unbind(), math.prod(y.shape[1:])
+    parts = y.split([component.numel() // width for component in components])
+    pairs = zip(parts, components, strict=True)
+    return torch.nested.as_nested_tensor([p.reshape(c.shape) for p, c in pairs])
