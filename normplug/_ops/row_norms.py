@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -336,8 +336,11 @@ class LayerNormPlan(Plan):
         self._itemsize = 8 if self.acc == torch.float64 else widest
         cooperative = COOPERATIVE and x.is_cuda
         self._machine = (processors(x.device), shared_memory(x.device), cooperative)
-        self._x_spacing = spacing_of(x, row_dims)
-        self._residual_spacing = None if residual is None else spacing_of(residual, row_dims)
+        spacings: list[Any] = [
+            None if each is None else row_spacing(each.shape, each.stride(), row_dims)
+            for each in (x, residual)
+        ]
+        self._x_spacing, self._residual_spacing = spacings
         # Of the total, which is allocated contiguous.
         self._normalised = self._x_spacing if residual is None else self._width
 
@@ -531,9 +534,6 @@ def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> S
     return levels[0][1] if levels else math.prod(shape[outer:])
 
 
-_row_spacing = lru_cache(maxsize=4096)(row_spacing)  # cannot take symbolic sizes
-
-
 def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
     """Whether rows, in any order, have no gaps between them. Their gradient then has none."""
     from normplug._kernels.layer_norm.launches import Levels
@@ -543,22 +543,13 @@ def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
     return spacing == width
 
 
-def spacing_of(t: Tensor, row_dims: int) -> Spacing:
-    """The row spacing of a tensor that the kernels can read."""
-    if t.is_contiguous():
-        return math.prod(t.shape[t.dim() - row_dims :])
-    spacing = _row_spacing(t.shape, t.stride(), row_dims)
-    assert spacing is not None
-    return spacing
-
-
 def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spacing | None:
     """The row spacing; None if no launch can take it together with those `before`."""
     if t.is_contiguous():
         return width
     from normplug._kernels.layer_norm.launches import Levels
 
-    spacing = _row_spacing(t.shape, t.stride(), row_dims)
+    spacing = row_spacing(t.shape, t.stride(), row_dims)
     if isinstance(spacing, Levels):
         for other in before:
             if isinstance(other, Levels) and not spacing.goes_with(other):
