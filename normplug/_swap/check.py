@@ -173,7 +173,7 @@ def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
     for name, training, grad in _SETTINGS:
         try:
             with _stand_in(layer, training, grad) as twin:
-                if twin.waits_for_others():
+                if twin.group_to_join() is not None:
                     continue
                 names.append(name)
                 off, allowed = _difference(twin, training)
