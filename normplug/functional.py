@@ -562,16 +562,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return None
 
 
-def autocast_of_rms_norm(
-    x: Tensor, autocast_output: str, is_cast: bool = RMS_NORM_AUTOCASTS
-) -> torch.dtype | None:
-    """The dtype of autocast on the device of x; None if autocast is off or does not apply.
-
-    is_cast: whether autocast has the stock norm compute and return float32.
-    """
-    return autocast_dtype(x) if is_cast or autocast_output == "low" else None
-
-
 def _row_spec(
     caller: str,
     x: Tensor,
@@ -592,8 +582,9 @@ def _row_spec(
             raise TypeError(_checks.must(caller, "normalized_shape", rule, got)) from None
     if type(eps) is not float or type(momentum) is not float:
         momentum, eps = as_number(momentum), as_number(eps)
-    if centred:
-        return LayerNormSpec(shape, momentum, eps, tv, autocast_dtype(x), autocast_output)
-    _checks.autocast_output(caller, autocast_output)  # before the next line reads it
-    autocast = autocast_of_rms_norm(x, autocast_output)
-    return LayerNormSpec(shape, momentum, eps, tv, autocast, autocast_output, False, weight_offset)
+    # Autocast leaves torch's RMSNorm alone in some versions.
+    is_cast = centred or RMS_NORM_AUTOCASTS or autocast_output == "low"
+    autocast = autocast_dtype(x) if is_cast else None
+    return LayerNormSpec(
+        shape, momentum, eps, tv, autocast, autocast_output, centred, weight_offset
+    )

@@ -15,7 +15,7 @@ from normplug._layouts import dense, laid_out_like, lies_like
 from normplug._ops import eligible, peers, stock
 from normplug._ops.call import key_of, made_once
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import NOTHING, RUNNING, SLOT, Needs, Plan, Program, Result, named
+from normplug._ops.plans import RUNNING, Needs, Plan, Program, named
 from normplug._ops.spec import Pool, Tensors, others
 from normplug._torch import interposed, transforms_active
 from normplug.reference import accumulator_dtype, channel_dims
@@ -329,7 +329,6 @@ class BatchNormPlan(Plan):
             named(t),
             empties=empties,
             launches=[(launch, {})],
-            results=[Result(SLOT["y"])],
             saved=("x", kept, "weight", "bias", "nothing", "stats", "bits"),
             updates=RUNNING if spec.training else (),
             counts=self._flags.cumulative,
@@ -356,7 +355,6 @@ class BatchNormPlan(Plan):
             saved,
             empties={"y": (x.shape, x.stride(), x.dtype)},
             launches=[(launch, {})],
-            results=[Result(SLOT["y"])],
         )
 
     def backward_program(
@@ -377,14 +375,8 @@ class BatchNormPlan(Plan):
         }
         if through:
             empties["dresidual"] = (x.shape, x.stride(), x.dtype)
-        found = [
-            (needs[0], "dx"),
-            (needs[1], "dy" if plain else "dresidual"),
-            (needs[2], "dweight"),
-            (needs[3], "dbias"),
-            (False, "dinput_bias"),
-        ]
-        results = [Result(SLOT[name]) if want else NOTHING for want, name in found]
+        slots = ("dx", "dy" if plain else "dresidual", "dweight", "dbias", "nothing")
+        results = [n if need else "nothing" for n, need in zip(slots, needs, strict=True)]
         if not any(wanted):
             return Program(saved, copies=copies, empties={}, launches=[], results=results)
         geometry = schedule.geometry(*self._shape, 2, *self._machine)
@@ -473,7 +465,6 @@ class StatisticsPlan(Plan):
             named(t),
             empties={"y": ((2 * x.shape[1],), (1,), self.acc)},
             launches=[(launch, {"stats": "y", "y": "x"})],
-            results=[Result(SLOT["y"])],
             scratch=launches.scratch(geometry),
         )
 

@@ -24,7 +24,7 @@ from normplug._ops.batch_norm import (
     group_of,
     machine_of,
 )
-from normplug._ops.plans import NOTHING, RUNNING, SLOT, Layout, Needs, Plan, Program, Result, named
+from normplug._ops.plans import RUNNING, Layout, Needs, Plan, Program, named
 from normplug._ops.spec import Pool, Tensors
 
 
@@ -114,7 +114,6 @@ class PooledPlan(Plan):
             named(t),
             empties=empties,
             launches=steps,
-            results=[Result(SLOT["y"])],
             saved=("x", "nothing", "weight", "bias", "nothing", *self.state),
             updates=RUNNING if spec.training else (),
             counts=self._cumulative,
@@ -168,11 +167,11 @@ class PooledPlan(Plan):
             empties=empties,
             launches=steps,
             results=[
-                Result(SLOT["dx"]) if needs[0] else NOTHING,
-                NOTHING,
+                "dx" if needs[0] else "nothing",
+                "nothing",
                 self._gradient_of("weight", saved, needs[2]),
                 self._gradient_of("bias", saved, needs[3]),
-                NOTHING,
+                "nothing",
             ],
             copies={} if is_laid_out else {"dy": _channels_last(self._output_shape)},
             scratch=scratch,
@@ -184,11 +183,13 @@ class PooledPlan(Plan):
         sizes = (self._window, self._size, self._pooled, self.spec.target_variance)
         return launches.pool_launch(kernel, pixels, self._dtype, *sizes, **given)
 
-    def _gradient_of(self, name: str, saved: dict[str, Tensor], needed: bool) -> Result:
+    def _gradient_of(
+        self, name: str, saved: dict[str, Tensor], needed: bool
+    ) -> str | tuple[str, torch.dtype | None]:
         if not needed or name not in saved:
-            return NOTHING
+            return "nothing"
         dtype = saved[name].dtype
-        return Result(SLOT[f"d{name}"], None if dtype == self.acc else dtype)
+        return f"d{name}", None if dtype == self.acc else dtype
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
         x, _, weight, bias, _, stats, *_ = saved

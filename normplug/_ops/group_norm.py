@@ -15,7 +15,7 @@ from normplug._activations import ActivationLike
 from normplug._layouts import dense, lies_like
 from normplug._ops import eligible, stock
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import NOTHING, SLOT, Needs, Plan, Program, Result, named
+from normplug._ops.plans import Needs, Plan, Program, named
 from normplug._ops.spec import Tensors, autocast_result, others
 from normplug.reference import accumulator_dtype
 
@@ -237,7 +237,6 @@ class GroupNormPlan(Plan):
                 "stats": ((2 * self._groups,), (1,), self.acc),
             },
             launches=[(launch, {})],
-            results=[Result(SLOT["y"])],
             saved=("x", "nothing", "weight", "bias", "nothing", "stats"),
             scratch=launches.forward_scratch(geometry),
         )
@@ -252,11 +251,8 @@ class GroupNormPlan(Plan):
         wanted = (needs[0], needs[2], needs[3])
         names = ("x", "weight", "bias")
         found = [(n, want) for n, want in zip(names, wanted, strict=True) if n in saved]
-        dx, dweight, dbias = (
-            Result(SLOT[f"d{name}"]) if want else NOTHING
-            for name, want in zip(names, wanted, strict=True)
-        )
-        results = [dx, NOTHING, dweight, dbias, NOTHING]
+        slots = ("dx", "nothing", "dweight", "dbias", "nothing")
+        results = [n if need else "nothing" for n, need in zip(slots, needs, strict=True)]
         if not any(wanted):
             return Program(saved, empties={}, launches=[], results=results)
         geometry = schedule.group_norm_backward(*self._shape, self._machine)

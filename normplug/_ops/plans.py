@@ -90,9 +90,6 @@ class Result(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-NOTHING = Result(SLOT["nothing"])
-
-
 class Program:
     """Copies, allocations and launches for tensors of known sizes, strides and dtypes.
 
@@ -101,7 +98,7 @@ class Program:
         empties: Shape, strides and dtype of each tensor to allocate, by slot.
         launches: The launches, in order, each with a map from the kernel's argument to the slot
             for tensors whose slot has another name.
-        results: The slots that are returned.
+        results: The slots that are returned, each alone or with a dtype to cast to.
         saved: The slots that the backward will need, in the order of `Plan`.
         copies: Slots whose tensors are copied first, and the strides they must have.
         updates: The slots whose tensors the launches update in place.
@@ -115,7 +112,7 @@ class Program:
         *,
         empties: Mapping[str, Layout],
         launches: Sequence[tuple[Launch, Mapping[str, str]]],
-        results: Sequence[Result] = (),
+        results: Sequence[str | tuple[str, torch.dtype | None]] = ("y",),
         saved: Sequence[str] = (),
         copies: Mapping[str, Sequence[int]] | None = None,
         updates: Sequence[str] = (),
@@ -131,7 +128,8 @@ class Program:
         present = {*dtypes, "partial", "counters"}
         self.steps = tuple(_step(launch, present, renamed) for launch, renamed in launches)
         self._dtypes = {SLOT[name]: dtype for name, dtype in dtypes.items()}
-        self.results = tuple(results)
+        pairs = ((each, None) if isinstance(each, str) else each for each in results)
+        self.results = tuple(Result(SLOT[name], dtype) for name, dtype in pairs)
         self.saved = tuple(SLOT[name] for name in saved)
         self.copies = tuple((SLOT[name], tuple(s)) for name, s in (copies or {}).items())
         self.updates = tuple(SLOT[name] for name in updates if name in given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,15 +16,12 @@ from normplug._layouts import is_contiguous
 from normplug._ops import eligible, parts, stock
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import (
-    NOTHING,
     RUNNING,
-    SLOT,
     Gradients,
     Layout,
     Needs,
     Plan,
     Program,
-    Result,
     contiguous,
     named,
 )
@@ -339,8 +336,11 @@ class LayerNormPlan(Plan):
         self._itemsize = 8 if self.acc == torch.float64 else widest
         cooperative = COOPERATIVE and x.is_cuda
         self._machine = (processors(x.device), shared_memory(x.device), cooperative)
-        self._x_spacing = spacing_of(x, row_dims)
-        self._residual_spacing = None if residual is None else spacing_of(residual, row_dims)
+        spacings: list[Any] = [
+            None if each is None else row_spacing(each.shape, each.stride(), row_dims)
+            for each in (x, residual)
+        ]
+        self._x_spacing, self._residual_spacing = spacings
         # Of the total, which is allocated contiguous.
         self._normalised = self._x_spacing if residual is None else self._width
 
@@ -366,12 +366,12 @@ class LayerNormPlan(Plan):
         if keep:
             empties["stats"] = (((1 + spec.centred) * self._rows,), (1,), self.acc)
         saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
-        results = [Result(SLOT["y"])]
+        results = ["y"]
         if self.has_total:
             empties["total"] = (*dense, self._total_dtype)
             # The bias is saved so that y can be recomputed from the total.
             saved = ("total", "nothing", "weight", "bias", "nothing", "stats")
-            results.append(Result(SLOT["total"]))
+            results.append("total")
         return Program(
             named(t),
             empties=empties,
@@ -393,7 +393,6 @@ class LayerNormPlan(Plan):
             saved,
             empties={"y": (self._shape, contiguous(self._shape), self._output_dtype)},
             launches=[(launch, {})],
-            results=[Result(SLOT["y"])],
         )
 
     def backward_program(
@@ -444,21 +443,14 @@ class LayerNormPlan(Plan):
     def _vector(self, name: str, saved: dict[str, Tensor]) -> Any:
         return (self._row, contiguous(self._row), saved[name].dtype) if name in saved else None
 
-    def _results(self, through: str, needs: Needs) -> list[Result]:
+    def _results(self, through: str, needs: Needs) -> list[Any]:
         """The gradients; x and the residual share the slot `through`."""
-        slot = SLOT[through]
-        dtypes = (self._dtype, self._residual_dtype)
-        both = [
-            Result(slot, None if dtype == self._total_dtype else dtype) if need else NOTHING
-            for need, dtype in zip(needs, dtypes, strict=False)
+        slots: list[Any] = [
+            (through, None if dtype == self._total_dtype else dtype)
+            for dtype in (self._dtype, self._residual_dtype)
         ]
-        names = ("dweight", "dbias", "dinput_bias")
-        used = through == "dx"
-        rest = [
-            Result(SLOT[n]) if need and used else NOTHING
-            for n, need in zip(names, needs[2:], strict=True)
-        ]
-        return [*both, *rest]
+        slots += ["dweight", "dbias", "dinput_bias"] if through == "dx" else ["nothing"] * 3
+        return [slot if need else "nothing" for slot, need in zip(slots, needs, strict=True)]
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
@@ -542,9 +534,6 @@ def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> S
     return levels[0][1] if levels else math.prod(shape[outer:])
 
 
-_row_spacing = lru_cache(maxsize=4096)(row_spacing)  # cannot take symbolic sizes
-
-
 def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
     """Whether rows, in any order, have no gaps between them. Their gradient then has none."""
     from normplug._kernels.layer_norm.launches import Levels
@@ -554,22 +543,13 @@ def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
     return spacing == width
 
 
-def spacing_of(t: Tensor, row_dims: int) -> Spacing:
-    """The row spacing of a tensor that the kernels can read."""
-    if t.is_contiguous():
-        return math.prod(t.shape[t.dim() - row_dims :])
-    spacing = _row_spacing(t.shape, t.stride(), row_dims)
-    assert spacing is not None
-    return spacing
-
-
 def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spacing | None:
     """The row spacing; None if no launch can take it together with those `before`."""
     if t.is_contiguous():
         return width
     from normplug._kernels.layer_norm.launches import Levels
 
-    spacing = _row_spacing(t.shape, t.stride(), row_dims)
+    spacing = row_spacing(t.shape, t.stride(), row_dims)
     if isinstance(spacing, Levels):
         for other in before:
             if isinstance(other, Levels) and not spacing.goes_with(other):

@@ -274,9 +274,9 @@ class TargetVarianceNorm(nn.Module):
         """False while something, such as a `VarianceLogger`, needs the unfused forward."""
         return self._probe is None
 
-    def waits_for_others(self) -> bool:
-        """Whether a forward would now wait for other processes."""
-        return False
+    def group_to_join(self) -> Any:
+        """The process group whose batches a forward would now join; None if there is none."""
+        return None
 
     def stop_watching(self) -> None:
         """Remove running statistics that no result depends on, for Opacus; by default, none."""

@@ -213,12 +213,8 @@ class _SyncBatchNorm(_BatchNorm):
         return y
 
     def group_to_join(self) -> Any:
-        """The process group that a forward would now join; None if it would join none."""
+        """The process group whose batches a forward would now join; None if there is none."""
         return batch_norm_sync.group_to_join(self.process_group) if self.training else None
-
-    def waits_for_others(self) -> bool:
-        """Whether a forward would now join other processes."""
-        return self.group_to_join() is not None
 
     def _check_input_dim(self, input: Tensor) -> None:
         # It still takes the input of the class that it had before it was synchronised.

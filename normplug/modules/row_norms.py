@@ -20,19 +20,32 @@ from normplug.modules.watched import REFUSALS, WatchedRows
 class RowNorm(WatchedRows):
     """A norm of rows of shape `_affine_shape`, with statistics that are only watched.
 
-    A subclass declares `_function`, `_spec`, `_stock`, and all that `TargetVarianceNorm` asks for.
-    It takes the arguments of `WatchedRows`.
+    A subclass declares `_function`, `_stock`, and all that `TargetVarianceNorm` asks for. It takes
+    the arguments of `WatchedRows`.
     """
 
     # Where an RMSNorm rounds: see `LayerNormSpec.rounding`.
     _rounding: ClassVar[str | None] = None
+    # Whether autocast has the stock layer compute and return float32.
+    _autocasts: ClassVar[bool] = True
     _channels_first = False  # whether the input is a view of channels-first images
 
     _call_reads = (*WatchedRows._call_reads, "normalized_shape")
 
     def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:
         """The non-tensor arguments of a call with the input x."""
-        raise NotImplementedError
+        own, is_cast = self._normplug, self._autocasts or autocast_output == "low"
+        return LayerNormSpec(
+            self._affine_shape(),
+            own.momentum,
+            as_number(own.eps),
+            own.target_variance,
+            functional.autocast_dtype(x) if is_cast else None,
+            autocast_output,
+            self._measure == "variance",
+            self._weight_offset,
+            self._rounding,
+        )
 
     def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The call by PyTorch's function, if `_is_plain`."""
@@ -132,17 +145,6 @@ class LayerNorm(RowNorm, nn.LayerNorm):
 
     _fusion_sites = RowNorm._fusion_sites._replace(before=("addition", "convolution_bias"))
 
-    def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:
-        own = self._normplug
-        return LayerNormSpec(
-            self.normalized_shape,
-            own.momentum,
-            as_number(own.eps),
-            own.target_variance,
-            functional.autocast_dtype(x),
-            autocast_output,
-        )
-
     def _gives_statistics(self, x: Tensor) -> bool:
         var = self._buffers.get("watched_var")
         return (
@@ -187,27 +189,12 @@ class _RMSNorm(RowNorm):
     _watched = ("watched_var", "watched_count")
     _watches = False
     _measure = "second moment"
-    # Whether autocast has the stock layer compute and return float32.
-    _autocasts: ClassVar[bool] = RMS_NORM_AUTOCASTS
+    _autocasts = RMS_NORM_AUTOCASTS
 
     def _affine(self) -> tuple[Tensor | None, None]:
         if "weight" in self._parameters:
             return self._parameters["weight"], None
         return self.weight, None  # type: ignore[return-value]  # parametrized, or sharded
-
-    def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:
-        own = self._normplug
-        return LayerNormSpec(
-            self._affine_shape(),
-            own.momentum,
-            as_number(own.eps),
-            own.target_variance,
-            functional.autocast_of_rms_norm(x, autocast_output, self._autocasts),
-            autocast_output,
-            False,
-            self._weight_offset,
-            self._rounding,
-        )
 
     def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if self._rounding is not None or self._weight_offset:
@@ -261,14 +248,14 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
 
 
 def _watch(statistics: list[Any], momentum: Any, mean: Tensor, rstd: Tensor, eps: float) -> None:
-    """Do what `running.update` does, in floats: a quarter of the time that tensors take.
+    """Do what `stock.update_running` does, in floats: a quarter of the time that tensors take.
 
     mean, rstd: of each row; rstd is 1 / sqrt(var + eps).
     """
     watched_mean, watched_var, count = statistics
     rows, batches = rstd.numel(), count.item() + 1
     step = 1 / batches if momentum is None else momentum
-    var = max(rstd.pow(-2).sum().item() / rows - eps, 0.0)  # see `running.variance_of`
+    var = max(rstd.pow(-2).sum().item() / rows - eps, 0.0)  # see `stock.variance_of`
     count.fill_(batches)
     watched_mean.fill_((1 - step) * watched_mean.item() + step * (mean.sum().item() / rows))
     watched_var.fill_((1 - step) * watched_var.item() + step * var)

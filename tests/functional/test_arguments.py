@@ -315,15 +315,6 @@ NUMBER = torch.tensor(0.5)
         (partial(rms_norm, eps=NUMBER), partial(F.rms_norm, X, (6,))),
         (partial(group_norm, eps=NUMBER), partial(F.group_norm, X, 2)),
         (partial(instance_norm, eps=NUMBER), partial(F.instance_norm, X[None])),
-        *(
-            (lambda make=make: make(eps=NUMBER)(X), lambda cls=cls, **eps: cls(**eps)(X))
-            for make, cls in (
-                (make_layer_norm, partial(nn.LayerNorm, 6)),
-                (make_rms_norm, partial(nn.RMSNorm, 6)),
-                (make_group_norm, partial(nn.GroupNorm, 2, 6)),
-                (partial(normplug.BatchNorm1d, 6), partial(nn.BatchNorm1d, 6)),
-            )
-        ),
     ],
 )
 def test_an_eps_may_be_a_tensor_of_no_dimensions(call, stock):

@@ -1,11 +1,9 @@
-"""How tests call train.py and Python command lines, and the small runs that they share."""
+"""How tests call train.py, and the small runs that they share."""
 
 import contextlib
 import csv
 import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -51,18 +49,6 @@ def output_in(directory, monkeypatch, *overrides, **how):
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         code = run_in(directory, monkeypatch, *overrides, **how)
     return code, printed.getvalue()
-
-
-def python(*arguments, directory=ROOT):
-    """Run a Python command line that may import this repository; return the finished process."""
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=directory,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
 
 
 @contextlib.contextmanager
