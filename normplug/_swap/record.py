@@ -101,7 +101,7 @@ def findings(model: nn.Module) -> list[str]:
         f"{shown(path)}: the forward of its stock class was replaced by other code, which it does "
         "not run. Call normplug.unswap(model), or patch the class before normplug.swap, which then "
         "leaves its layers."
-        for path, layer in inventory.layers()
+        for path, layer in _convert.normplug_layers(model)
         if any(c in _convert.REPLACEMENTS and is_class_patched(c) for c in type(layer).__mro__)
     ]
     return found

@@ -189,7 +189,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     _checks.flags("unswap", fold=fold)
     inventory = Inventory(model)
     layers, stuck = [], []
-    for path, layer in inventory.layers():
+    for path, layer in _convert.normplug_layers(model):
         if _convert.is_revertible(layer):
             layers.append((path, layer))
         else:
@@ -299,7 +299,7 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
     modes = read(mode)
     _checks.module("set_mode", model)
     inventory = Inventory(model)
-    layers = [layer for _, layer in inventory.layers()]
+    layers = [layer for _, layer in _convert.normplug_layers(model)]
     if not layers:
         raise ValueError(
             f"normplug.set_mode: {type(model).__name__} has no normplug layers. "
