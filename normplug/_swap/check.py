@@ -118,7 +118,7 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Report:
     """
     _checks.module("check", model)
     inventory = Inventory(model)
-    layers = inventory.layers()
+    layers = list(_convert.normplug_layers(model))
     if not layers and not _record.is_recorded(inventory):
         raise ValueError(
             f"normplug.check: {type(model).__name__} has no normplug layers, and no record of a "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +17,13 @@ from normplug._ops import parts
 from normplug._swap.inventory import Inventory
 from normplug._table import shown
 
-
-class Scaling(NamedTuple):
-    """A layer, and the factor for its weight; a missing weight counts as all ones."""
-
-    path: str
-    module: nn.Module
-    factor: float
+# The layers whose weights are scaled, and by what: not by 1. A missing weight counts as all ones.
+Factors: TypeAlias = dict[nn.Module, float]
 
 
-def trained(scalings: Iterable[Scaling]) -> list[str]:
-    """The paths of the layers whose function a factor would change, and that have been trained.
-
-    A layer has been trained if it has counted batches, or a parameter that is not one constant.
-    """
-    return [
-        path
-        for path, module, factor in scalings
-        if factor != 1.0
-        and any(map(_has_moved, (module._buffers.get("num_batches_tracked"), *module.parameters())))
-    ]
+def is_trained(module: nn.Module) -> bool:
+    """Whether a norm has counted batches, or has a parameter that is not one constant."""
+    return any(map(_has_moved, (module._buffers.get("num_batches_tracked"), *module.parameters())))
 
 
 def _has_moved(t: Tensor | None) -> bool:
@@ -50,23 +37,20 @@ def _has_moved(t: Tensor | None) -> bool:
     return bool((t != start).any())
 
 
-def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]) -> None:
+def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> None:
     """Refuse to scale a weight that is computed, has no shape, or is shared with other factors.
 
     Raises:
         ValueError: there is such a weight; the message names the layer and the way out.
     """
-    factors = {id(s.module): s.factor for s in scalings}
     owners: dict[int, list[tuple[str, float]]] = {}
     for path, module in inventory.each():
         for parameter in module._parameters.values():
             if parameter is not None:
-                owner = (shown(path), factors.get(id(module), 1.0))
+                owner = (shown(path), factors.get(module, 1.0))
                 owners.setdefault(id(parameter), []).append(owner)
-    for path, module, factor in scalings:
-        if factor == 1.0:
-            continue
-        where = f"normplug.{caller}: the weight of {shown(path)}"
+    for module, factor in factors.items():
+        where = f"normplug.{caller}: the weight of {shown(inventory.names[module][0])}"
         if parametrize.is_parametrized(module, "weight"):
             raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
         if is_lazy(module.weight) or 0 in _convert.declared(module)._affine_shape(module):  # type: ignore[arg-type]
@@ -85,20 +69,20 @@ def refuse_unscalable(caller: str, inventory: Inventory, scalings: list[Scaling]
             )
 
 
-def scale(inventory: Inventory, scalings: Iterable[Scaling]) -> None:
+def scale(inventory: Inventory, factors: Factors) -> None:
     """Multiply each weight in place, once even if it is shared.
 
     A layer without a weight gets a frozen one; scaling by the inverse factor removes it.
     """
     done: set[int] = set()
     with torch.inference_mode(False), torch.no_grad():
-        for path, module, factor in scalings:
+        for module, factor in factors.items():
             weight: Tensor | None = module.weight  # type: ignore[assignment]
-            if factor == 1.0 or id(weight) in done:
+            if id(weight) in done:
                 continue
             offset = _convert.declared(module)._weight_offset
             if weight is None:
-                like = neighbour(inventory, path)
+                like = neighbour(inventory, module)
                 module.weight = _frozen_weight(module, factor - offset, like)
             elif _made_here(module) and _is_constant(weight, 1.0 / factor - offset):
                 module.weight = None  # type: ignore[assignment]
@@ -125,14 +109,14 @@ def writing_to(weight: Tensor) -> Iterator[None]:
         yield
 
 
-def neighbour(inventory: Inventory, path: str) -> Tensor:
-    """Find the tensor whose dtype and device new tensors of the layer under `path` take.
+def neighbour(inventory: Inventory, layer: nn.Module) -> Tensor:
+    """Find the tensor whose dtype and device new tensors of a layer take.
 
     It is one of the layer's own; else the nearest parameter before it in the order of
     `named_modules`, as what comes before a layer produces its input; else the nearest after it;
     else a buffer; else an empty tensor of the default dtype.
     """
-    layer, modules = inventory.modules[path], list(inventory.names)
+    modules = list(inventory.names)
     place = modules.index(layer)
     others = [*reversed(modules[:place]), *modules[place + 1 :]]
     parameters = (p for m in others for p in m.parameters(recurse=False))

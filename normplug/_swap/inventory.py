@@ -50,10 +50,6 @@ class Inventory:
         """(path, module) of every module, under its first path."""
         return ((paths[0], module) for module, paths in self.names.items())
 
-    def layers(self) -> list[tuple[str, TargetVarianceNorm]]:
-        """(path, layer) of every normplug layer."""
-        return [(path, m) for path, m in self.each() if isinstance(m, TargetVarianceNorm)]
-
 
 def _is_norm(module: nn.Module) -> bool:
     if _convert.replacement(module) is not None:  # this registers other libraries' norms, too

@@ -31,10 +31,10 @@ class Entry:
 
 def warn_of_lost(caller: str, inventory: Inventory) -> None:
     """Warn if recorded layers have been removed since, before `renew` forgets them."""
-    if lost := [path for _, path, holders in _recorded(inventory) if not holders]:
+    if lost := [shown(path) for _, path, layer in _recorded(inventory) if layer is None]:
         _checks.warn(
             f"normplug.{caller}: another tool has rebuilt or removed norm layers of an earlier "
-            f"swap: {some(list(map(shown, lost)))}. normplug.check no longer looks for them."
+            f"swap: {some(lost)}. normplug.check no longer looks for them."
         )
 
 
@@ -79,9 +79,9 @@ def put(inventory: Inventory, records: list[tuple[nn.Module, dict[str, Any]]]) -
 def findings(model: nn.Module) -> list[str]:
     """Return a message for each layer that is lost, in another mode, or bypasses a patch."""
     inventory, found = Inventory(model), []
-    for tv, path, holders in _recorded(inventory):
-        layers, mode = [m for m in holders if isinstance(m, TargetVarianceNorm)], NormMode(tv)
-        if not layers:
+    for tv, path, layer in _recorded(inventory):
+        mode = NormMode(tv)
+        if layer is None:
             now = "no longer in the model"
             if path in inventory.modules:
                 now = f"now a {type(inventory.modules[path]).__name__}"
@@ -90,18 +90,17 @@ def findings(model: nn.Module) -> list[str]:
                 "the layer, and its target variance with it. Use that tool before normplug.swap, "
                 "or call normplug.unswap first. If this is intended, swap again."
             )
-        found += [
-            f"{shown(path)}: in mode {layer.mode}, but swapped in mode {mode}. Set the mode with "
-            "normplug.set_mode(model, mode), or with normplug.swap(model, mode, include=...) for "
-            "some layers."
-            for layer in layers
-            if layer.target_variance != tv
-        ]
+        elif layer.target_variance != tv:
+            found.append(
+                f"{shown(path)}: in mode {layer.mode}, but swapped in mode {mode}. Set the mode "
+                "with normplug.set_mode(model, mode), or with normplug.swap(model, mode, "
+                "include=...) for some layers."
+            )
     found += [
         f"{shown(path)}: the forward of its stock class was replaced by other code, which it does "
         "not run. Call normplug.unswap(model), or patch the class before normplug.swap, which then "
         "leaves its layers."
-        for path, layer in inventory.layers()
+        for path, layer in _convert.normplug_layers(model)
         if any(c in _convert.REPLACEMENTS and is_class_patched(c) for c in type(layer).__mro__)
     ]
     return found
@@ -118,23 +117,20 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _recorded(inventory: Inventory) -> Iterator[tuple[float, str, list[nn.Module]]]:
-    """(target variance, path, holders) of each entry: the modules that have it, or none.
+def _recorded(inventory: Inventory) -> Iterator[tuple[float, str, TargetVarianceNorm | None]]:
+    """(target variance, path, layer) of each entry; the layer is None if it is lost.
 
-    Copies that share attributes share their entry. If no module has it, a layer in the recorded
-    mode under the path counts, such as a deep copy.
+    If no layer has the entry, a layer in the recorded mode under the path counts, such as a copy.
     """
-    holders: dict[Entry, list[nn.Module]] = {}
-    for module in inventory.names:
-        if _ENTRY in vars(module):
-            holders.setdefault(vars(module)[_ENTRY], []).append(module)
+    layers = {vars(m).get(_ENTRY): m for m in inventory.names if isinstance(m, TargetVarianceNorm)}
     entries: dict[Entry, str] = {}
     for prefix, owner in inventory.each():
         for path, entry in vars(owner).get(_RECORD, {}).items():
-            entries[entry] = ".".join(filter(None, (prefix, path)))
+            entries[entry] = f"{prefix}.{path}".strip(".")
     for entry, path in entries.items():
         if (tv := entry.target_variance) is None:
             continue
-        now: Any = inventory.modules.get(path)
-        same = isinstance(now, TargetVarianceNorm) and now.target_variance == tv
-        yield tv, path, holders.get(entry) or ([now] if same else [])
+        layer, now = layers.get(entry), inventory.modules.get(path)
+        if layer is None and isinstance(now, TargetVarianceNorm) and now.target_variance == tv:
+            layer = now
+        yield tv, path, layer

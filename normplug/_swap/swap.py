@@ -18,7 +18,7 @@ from normplug import _checks, _convert
 from normplug._swap import fold as _fold
 from normplug._swap import plan as _plan
 from normplug._swap import record as _record
-from normplug._swap.fold import Scaling, writing_to
+from normplug._swap.fold import writing_to
 from normplug._swap.inventory import Filters, Inventory
 from normplug._swap.layer_modes import ModesLike, read
 from normplug._table import counts, shown, some
@@ -124,23 +124,25 @@ def swap(
     if not taken:
         _checks.warn(_nothing_swapped(model, planned))
         return model
-    scalings = []
+    factors = {}
     for row in taken:
         now = _convert.settings(row.module).get("target_variance", 1.0)
-        scalings.append(Scaling(row.path, row.module, math.sqrt(now / targets[row.path])))
-    if preserve_output is None and (trained := _fold.trained(scalings)):
+        if now != targets[row.path]:
+            factors[row.module] = math.sqrt(now / targets[row.path])
+    changed = [row for row in taken if row.module in factors] if preserve_output is None else []
+    if trained := [shown(row.path) for row in changed if _fold.is_trained(row.module)]:
         _checks.warn(
-            f"normplug.swap: trained norms ({some(list(map(shown, trained)))}) get another target "
+            f"normplug.swap: trained norms ({some(trained)}) get another target "
             "variance with the same weights, so the model's outputs change: preserve_output=True "
             "keeps them, and preserve_output=False says that this is meant."
         )
     if not preserve_output:
-        scalings = []
-    _fold.refuse_unscalable("swap(preserve_output=True)", inventory, scalings)
+        factors = {}
+    _fold.refuse_unscalable("swap(preserve_output=True)", inventory, factors)
     _record.warn_of_lost("swap", inventory)
 
     with _all_or_nothing([row.module for row in taken]):
-        _fold.scale(inventory, scalings)
+        _fold.scale(inventory, factors)
         for row in taken:
             weighted = getattr(row.module, "weight", None) is not None
             _convert.convert(
@@ -149,7 +151,7 @@ def swap(
                 backend=backend,
                 autocast_output=autocast_output,
                 track_running_stats=track_running_stats,
-                device=None if weighted else _fold.neighbour(inventory, row.path).device,
+                device=None if weighted else _fold.neighbour(inventory, row.module).device,
             )
             if sync:
                 _convert.synchronise(row.module)
@@ -187,7 +189,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     _checks.flags("unswap", fold=fold)
     inventory = Inventory(model)
     layers, stuck = [], []
-    for path, layer in inventory.layers():
+    for path, layer in _convert.normplug_layers(model):
         if _convert.is_revertible(layer):
             layers.append((path, layer))
         else:
@@ -202,14 +204,15 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
             "since normplug.swap, by a patch or by accelerate's hooks. Remove these first, e.g. "
             "with accelerate.hooks.remove_hook_from_module(model, recurse=True)."
         )
-    scalings = [Scaling(p, m, math.sqrt(m.target_variance)) for p, m in layers if fold]
-    _fold.refuse_unscalable("unswap", inventory, scalings)
+    scaled = [m for _, m in layers if fold and m.target_variance != 1.0]
+    factors: _fold.Factors = {m: math.sqrt(m.target_variance) for m in scaled}
+    _fold.refuse_unscalable("unswap", inventory, factors)
     from normplug._fuse.fuse import fused_modules, release
 
     fused = fused_modules(model).values()
     _record.warn_of_lost("unswap", inventory)
     with _all_or_nothing([layer for _, layer in layers]):
-        _fold.scale(inventory, scalings)
+        _fold.scale(inventory, factors)
         for _, layer in layers:
             _convert.revert(layer)
         _record.renew(inventory)
@@ -250,26 +253,23 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
     from normplug._fuse.fuse import fused_modules, release
 
     inventory, fused = Inventory(model), fused_modules(model)
-    before = {
-        path: (m, _convert.settings(m))
-        for path, m in inventory.each()
-        if isinstance(m, TargetVarianceNorm) or _convert.replacement(m) is not None
-    }
-    synchronised = {m for m, _ in before.values() if _convert.is_synchronised(m)}
+    before = {m: _convert.settings(m) for _, m in _convert.norm_layers(model)}
+    synchronised = {m for m in before if _convert.is_synchronised(m)}
     records = _record.take(inventory)
     swap(model, mode, **options)
-    scalings = [
-        Scaling(path, m, math.sqrt(m.target_variance / settings.get("target_variance", 1.0)))
-        for path, (m, settings) in before.items()
-        if options.get("preserve_output") and isinstance(m, TargetVarianceNorm)
-    ]
+    factors: _fold.Factors = {}
+    for m, settings in before.items() if options.get("preserve_output") else ():
+        then = settings.get("target_variance", 1.0)
+        if isinstance(m, TargetVarianceNorm) and m.target_variance != then:
+            factors[m] = math.sqrt(m.target_variance / then)
     try:
         yield model
     finally:
         inside = [m for path, m in fused_modules(model).items() if path not in fused]
-        now = [s for s in scalings if isinstance(s.module, TargetVarianceNorm)]
-        _fold.scale(inventory, now)
-        for m, settings in before.values():
+        for m in [m for m in factors if not isinstance(m, TargetVarianceNorm)]:
+            del factors[m]  # `unswap` in the block has scaled it
+        _fold.scale(inventory, factors)
+        for m, settings in before.items():
             if isinstance(m, TargetVarianceNorm) and not settings:
                 _convert.revert(m)
             elif m not in synchronised:
@@ -299,7 +299,7 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
     modes = read(mode)
     _checks.module("set_mode", model)
     inventory = Inventory(model)
-    layers = [layer for _, layer in inventory.layers()]
+    layers = [layer for _, layer in _convert.normplug_layers(model)]
     if not layers:
         raise ValueError(
             f"normplug.set_mode: {type(model).__name__} has no normplug layers. "

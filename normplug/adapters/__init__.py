@@ -259,9 +259,10 @@ class _Place(ModuleType):
         kind = name.removeprefix("Sync")
         for (place, module), norms in _NORMS.items():
             if kind in norms and self.__name__ == f"{__name__}.{place}":
-                ours = adapt(getattr(importlib.import_module(module), kind))
-                if isinstance(ours, type):
-                    return ours if kind == name else ours._synchronised
+                ours: Any = adapt(getattr(importlib.import_module(module), kind))
+                found = ours if kind == name else getattr(ours, "_synchronised", None)
+                if isinstance(found, type):
+                    return found
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 

@@ -119,17 +119,6 @@ def test_a_layer_that_computes_something_else_is_found(net):
     assert "in train, its forward fails (its forward was replaced on the instance)" in found(net)
 
 
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_torchs_transformers_do_not_bypass_their_norms(norm_first):
-    model = nn.Transformer(16, 2, 1, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
-    for norm in (m for m in model.modules() if isinstance(m, nn.LayerNorm)):
-        nn.init.normal_(norm.weight, 1, 0.3)
-    inputs = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
-    report = check(swap(model, "golden"), *inputs)
-    assert len(report) == 2 + 3 * 2 + 2
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_check_changes_nothing(net, training, monkeypatch):
     net.append(nn.Dropout(0.5)).train(training)

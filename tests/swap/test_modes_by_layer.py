@@ -147,6 +147,12 @@ def test_blocks_are_counted_across_stages_in_the_order_of_their_numbers():
     assert (rows["layer1.1.norm2"], rows["layer2.0.norm1"], rows["layer3.1.norm1"]) == (2, 3, 5)
 
 
+def stage():
+    """As a ConvNeXt's with one block, which has a norm of its own beside the block."""
+    down = nn.Sequential(nn.LayerNorm(4), nn.Conv2d(2, 2, 1))
+    return nn.ModuleDict({"down": down, "layers": nn.ModuleList([Block()])})
+
+
 def unit():
     return nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())
 
@@ -158,6 +164,7 @@ def unit():
         (lambda: nn.Sequential(unit(), Block(), Block()), [None, 1, 1, 2, 2]),
         (lambda: nn.Sequential(*(nn.ModuleList([unit(), unit()]) for _ in "ab")), [1, 1, 2, 2]),
         (lambda: nn.ModuleDict({"b10": Block(), "b9": Block()}), [2, 2, 1, 1]),
+        (lambda: nn.ModuleList([stage(), stage()]), [None, 1, 1, None, 2, 2]),
         (
             lambda: nn.ModuleList(
                 nn.ModuleList([nn.TransformerEncoderLayer(4, 2), Block()]) for _ in "ab"

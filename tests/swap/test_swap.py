@@ -12,16 +12,7 @@ from torch import nn
 import normplug
 from matrix import folded, reloaded
 from normplug import BatchNorm2d, LayerNorm, plan, set_mode, swap, target_variance, unswap
-from swap_cases import (
-    GOLDEN,
-    NEEDS_GUARDS,
-    Stubborn,
-    X,
-    assert_frozen,
-    frozen,
-    one_graph,
-    train_step,
-)
+from swap_cases import GOLDEN, Stubborn, X, assert_frozen, frozen, train_step
 
 
 @pytest.mark.parametrize("mode", ["golden", 0.5, "standard"])
@@ -238,17 +229,3 @@ def test_a_users_subclass_stays_and_unswap_says_so():
         unswap(model)
     assert type(model[0]) is Mine
     assert type(model[1]) is nn.LayerNorm
-
-
-@NEEDS_GUARDS
-def test_a_compiled_model_follows_swap_mode_and_unswap(net):
-    compiled = one_graph(net.eval())
-    plain = compiled(X)
-    swap(net, "golden")
-    golden = compiled(X)
-    torch.testing.assert_close(golden, net(X))
-    assert not torch.allclose(golden, plain)
-    set_mode(net, 0.5)
-    torch.testing.assert_close(compiled(X), net(X))
-    unswap(net, fold=False)
-    torch.testing.assert_close(compiled(X), plain)
