@@ -318,6 +318,7 @@ def test_make_fx_records_the_kernels_as_one_operator(norm):
         (kernel_cases, ((2, 3, 11, 13), "contiguous", "relu")),
         (row_cases, (False, "permuted")),
         (row_cases, (True, "contiguous")),
+        (row_cases, (True, "contiguous", normplug.RMSNorm)),
         (pool_cases, ()),
     ],
     ids=case_id,
