@@ -181,7 +181,7 @@ def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(
 
 OPERATORS = [
     (cases, case)
-    for cases in (kernel_cases, row_cases, pool_cases)
+    for cases in (kernel_cases, row_cases, pool_cases, group_kernel_cases)
     for case in cases.OPERATOR_CASES
 ]
 
