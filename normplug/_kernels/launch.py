@@ -34,7 +34,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "ye
 # Formats of kernel parameters for `struct`, by Triton's name of their type.
 _LAYOUTS = {"*": "<Q", "i32": "<i", "i64": "<q", "fp32": "<f"}
 # Triton's names of tensor dtypes.
-_TYPES = {
+TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
     torch.uint8: "u8", torch.int64: "i64",
 }  # fmt: skip
@@ -179,7 +179,7 @@ class Launch:
         """Describe what Triton compiles for tensors of these dtypes, aligned to 16 bytes."""
         names, count = self._kernel.arg_names, len(dtypes)
         signature = dict.fromkeys(names, "constexpr")
-        signature |= {n: "*" + _TYPES[dtype] for n, dtype in zip(names, dtypes, strict=False)}
+        signature |= {n: "*" + TYPES[dtype] for n, dtype in zip(names, dtypes, strict=False)}
         for name, value in zip(names[count:], self._numbers, strict=False):
             wide = isinstance(value, int) and not -(2**31) <= value < 2**31
             signature[name] = "fp32" if isinstance(value, float) else "i64" if wide else "i32"

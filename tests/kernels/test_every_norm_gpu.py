@@ -79,6 +79,7 @@ LARGE = [
         for options in ({"vectors": FULL, "running": torch.float32}, {"residual": "contiguous"})
     ),
 ]
+ADDITIONS = [call for call in (*SMALL, *LARGE) if getattr(call[1], "residual", None)]
 EACH = pytest.mark.parametrize(("cases", "case"), SMALL, ids=case_id)
 
 
@@ -123,6 +124,21 @@ def test_tensors_may_be_unaligned(cases, case):
             assert error(value, expected[name]) < 4e-3, name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("cases", "case"), ADDITIONS, ids=case_id)
+def test_the_backward_can_recompute_the_output(cases, case, dtype):
+    case = dataclasses.replace(case, dtype=dtype, params=None, offset=30.0)
+    cases.check_recomputed(case, GPU)
+    if cases is kernel_cases:
+        activations = (None, "silu", "gelu", "relu6", "hardswish", ("leaky_relu", 0.2))
+        changes = [{"activation": each} for each in activations]
+        changes += [{"residual": None}, {"residual": None, "activation": None, "training": False}]
+    else:
+        changes = [{"vectors": ""}, {"vectors": "weight", "centred": False}]
+    for change in changes:
+        cases.check_recomputed(dataclasses.replace(case, **change), GPU)
+
+
 def added(layer, x):
     """A LayerNorm, and an addition with another."""
     y = layer(x)
@@ -165,7 +181,7 @@ def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(
 
 OPERATORS = [
     (cases, case)
-    for cases in (kernel_cases, row_cases, pool_cases)
+    for cases in (kernel_cases, row_cases, pool_cases, group_kernel_cases)
     for case in cases.OPERATOR_CASES
 ]
 
@@ -178,6 +194,7 @@ def test_the_operators_pass_opcheck(cases, case):
 COMPILED = [
     *((kernel_cases, ((8, 32, 14, 14), layout, None)) for layout in LAYOUTS),
     *((row_cases, a) for a in itertools.product((False, True), ("contiguous", "permuted"))),
+    *((row_cases, (residual, "contiguous", normplug.RMSNorm)) for residual in (False, True)),
     (pool_cases, ()),
 ]
 

@@ -18,47 +18,14 @@ from accuracy import assert_same_bits
 from calls import DTYPES, HALVES
 from normplug import functional, reference
 from normplug._kernels.layer_norm import schedule
-from normplug._kernels.layer_norm.schedule import Rows, WideBackward
+from normplug._kernels.layer_norm.schedule import WideBackward
 from row_cases import INPUTS, LAYOUTS, Case, assert_accurate, call, check_recomputed, make, run
 from row_setups import EVERY_SETUP, SETUPS, SOME_SETUPS, VARIANTS, blocks, held, reschedule, tiled
 
 pytest.importorskip("triton")
 
-from normplug._kernels import merging  # noqa: E402
 
 pytestmark = interpreted.MARKS
-
-
-def test_the_setups_cover_the_corner_cases_in_their_names():
-    forward, backward = {}, {}
-    for name, (shape, cut_forward, cut_backward) in SETUPS.items():
-        machine = (132, 227 << 10)
-        forward[name] = cut_forward(schedule.layer_norm_forward(*shape, 1, 4, False, machine[0]))
-        cut = schedule.layer_norm_backward(*shape, 1, 4, False, *machine, False)
-        backward[name] = cut_backward(cut)
-        for made in (forward[name], backward[name]):
-            assert isinstance(made, Rows) == name.startswith("rows"), name
-            assert made.even or "even" not in name.split(), name
-    for made in (forward, backward):
-        uneven = made["rows, uneven"]
-        assert uneven.u > 1
-        assert uneven.u * uneven.bc > uneven.width
-        assert uneven.rows % uneven.r != 0
-        assert 1 < uneven.programs < uneven.tiles
-        assert uneven.tiles % uneven.programs != 0
-        assert made["rows, even"].u > 1
-        assert not made["rows, side by side"].even
-        assert not made["wide"].even
-        assert made["wide"].k > 2
-        assert made["wide"].lag > made["wide"].k
-        assert made["wide, one tile"].k == 1
-    late = forward["wide, all late"]
-    assert late.lag == late.rows * late.k
-    late = backward["wide, all late"]
-    assert late.lag == late.blocks * late.k
-    assert backward["wide, one block"].blocks == 1
-    assert backward["wide"].blocks > 2
-    assert backward["wide"].rows % backward["wide"].rb != 0
 
 
 @EVERY_SETUP
@@ -312,18 +279,6 @@ def test_more_parts_than_one_addition_takes_are_added_right(prepared, monkeypatc
             case = {"dtype": dtype, "offset": 1e3, "running": dtype, "vectors": vectors}
             assert_accurate(prepared(setup, **case))
     assert seen == most
-
-
-def test_each_stretch_of_columns_is_finished_once(prepared, monkeypatch):
-    finished, finish = [], merging._finish_columns
-
-    def finish_columns(gradient_ptr, parts_ptr, which, stretch, *rest):
-        finished.append(int(stretch))
-        finish(gradient_ptr, parts_ptr, which, stretch, *rest)
-
-    monkeypatch.setattr(merging, "_finish_columns", finish_columns)
-    assert_accurate(prepared("rows, uneven", needs=("bias",), shape=(3, 60)))
-    assert sorted(finished) == list(range(8))
 
 
 LAYOUT = st.sampled_from(LAYOUTS)

@@ -20,7 +20,6 @@ from row_cases import (
     assert_accurate,
     check_around_attention,
     check_compiled_around_attention,
-    check_recomputed,
     make,
     run,
 )
@@ -194,28 +193,6 @@ def test_only_one_of_the_two_outputs_may_be_used(shape):
     assert_accurate(Case(shape, residual="contiguous", used=("y",)), GPU)
     needs = ("x", "residual")
     assert_accurate(Case(shape, residual="contiguous", used=("total",), needs=needs), GPU)
-
-
-REPEATED = [(3, 24), (50_432, 768), (4096, 4096), (2, 8192)]
-REPEATED += [(600, 16384), (300, 40_000), (64, 2**17)]
-
-
-@pytest.mark.parametrize("shape", REPEATED, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "residual_dtype"),
-    [
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ],
-    ids=str,
-)
-def test_the_backward_can_recompute_the_output(shape, dtype, residual_dtype):
-    options = {"residual": "contiguous", "residual_dtype": residual_dtype, "offset": 30.0}
-    check_recomputed(Case(shape, dtype, running=torch.float32, **options), GPU)
-    check_recomputed(Case(shape, dtype, vectors="", params=torch.float32, **options), GPU)
-    check_recomputed(Case(shape, dtype, vectors="weight", centred=False, **options), GPU)
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])

@@ -113,6 +113,24 @@ def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     return ours
 
 
+OPERATOR_CASES = [
+    Case((2, 4, 3, 5), 2, layout="channels_last", activation="silu"),
+    Case((2, 4, 3, 5), 4),
+    Case((2, 4, 3, 5), 4, layout="channels_last", affine="weight", needs=("x",)),
+]
+
+
+def check_operators(case: Case, device: str) -> None:
+    """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
+    from normplug._ops.group_norm import OPERATORS
+
+    tensors = make(case, device)
+    x, _, weight, bias, _ = tensors.inputs(case.needs).values()
+    activation = _activations.parts(case.activation)
+    numbers = (case.groups, case.eps, case.variance, *activation, None, "float32")
+    routes.check_operators(OPERATORS, routes.Tensors(x, None, weight, bias), numbers, tensors.dy)
+
+
 def _vector(x: Tensor) -> tuple[int, ...]:
     return (1, -1, *[1] * (x.dim() - 2))
 

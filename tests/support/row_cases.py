@@ -247,9 +247,13 @@ def check_operators(case: Case, device: str) -> None:
     routes.check_operators(operators, t, numbers, tensors.dy, tensors.dtotal)
 
 
-def check_compiled(residual: bool, layout: str, device: str, backend: str) -> None:
-    """Assert that one graph serves every number of rows."""
-    layers = [_Block(residual).to(device) for _ in range(2)]
+def check_compiled(residual: bool, layout: str, *options: Any) -> None:
+    """Assert that one graph serves every number of rows.
+
+    options: the layer's class, if it is not LayerNorm; the device and the compiler.
+    """
+    *norm, device, backend = options
+    layers = [_Block(residual, *norm).to(device) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn((rows, 3, 2, 24), generator=generator) for rows in (6, 13, 18)]
     inputs = [laid_out(x.to(device), 1, layout) for x in values]
@@ -260,9 +264,9 @@ def check_compiled(residual: bool, layout: str, device: str, backend: str) -> No
 class _Block(torch.nn.Module):
     """A norm computed by the kernels, alone or between two blocks of a transformer."""
 
-    def __init__(self, residual: bool) -> None:
+    def __init__(self, residual: bool, norm: type = normplug.LayerNorm) -> None:
         super().__init__()
-        self.norm = normplug.LayerNorm(24, backend="triton")
+        self.norm = norm(24, backend="triton", track_running_stats=True)
         self.residual = residual
 
     def forward(self, x: Tensor) -> Tensor:

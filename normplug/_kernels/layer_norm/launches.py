@@ -11,14 +11,10 @@ import torch
 import triton.language as tl
 
 from normplug._kernels import needs_int64, power_of_2, unit_of
-from normplug._kernels.launch import Launch, accumulator
+from normplug._kernels.launch import TYPES, Launch, accumulator
 from normplug._kernels.layer_norm import rows, wide_rows
 from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
 
-_TYPES = {
-    torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32, torch.float64: tl.float64,
-}  # fmt: skip
 _FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
 _GRADIENT_FAN_IN = 32  # parts of a gradient that a program adds at a time
 
@@ -190,7 +186,7 @@ def backward_launch(
 def _formula(dtype: torch.dtype, flags: Flags, tv: float) -> dict[str, Any]:
     """The arguments that select the formula and its dtypes."""
     acc = accumulator(dtype)
-    rounded = acc if flags.rounded is None else _TYPES[flags.rounded]
+    rounded = acc if flags.rounded is None else tl.dtype(TYPES[flags.rounded])
     return {"ACC": acc, "ROUND": rounded, "root": math.sqrt(tv)}
 
 
