@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,17 +107,21 @@ class RunDirectory:
         cut_short = self.result().get("status") in ("running", "interrupted") and last.is_file()
         if not continues and cut_short and self._has_same_config():
             checkpoint = continues = last
-        names = [METRICS] if continues else PRODUCTS
-        moves = [name for name in names if (self.path / name).exists()]
-        if moves and rank_zero_only.rank == 0:
-            numbers = (int(p.name) for p in self.path.glob(f"{FORMER}/*") if p.name.isdecimal())
-            aside = self.path / FORMER / str(1 + max(numbers, default=0))
-            aside.mkdir(parents=True)
-            for name in moves:
-                (self.path / name).replace(aside / name)
-            print(f"set aside: {aside} has the files of an earlier run", file=sys.stderr)
+        self._set_aside([METRICS] if continues else PRODUCTS)
         self.write(CONFIG, self._config())
         return checkpoint
+
+    @rank_zero_only
+    def _set_aside(self, names: Sequence[str]) -> None:
+        moves = [name for name in names if (self.path / name).exists()]
+        if not moves:
+            return
+        numbers = (int(p.name) for p in self.path.glob(f"{FORMER}/*") if p.name.isdecimal())
+        aside = self.path / FORMER / str(1 + max(numbers, default=0))
+        aside.mkdir(parents=True)
+        for name in moves:
+            (self.path / name).replace(aside / name)
+        print(f"set aside: {aside} has the files of an earlier run", file=sys.stderr)
 
     @rank_zero_only
     def write(self, name: str, text: str) -> None:

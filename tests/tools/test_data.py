@@ -103,14 +103,6 @@ class TestParts:
                 part.targets.bincount() / 1797, torch.full((10,), share / 10), atol=5e-3, rtol=0
             )
 
-    def test_a_split_takes_its_share_of_every_class_and_not_the_first(self):
-        labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 20)[torch.randperm(100)]
-        kept, held = Fake().hold_out(Part(torch.arange(100), labels), 0.1)
-        assert held.targets.bincount().tolist() == [5, 3, 2]
-        assert sorted(kept.inputs.tolist() + held.inputs.tolist()) == list(range(100))
-        _, held = Fake().hold_out(Part(torch.arange(100), torch.zeros(100).long()), 0.2)
-        assert held.inputs.tolist() != list(range(20))
-
     def test_an_empty_part_is_refused(self):
         with pytest.raises(ValueError, match="Use more images of each class"):
             Fake(num_classes=10, num_images=30).setup("fit")
@@ -235,14 +227,6 @@ class TestTrainer:
             assert torch.equal(torch.cat(again[epoch]), torch.cat(first[epoch]))
             assert not torch.equal(torch.cat(other[epoch]), torch.cat(first[epoch]))
         assert not torch.equal(torch.cat(first[0]), torch.cat(first[1]))
-
-    def test_each_step_has_its_own_crops(self, monkeypatch):
-        data = Fake(image_size=8, num_images=400, batch_size=64, augment={"pad": 2})
-        image = torch.randint(256, (1, 3, 8, 8), dtype=torch.uint8).expand(400, -1, -1, -1)
-        images = Part(image, torch.arange(400) % 10)
-        monkeypatch.setattr(data, "load", lambda: (images, images))
-        steps = [batch for batches in fit(data).batches.values() for batch in batches]
-        assert not any(torch.equal(a, b) for a, b in itertools.combinations(steps, 2))
 
     def test_validation_is_not_augmented_and_takes_nothing_from_the_stream(self):
         data = self.data()
