@@ -63,7 +63,7 @@ def test_a_sweep_leaves_the_arm_of_another_live_sweep_alone(refuses, tmp_path):
     with FileLock(str(arm / LOCK)):
         output = refuses(*SMALL, "mode=golden,baseline", "-m")
     assert f"failed: {arm}: normplug.experiment: {arm} belongs to a run that is still" in output
-    assert 'golden, seed 0: unfinished: its status is "running"' in output
+    assert "golden, seed 0: running: no test accuracy (" in output
     assert contents(arm) == before
     assert result_of(arm.parent.with_name("baseline") / "seed_0")["status"] == "finished"
 
