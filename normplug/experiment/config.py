@@ -15,7 +15,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, validate_call
-from typing_extensions import NotRequired, TypedDict  # Python's need 3.12 here
+from typing_extensions import NotRequired, TypedDict  # pydantic cannot read Python's before 3.12
 
 import normplug
 from normplug._swap.depth import ByDepth, Schedule

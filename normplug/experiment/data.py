@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision import datasets
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 from torchvision.transforms.v2 import functional as v2
-from typing_extensions import TypedDict  # pydantic cannot read that of Python < 3.12
+from typing_extensions import TypedDict  # pydantic cannot read Python's before 3.12
 
 from normplug.experiment.config import Count, Natural, Number, Seed
 from normplug.experiment.errors import WHO, UserError
@@ -304,7 +304,7 @@ def crop_and_flip(
     not depend on the device. They are drawn for the whole batch at once, and copied asynchronously.
 
     Returns:
-        (B, C, H, W), as `images`; a new tensor.
+        A new tensor, (B, C, H, W).
     """
     batch, _, height, width = images.shape
 

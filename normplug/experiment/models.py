@@ -1,4 +1,4 @@
-"""The experiment's networks, with random weights: those of libraries, and a GPT."""
+"""The experiment's networks, with random weights: from libraries, and a GPT."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Block(nn.Module):
         return self.out, self.mlp[2]
 
     def attend(self, x: Tensor) -> Tensor:
-        """The attention of each position to itself and those before: (N, L, width), as `x`."""
+        """Causal self-attention: (N, L, width) -> (N, L, width)."""
         split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
         query, key, value = split.permute(2, 0, 3, 1, 4)  # each (N, heads, L, width / heads)
         dropout = self.dropout if self.training else 0.0

@@ -181,7 +181,7 @@ class Run:
         """Record that the run trains now; return the checkpoint that it goes on from.
 
         Raises:
-            UserError: see `RunDirectory.make_room`.
+            UserError: there is no such checkpoint.
         """
         self.checkpoint = self.place.make_room()
         self._write(status="running", process=f"{os.getpid()} on {socket.gethostname()}")
@@ -203,14 +203,14 @@ class Run:
         layers = dict(_convert.normplug_layers(model))
         step_ms = self._timer.median_ms()
         items = data.items_per_batch * trainer.world_size
-        # In a pre-norm model the inputs' variances are those of the residual stream by depth.
+        # In a pre-norm model, the variances of the residual stream by depth.
         rows = [row for logger in variance_loggers(trainer) for row in logger.last]
         variances = {r.layer: r.input_variance for r in rows if math.isfinite(r.input_variance)}
         self._write(
             **model.result(),
             **data.facts(),
             **{"step_ms": step_ms, model.measure.speed_key: step_ms and items * 1e3 / step_ms},
-            # That of a process on the host would include the earlier runs of a sweep.
+            # On the host, the peak of a process would include the earlier runs of a sweep.
             peak_memory_bytes=torch.cuda.max_memory_allocated() if gpu else None,
             norms_swapped=len(layers),
             target_variances={path: layer.target_variance for path, layer in layers.items()},
