@@ -23,5 +23,5 @@ def __getattr__(name: str) -> Any:
 
 if __name__ == "__main__":
     with needs("normplug.compare", "train", SystemExit):
-        from normplug.experiment.compare.__main__ import main
+        from normplug.experiment.compare import main
     sys.exit(main())

@@ -1,11 +1,10 @@
-"""What a run prints and measures: its log, the time of its steps, and its memory."""
+"""What a run prints, and the time of its steps."""
 
 from __future__ import annotations
 
 import logging
 import math
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from normplug.experiment.errors import WHO
@@ -54,23 +52,18 @@ def ask_seldom(trainer: Trainer) -> None:
 
 
 class StepTimer(Callback):
-    """Time the latest training steps; on a GPU, with CUDA events.
+    """Time the latest training steps, from one start to the next; on a GPU, with CUDA events.
 
-    `ThroughputMonitor` gives means, and waits for the GPU. Here the first steps of the run
-    (`WARM_UP_STEPS`), the first step of each epoch, and steps that a `VarianceLogger` measures are
-    left out, and the host does not wait for the GPU before the fit ends.
+    Lightning's `ThroughputMonitor` waits for the GPU in every step, and gives means. Here the first
+    steps of the run, the last of each epoch and those that a `VarianceLogger` measures are left
+    out, and the host does not wait for the GPU before the fit ends.
     """
 
     def __init__(self) -> None:
         self._gpu = False
         self._seen = 0  # steps so far
-        self._step = -1  # the current optimizer step
-        self._start: Any = None  # of the current step
-        self._previous: Any = None  # start of the previous step, if that step counts
-        self._ended = 0.0  # when the host ended the previous step
-        self._steps: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)  # from start to end
-        self._periods: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)  # to the next start
-        self._waits: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)  # of the host, for a batch
+        self._start: Any = None  # of the step before, if that counts
+        self._steps: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)
 
     def on_fit_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Choose the clock; reset the peak memory."""
@@ -79,92 +72,29 @@ class StepTimer(Callback):
             torch.cuda.reset_peak_memory_stats()
 
     def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Forget the previous step: a validation lies between it and the first of this epoch."""
-        self._previous = None
+        """Forget the step before: a validation lies between it and the first of this epoch."""
+        self._start = None
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Record the start, at which the period of the previous step ends."""
-        self._step = trainer.global_step
-        self._start = self._now()
-        if self._previous is not None:
-            self._periods.append((self._previous, self._start))
-            self._waits.append((self._ended, time.perf_counter()))
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Record the end, unless the step is left out."""
+        """Record the start of this step, which is the end of the step before."""
+        now: Any = time.perf_counter()
+        if self._gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        if self._start is not None:
+            self._steps.append((self._start, now))
         self._seen += 1
-        measured = is_measured(trainer, self._step)
-        counts = self._seen > WARM_UP_STEPS and batch_idx > 0 and not measured
-        if counts:
-            self._steps.append((self._start, self._now()))
-        self._previous = self._start if counts else None
-        self._ended = time.perf_counter()
+        counts = self._seen > WARM_UP_STEPS and not is_measured(trainer, trainer.global_step)
+        self._start = now if counts else None
 
-    def summary(self, items_per_step: int, speed_key: str) -> dict[str, float | None]:
-        """Medians over the steps: duration in ms, items per second, wait for the loader in ms.
-
-        The key of the items per second is `speed_key`. A value is None if no step was timed.
-        """
-        period_ms = _median_ms(self._periods)
-        return {
-            "step_ms": _median_ms(self._steps),
-            speed_key: None if period_ms is None else items_per_step * 1e3 / period_ms,
-            "loader_wait_ms": _median_ms(self._waits),
-        }
-
-    def _now(self) -> Any:
+    def median_ms(self) -> float | None:
+        """The median duration of a step; None if no step was timed."""
+        if not self._steps:
+            return None
         if not self._gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _median_ms(pairs: deque[tuple[Any, Any]]) -> float | None:
-    """The median of durations between times of the host in s, or between CUDA events."""
-    if not pairs:
-        return None
-    if isinstance(pairs[0][0], float):
-        return 1e3 * statistics.median(end - start for start, end in pairs)
-    pairs[-1][1].synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)
-
-
-def peak_memory_bytes(gpu: bool) -> int | None:
-    """Return the peak memory of this run on the GPU, or of this process so far; None on Windows."""
-    if gpu:
-        return torch.cuda.max_memory_allocated()
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@rank_zero_only
-def report(trainer: Trainer, settings: dict[str, Any], result: dict[str, Any]) -> None:
-    """Give TensorBoard the hyperparameters with the final metric, and the heat map of variances."""
-    final = {f"hp/{key}": value for key, value in result.items() if key.startswith("test_")}
-    for logger in (each for each in trainer.loggers if isinstance(each, TensorBoardLogger)):
-        logger.log_hyperparams(settings, final)
-        for variances in variance_loggers(trainer):
-            # One chart for a quantity, with a line for each norm.
-            kinds = ("input", "output", "affine", "weight_rms")
-            names = [row.layer for row in variances.last]
-            charts = {k: ["Multiline", [f"variance/{n}/{k}" for n in names]] for k in kinds}
-            logger.experiment.add_custom_scalars({"variance": charts})
-            picture = variances.path and variances.path.with_suffix(".png")
-            if picture and picture.is_file():
-                from matplotlib.image import imread
-
-                pixels = imread(picture)[..., :3]
-                logger.experiment.add_image(
-                    "variance", pixels, trainer.global_step, dataformats="HWC"
-                )
-        logger.finalize("success")
+            return 1e3 * statistics.median(end - start for start, end in self._steps)
+        self._steps[-1][1].synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in self._steps)
 
 
 def variance_lines(trainer: Trainer) -> dict[str, str]:

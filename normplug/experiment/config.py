@@ -15,7 +15,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, validate_call
-from typing_extensions import NotRequired, Required, TypedDict  # Python's need 3.12 here
+from typing_extensions import NotRequired, TypedDict  # pydantic cannot read Python's before 3.12
 
 import normplug
 from normplug._swap.layer_modes import ByDepth, Schedule
@@ -46,20 +46,6 @@ BY_DEPTH: dict[str, str | Schedule] = {
     "reversed_depth": "reversed",
     "mean_inverse_depth": mean_inverse_depth,
 }
-
-
-class TrainerKeys(TypedDict, total=False):
-    """Arguments of `lightning.pytorch.Trainer`, which checks the others."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-    _target_: Required[str]
-    max_epochs: Count | None
-    log_every_n_steps: Natural
-    accumulate_grad_batches: Count
-    check_val_every_n_epoch: Count | None
-    gradient_clip_val: Number | None
-    limit_train_batches: Positive | None
-    limit_test_batches: Positive | None
 
 
 class OptimizerKeys(TypedDict, total=False):
@@ -93,7 +79,7 @@ class Config(TypedDict):
     data: dict
     model: dict
     optimizer: OptimizerKeys
-    trainer: TrainerKeys
+    trainer: dict
     callbacks: NotRequired[Group]
     logger: NotRequired[Group]
 
@@ -111,7 +97,7 @@ def check(cfg: DictConfig) -> None:
         TypeAdapter(Config).validate_python(values, strict=True)
         inspect.signature(normplug.swap).bind(None, cfg.mode, **values["swap"])
     except ValidationError as error:
-        raise UserError(broken_rule("the configuration", error, values)) from None
+        raise UserError(broken_rule(error)) from None
     except TypeError as error:
         raise UserError(f"{WHO}: swap.*: normplug.swap {error}. Change swap.*.") from None
     try:
@@ -147,12 +133,7 @@ def mode_of(mode: str | float) -> normplug.NormMode | ByDepth:
     return normplug.NormMode(mode)
 
 
-def arm_name(
-    mode: str | float,
-    gamma0: float | str | None = None,
-    tag: str | None = None,
-    autocast_output: str | None = None,
-) -> str:
+def arm_name(mode: str | float, gamma0: float | str | None = None, tag: str | None = None) -> str:
     """Return the arm's name in directories, results and tables.
 
     Args:
@@ -160,8 +141,6 @@ def arm_name(
             its own name, since directories are named before it is checked.
         gamma0: e.g. in `standard-gamma0_0.786` or `standard-gamma0_inverse_depth`.
         tag: the last part of the name, if it is neither None nor "".
-        autocast_output: of `normplug.swap`, in the name of a swapped arm unless it is the default
-            "low", e.g. `standard-autocast_float32`.
     """
     parts: list[Any] = [mode]
     with contextlib.suppress(TypeError, ValueError):
@@ -169,8 +148,6 @@ def arm_name(
     if gamma0 is not None:
         number = isinstance(gamma0, (int, float))
         parts.append(f"gamma0_{format(gamma0, 'g') if number else gamma0}")
-    if autocast_output not in (None, "low") and mode != BASELINE:
-        parts.append(f"autocast_{autocast_output}")
     if tag not in (None, ""):
         parts.append(tag)
     return "-".join(map(str, parts))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -23,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision import datasets
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 from torchvision.transforms.v2 import functional as v2
-from typing_extensions import TypedDict  # pydantic cannot read that of Python < 3.12
+from typing_extensions import TypedDict  # pydantic cannot read Python's before 3.12
 
 from normplug.experiment.config import Count, Natural, Number, Seed
-from normplug.experiment.errors import WHO, UserError, one_line
+from normplug.experiment.errors import WHO, UserError
 from normplug.experiment.resume import save
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
@@ -82,9 +81,8 @@ class Source(LightningDataModule, ABC):
     Its `learner` makes the LightningModule that trains on them. `seed` decides only what a run
     draws: with the epoch, the order of the training part, and with the step, the augmentation,
     wherever the data are. An evaluation step takes 4 times `batch_size` samples. `device` is where
-    data in memory are kept: "cuda", the run's GPU, or "cpu"; "auto" is the GPU if the run has one
-    and the data take at most a quarter of its free memory. `num_workers` processes decode image
-    files.
+    data in memory are kept: "cuda" (the run's GPU, if it has one) or "cpu"; "auto" is "cuda" if the
+    data take at most a quarter of its free memory. `num_workers` processes decode image files.
 
     Attributes:
         gives: names of the attributes that a model takes as arguments; known before `setup`.
@@ -116,19 +114,9 @@ class Source(LightningDataModule, ABC):
         return {}
 
     def set_parts(self, *parts: Part) -> None:
-        """Set the training, validation and test part, moved to the device that stores them.
-
-        Raises:
-            ValueError: `device` is "cuda", but no GPU can store them.
-        """
+        """Set the training, validation and test part, moved to the device that stores them."""
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
         stored = device.type == "cuda" and self.device != "cpu" and all(p.in_memory for p in parts)
-        if self.device == "cuda" and not stored:
-            raise ValueError(
-                f"{WHO}: data.device=cuda needs a run on a GPU (this one is on {device}) and data "
-                "that are not decoded for every batch. Use data.device=auto, which takes a GPU "
-                "where that is possible."
-            )
         if self.device == "auto" and stored:
             size = sum(part.inputs.nbytes + part.targets.nbytes for part in parts)
             stored = size <= GPU_SHARE * torch.cuda.mem_get_info(device)[0]
@@ -263,13 +251,8 @@ class ImageData(Source):
                 stratify=images.targets,
                 random_state=SPLIT_SEED,
             )
-        except ValueError:
-            raise ValueError(
-                f"{WHO}: both parts of a split need an image of each class; {fraction} of "
-                f"{len(images)} images cannot be held out, as the smallest class has "
-                f"{counts.min()}. Use more images per class or another val_fraction (it is "
-                f"{self.val_fraction})."
-            ) from None
+        except ValueError as error:
+            raise ValueError(f"{WHO}: {error} Use more images of each class.") from None
         return images.subset(np.sort(kept)), images.subset(np.sort(held))
 
     def decode_all(self, files: Part) -> Tensor:
@@ -321,7 +304,7 @@ def crop_and_flip(
     not depend on the device. They are drawn for the whole batch at once, and copied asynchronously.
 
     Returns:
-        (B, C, H, W), as `images`; a new tensor.
+        A new tensor, (B, C, H, W).
     """
     batch, _, height, width = images.shape
 
@@ -431,11 +414,12 @@ class ImageFolder(ImageData):
     The shorter side of an image is resized to `image_size`, then the centre is cut out. A tree that
     is larger than `memory_gib` when decoded is decoded again for every batch, and its `mean` and
     `std` come from a sample of the training images. `cache` is a file that keeps the decoded images
-    for later runs; of concurrent runs, the first decodes them and the others wait. It is refused
-    once the path, size or modification time of any image has changed.
+    for later runs; of concurrent runs, the first decodes them and the others wait. Its name gets a
+    hash of the path, size and modification time of each image, so changed images get a new file.
 
     Raises:
-        UserError: the tree is not as above.
+        FileNotFoundError: the tree is not as above.
+        UserError: there are test images of a class without training images.
     """
 
     root: str
@@ -449,21 +433,16 @@ class ImageFolder(ImageData):
         root = Path(self.root).expanduser().resolve()
         tests = [root / name for name in ("test", "val") if (root / name).is_dir()]
         train = root / "train" if tests or (root / "train").is_dir() else root
-        try:
-            labels = find_classes(train)[1]
-            self.train_files = make_dataset(str(train), labels, IMG_EXTENSIONS)
-            self.test_files: list[tuple[str, int]] = []
-            if tests:
-                own = {name: labels[name] for name in find_classes(tests[0])[0]}
-                self.test_files = make_dataset(str(tests[0]), own, IMG_EXTENSIONS)
-        except (OSError, KeyError) as error:
-            lone = isinstance(error, KeyError)
-            why = f"class {error} is only in {tests[0]}" if lone else one_line(error)
-            raise UserError(  # pydantic would wrap a ValueError
-                f"{WHO}: data.root={self.root} must hold images in train/<class>/ and, to test the "
-                f"same classes, in test/<class>/ or val/<class>/, or only in <class>/; {why}."
-            ) from None
+        labels = find_classes(train)[1]
         self.num_classes = len(labels)
+        self.train_files = make_dataset(str(train), labels, IMG_EXTENSIONS)
+        self.test_files: list[tuple[str, int]] = []
+        if tests:
+            tested = find_classes(tests[0])[0]
+            if more := sorted(set(tested) - labels.keys()):  # pydantic would wrap a ValueError
+                raise UserError(f"{WHO}: {tests[0]} has classes that {train} lacks: {more}.")
+            own = {name: labels[name] for name in tested}
+            self.test_files = make_dataset(str(tests[0]), own, IMG_EXTENSIONS)
 
     def load(self) -> tuple[Part, Part]:
         """Decode the files if they fit in memory; else, each batch does."""
@@ -482,31 +461,15 @@ class ImageFolder(ImageData):
             return self.decode_all(files)
         stats = [(path, os.path.getsize(path), os.path.getmtime(path)) for path in files.inputs]
         state = hashlib.sha256(repr((self.image_size, stats)).encode()).hexdigest()
-        cache = Path(self.cache).expanduser().resolve()
+        named = Path(self.cache).expanduser().resolve()
+        cache = named.with_name(f"{named.stem}-{state[:16]}{named.suffix}")
         lock = cache.with_name(f"{cache.name}.lock")
-        with _cache_errors(cache):
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            lock.touch()  # or FileLock would try for ever
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()  # or FileLock would try for ever
         with FileLock(str(lock)):
-            if cache.exists():
-                with _cache_errors(cache):
-                    return torch.load(cache, mmap=True, weights_only=True)[state]
-            images = self.decode_all(files)
-            with _cache_errors(cache):
-                save({state: images}, cache)
-        return images
-
-
-@contextmanager
-def _cache_errors(cache: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # from the disk, or what torch makes of any other file
-        stale = "it does not hold these images, as they are now, in this image_size"
-        why = (error.strerror if isinstance(error, OSError) else None) or stale
-        raise ValueError(
-            f"{WHO}: data.cache={cache} cannot be used: {why}. Delete it, or name another file."
-        ) from None
+            if not cache.exists():
+                save(self.decode_all(files), cache)
+            return torch.load(cache, mmap=True, weights_only=True)
 
 
 def decode(path: str | Path, image_size: int) -> Tensor:

@@ -6,7 +6,6 @@ import errno
 import re
 import traceback
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException, InstantiationException
@@ -19,7 +18,7 @@ PLACE = "hydra.run.dir=DIR, or study=NAME for a sweep"
 SEE_HELP = "`python train.py --help` lists the keys."
 UNWRITABLE = {  # full, over a limit, no permission, or no place for a directory
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
-    errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG,
+    errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR,
 }  # fmt: skip
 
 
@@ -40,8 +39,13 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
         sentence = str(cause).rpartition("\nValueError: ")[2].strip()
         if sentence.startswith("normplug"):
             return sentence
-        if isinstance(cause, OSError) and cause.errno in UNWRITABLE:
-            return unwritable(Path(cause.filename or "a file of the run").absolute(), cause)
+        built = isinstance(error, InstantiationException)
+        if isinstance(cause, OSError) and cause.errno in UNWRITABLE and not built:
+            path = Path(cause.filename or "a file of the run").absolute()
+            return (
+                f"{WHO}: {path} cannot be written: {cause.strerror}. Free up space or make it "
+                f"writable, or choose another directory: {PLACE}."
+            )
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     if isinstance(error, InstantiationException):
         return _building_sentence(error)
@@ -49,6 +53,8 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
         # An error inside an interpolation is only in the text of the error that it causes.
         own = re.search(r"normplug\.experiment: .*", str(error))
         text = re.sub(r" full_key: (\S+)( object_type=\w+)?", r" (\1)", one_line(error))
+        if unknown := re.match(r"Could not override '([\w.]+)'", text):
+            text = f"{unknown[1]} is not a key of the configuration"
         return own[0] if own else f"{WHO}: {text}. {SEE_HELP}"
     frames = traceback.extract_tb(error.__traceback__)
     if checkpoint and any(f.filename.endswith("checkpoint_connector.py") for f in frames):
@@ -65,7 +71,7 @@ def _building_sentence(error: InstantiationException) -> str:
     key = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
     where = key[1] if key else "an object of the configuration"
     if isinstance(error.__cause__, ValidationError):
-        return broken_rule(where, error.__cause__)
+        return broken_rule(error.__cause__, where)
     group = where.split(".")[0]
     overrides = HydraConfig.get().overrides.task
     given = ", ".join(text for text in overrides if text.lstrip("+~").startswith(group))
@@ -73,13 +79,12 @@ def _building_sentence(error: InstantiationException) -> str:
     return f"{WHO}: {where} cannot be built: {why}. Change the keys of {group} ({given})."
 
 
-def broken_rule(where: str, error: ValidationError, values: Any = None) -> str:
+def broken_rule(error: ValidationError, group: str = "") -> str:
     """Return the message for the first value that pydantic refuses.
 
     Args:
-        where: what has the values.
         error: what pydantic raised.
-        values: a whole configuration, if that was validated, else the arguments of `where` were.
+        group: what has the values; without it, the whole configuration.
     """
     errors = error.errors()
     first = errors[0]
@@ -87,31 +92,15 @@ def broken_rule(where: str, error: ValidationError, values: Any = None) -> str:
         what = "; ".join(f"{e['msg'].lower()}: {'.'.join(map(str, e['loc']))}" for e in errors)
         sizes = {e["loc"][-1] for e in errors} & {"num_classes", "vocabulary"}
         pair = "Choose a model and data that match, such as model=gpt_tiny data=text."
-        return f"{WHO}: {where}: {what}. {pair if sizes else SEE_HELP}"
-    parts, value = [where, *first["loc"]], first["input"]
-    if values is not None:
-        parts, value = [], values
-        for part in first["loc"]:  # ends with the name of a type, if the value may have several
-            if not (isinstance(value, dict) and part in value):
-                break
-            parts.append(part)
-            value = value[part]
-        errors = [e for e in errors if e["loc"][: len(parts)] == tuple(parts)]
-    kinds = (re.sub(r"^\w+ should ", "", e["msg"]) for e in errors)
-    rules = " or ".join(dict.fromkeys(kinds)).replace(" or be ", " or ")
+        return f"{WHO}: {group or 'the configuration'}: {what}. {pair if sizes else SEE_HELP}"
+    # Where a value may have several types, one part is a type, such as dict[str,int].
+    parts = [str(p) for p in (group, *first["loc"]) if re.fullmatch(r"[\w.]+", str(p))]
+    rule = re.sub(r"^\w+ should ", "", first["msg"])
     in_words = "be a name: at most 100 characters, without slashes, not beginning with a dot"
-    rules = rules.replace(f"match pattern '{NAME}'", in_words)
+    rule = rule.replace(f"match pattern '{NAME}'", in_words)
     words = {"None": "null", "True": "true", "False": "false"}  # as a user types them
-    text = words.get(repr(value), repr(value))[:200]
-    return f"{WHO}: {'.'.join(map(str, parts))} should {rules}; got {text}."
-
-
-def unwritable(path: Path, error: OSError) -> str:
-    """Return the message for a directory or a file that cannot be written."""
-    return (
-        f"{WHO}: {path} cannot be written: {error.strerror or error}. Free up space or make it "
-        f"writable, or choose another directory: {PLACE}."
-    )
+    text = repr(first["input"])[:200]
+    return f"{WHO}: {'.'.join(parts)} should {rule}; got {words.get(text, text)}."
 
 
 def one_line(error: BaseException) -> str:

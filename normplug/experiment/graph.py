@@ -20,23 +20,17 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class GraphedLoss:
     """A training loss whose forward and backward are replayed as CUDA graphs.
 
-    The host launches two graphs instead of every kernel, so a step of many small kernels does not
-    wait for the host. The graphs run the same kernels as a step without them.
-
-    `torch.cuda.make_graphed_callables` captures them as one autograd node. So the rest of
-    Lightning's automatic optimisation works as usual: precision, clipping, any optimizer with any
-    schedule, and callbacks that read the loss or the gradients. A graph of the whole step would
-    need manual optimisation, and an optimizer whose learning rate is a tensor.
-    `torch.compile(mode="reduce-overhead")` would also replace the kernels.
+    The graphs run the same kernels as a step without them. `torch.cuda.make_graphed_callables`
+    captures them as one autograd node, so the rest of Lightning's automatic optimisation works as
+    usual: precision, clipping, any optimizer, and callbacks that read the loss or the gradients.
 
     The first call captures the graphs. It runs the step a few times to warm up, and then restores
     the buffers, such as running statistics, and the GPU's random state. From then on, weights and
-    buffers must keep their addresses. Inputs of another shape run without a graph. So do evaluation
-    and the steps that a `VarianceLogger` measures, since they call `loss` directly.
+    buffers must keep their addresses. Inputs of another shape run without a graph.
 
-    In several processes, all must capture at the same step: the steps that warm up are joined by
-    SyncBatchNorms, whose kernels exchange statistics in the graphs too. The gradients leave the
-    backward graph all at once. `DistributedDataParallel` then averages them, outside of the graphs.
+    In several processes, all must capture at the same step: SyncBatchNorms exchange statistics in
+    the steps that warm up, and in the graphs. `DistributedDataParallel` averages the gradients
+    after each replay.
 
     Args:
         loss: (inputs, targets) -> the loss of a batch; it reads the parameters of `net`.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,9 +76,7 @@ class Diverged(RuntimeError):
 
 
 class Learner(LightningModule):
-    """Train `net` to predict classes; a subclass defines how it is evaluated.
-
-    A subclass logs `val/<name>` and `test/<name>` of its measure in `log_measure`.
+    """Train `net` to predict classes; a subclass logs its measure in `log_measure`.
 
     A run that resumes takes the weights, the optimizer's moments and the step from its checkpoint.
     Its hyperparameters come from its own command. If it has more epochs than the earlier run, its
@@ -136,7 +135,7 @@ class Learner(LightningModule):
         """Return the loss of a batch, and log it."""
         step: int = self.trainer.global_step
         if self._graphed is None or is_measured(self.trainer, step):
-            loss = self._training_loss(*batch)
+            loss = self.loss(*batch, self.label_smoothing)
         else:
             loss = self._graphed(*batch)
         # Each call of `log` costs the host as much as dozens of launches, and a value for the bar
@@ -154,7 +153,6 @@ class Learner(LightningModule):
         """Stop, in every process, before the optimizer uses a loss that is not finite.
 
         On a GPU, only a logged loss is read: the host waits for it anyway.
-        `EarlyStopping(check_finite=True)` would look at the end of an epoch only.
         """
         if self._is_logged or self.device.type == "cpu":
             total = self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")
@@ -248,7 +246,8 @@ class Learner(LightningModule):
     def on_fit_start(self) -> None:
         """Prepare the graphs, which the first step captures."""
         if self.graph:
-            self._graphed = GraphedLoss(self._training_loss, self.net)
+            loss = partial(self.loss, label_smoothing=self.label_smoothing)
+            self._graphed = GraphedLoss(loss, self.net)
 
     def on_fit_end(self) -> None:
         """Free the graphs: the model moves to the host next, and they read its old addresses."""
@@ -284,7 +283,7 @@ class Learner(LightningModule):
             f"validation {self.measure.name} {self.describe(self.scores_by_epoch[-1], 'val')}",
             f"lr {self.trainer.optimizers[0].param_groups[0]['lr']:.2g}",
         ]
-        if total > 0:
+        if done < total:
             each = (time.perf_counter() - self._begun) / (done - self._first)
             words.append(f"{timedelta(seconds=round(each * (total - done)))} left")
         say("  ".join(words))
@@ -300,9 +299,6 @@ class Learner(LightningModule):
         )
         error.step = step
         raise error
-
-    def _training_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.loss(inputs, targets, self.label_smoothing)
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
         inputs, targets = batch
@@ -321,15 +317,8 @@ def _cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0
 class Classifier(Learner):
     """Train `net` to classify images, (N, 3, H, W) -> (N, num_classes); judged by accuracy.
 
-    Args:
-        net: the network.
-        num_classes: classes, at least 2.
-        optimizer: see `Learner`.
-        channels_last: convert the images to channels_last before `net`.
-        **options: see `Learner`.
-
     Raises:
-        ValueError: fewer than two classes; see also `Learner`.
+        ValueError: fewer than two classes.
     """
 
     def __init__(
@@ -337,8 +326,6 @@ class Classifier(Learner):
         net: nn.Module,
         num_classes: int,
         optimizer: Callable[[Iterable[Any]], Optimizer],
-        *,
-        channels_last: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(net, ACCURACY, optimizer, **options)
@@ -347,15 +334,8 @@ class Classifier(Learner):
                 f"{WHO}: the data must have at least two classes; got {num_classes}. An image "
                 "folder has one directory per class."
             )
-        self.channels_last = channels_last
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
-
-    def forward(self, images: Tensor) -> Tensor:
-        """The logits."""
-        if self.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        return self.net(images)
 
     def log_measure(self, stage: str, logits: Tensor, targets: Tensor, loss: Tensor) -> None:
         """Log the accuracy."""

@@ -44,11 +44,6 @@ class Measure:
         return cls(**result["measure"]) if result.get("measure") else ACCURACY
 
     @property
-    def best(self) -> str:
-        """The word for the best of several values."""
-        return "highest" if self.better == "higher" else "lowest"
-
-    @property
     def test_key(self) -> str:
         """The key of the test value in `result.json`."""
         return f"test_{self.name}"
@@ -64,11 +59,6 @@ class Measure:
         return f"{self.items}_per_s"
 
     @property
-    def speed_unit(self) -> str:
-        """The unit of the speed."""
-        return f"{self.items}/s"
-
-    @property
     def scale(self) -> float:
         """The factor from a stored value to a displayed one."""
         return 100.0 if self.unit == "%" else 1.0
@@ -77,11 +67,6 @@ class Measure:
     def difference_unit(self) -> str:
         """The unit of the difference of two displayed values."""
         return "points" if self.unit == "%" else self.unit
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        """The smallest and the largest displayed value that is possible."""
-        return (0.0, 100.0) if self.unit == "%" else (0.0, float("inf"))
 
     def number(self, value: float, sign: str = "") -> str:
         """Format a value or a difference without its unit; `sign="+"` always shows the sign."""

@@ -1,4 +1,4 @@
-"""The experiment's networks, with random weights: those of libraries, and a GPT."""
+"""The experiment's networks, with random weights: from libraries, and a GPT."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision.models import VisionTransformer, get_model, list_models
+from torchvision.models import VisionTransformer, get_model
 
 import normplug
 from normplug._checks import needs
@@ -31,13 +30,7 @@ def resnet(
 
     A `small_stem` is a 3x3 convolution of stride 1 without max-pool, as in He et al. 2015
     (arXiv:1512.03385), section 4.2. None: for images of at most 64 pixels.
-
-    Raises:
-        ValueError: `arch` is not a ResNet.
     """
-    known = list_models(torchvision.models, include=["resne*", "wide_resnet*"])
-    if arch not in known:
-        raise ValueError(f"{WHO}: model.arch must be one of {', '.join(known)}; got {arch!r}.")
     net = get_model(arch, num_classes=num_classes)
     if small_stem or (small_stem is None and image_size <= SMALL_IMAGE):
         conv = nn.Conv2d(3, net.conv1.out_channels, 3, stride=1, padding=1, bias=False)
@@ -85,30 +78,11 @@ def vit(
     return net
 
 
-class Attention(nn.Module):
-    """Causal self-attention, with dropout of its weights and of its outputs."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.dropout = dropout
-        self.queries_keys_values = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, L, width) -> (N, L, width)."""
-        split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
-        query, key, value = split.permute(2, 0, 3, 1, 4)  # each (N, heads, L, width / heads)
-        dropout = self.dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True
-        )
-        out = self.out(mixed.transpose(1, 2).flatten(2))
-        return functional.dropout(out, self.dropout, self.training)
-
-
 class Block(nn.Module):
-    """A pre-norm block: attention, then an MLP, each added to the residual stream."""
+    """A pre-norm block: causal self-attention, then an MLP, each added to the residual stream.
+
+    `dropout` is of the attention's weights, and of what both add.
+    """
 
     def __init__(
         self,
@@ -119,8 +93,11 @@ class Block(nn.Module):
         norm: Callable[[int], nn.Module],
     ) -> None:
         super().__init__()
+        self.heads = heads
+        self.dropout = dropout
         self.norm_1 = norm(width)
-        self.attention = Attention(width, heads, dropout)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.norm_2 = norm(width)
         self.mlp = nn.Sequential(
             nn.Linear(width, mlp_ratio * width),
@@ -132,11 +109,22 @@ class Block(nn.Module):
     @property
     def writers(self) -> tuple[nn.Module, nn.Module]:
         """The layers that write to the residual stream."""
-        return self.attention.out, self.mlp[2]
+        return self.out, self.mlp[2]
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Causal self-attention: (N, L, width) -> (N, L, width)."""
+        split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
+        query, key, value = split.permute(2, 0, 3, 1, 4)  # each (N, heads, L, width / heads)
+        dropout = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
+        out = self.out(mixed.transpose(1, 2).flatten(2))
+        return functional.dropout(out, self.dropout, self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, L, width) -> (N, L, width)."""
-        x = x + self.attention(self.norm_1(x))
+        x = x + self.attend(self.norm_1(x))
         return x + self.mlp(self.norm_2(x))
 
     @contextmanager
@@ -273,14 +261,9 @@ def hf_causal_lm(
 ) -> CausalLM:
     """A causal language model of transformers, from its configuration.
 
-    Args:
-        name: a model type of transformers, e.g. "gpt2" or "llama".
-        vocabulary: number of tokens.
-        block_size: maximum context length, in tokens.
-        width: `hidden_size`; the MLP is 4 times as wide where the configuration has its width.
-        depth: `num_hidden_layers`.
-        heads: `num_attention_heads`, and `num_key_value_heads` where there are such.
-        options: other keys of the model's configuration.
+    `name` is a model type, such as "gpt2" or "llama", and `block_size` the maximum context length.
+    The MLP is 4 times as wide as the residual stream, if the configuration can tell. `options` are
+    other keys of the configuration.
     """
     with needs(f"{WHO}: model=hf_causal_lm", "zoo"):
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,13 +1,10 @@
-"""A run's directory, and how its files are written.
-
-A directory belongs to train.py if its `result.json` is one of a run. Nothing else is moved, and
-nothing is removed.
-"""
+"""A run's directory, and how its files are written. Nothing in it is ever removed."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from normplug._results import replace_file, write_file
 from normplug.experiment.errors import PLACE, WHO, UserError
-from normplug.experiment.measure import BASELINE, METRICS, RESULT, VARIANCE
+from normplug.experiment.measure import METRICS, RESULT, VARIANCE
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
@@ -29,22 +26,23 @@ LAST = Path("checkpoints", "last.ckpt")  # in a run's directory
 PRODUCTS = (METRICS, VARIANCE, "variance.png", "checkpoints", "tensorboard", CONFIG)
 
 
-def is_first_process() -> bool:
-    """Whether this is rank 0 of a distributed run, or the only process."""
-    return getattr(rank_zero_only, "rank", 0) == 0
-
-
 class RunDirectory:
     """The directory of one live run.
 
     The owner locks a file in it. The lock is the operating system's, so a process that is killed
     releases it. The processes of one distributed run share the lock of rank 0.
+
+    Args:
+        path: the directory.
+        cfg: the run's configuration.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cfg: DictConfig) -> None:
         self.path = path
+        self.cfg = cfg
         self.lock = FileLock(str(path / LOCK), timeout=0)
 
+    @rank_zero_only
     def take(self) -> None:
         """Lock the directory until `lock.release()` or the end of the process.
 
@@ -52,8 +50,6 @@ class RunDirectory:
             UserError: a live process owns the directory.
             OSError: the lock file cannot be written.
         """
-        if not is_first_process():
-            return
         try:
             self.lock.acquire()
         except Timeout:
@@ -68,99 +64,89 @@ class RunDirectory:
         """Return the content of `result.json`; {} if there is no such file.
 
         Raises:
-            UserError: the file is damaged, or is not a run's.
+            UserError: the file is damaged.
         """
         path = self.path / RESULT
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(result, dict) and "status" in result:
-                return result
-            why = "it is not the result of a run"
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            why = str(error)
-        raise UserError(
-            f"{WHO}: {path} cannot be read: {why}. Move it away, or choose another directory: "
-            f"{PLACE}."
-        )
+            return json.loads(path.read_bytes()) if path.exists() else {}
+        except ValueError as error:
+            raise UserError(
+                f"{WHO}: {path} cannot be read: {error}. Move it away, or choose another "
+                f"directory: {PLACE}."
+            ) from None
 
-    def finished_result(self, cfg: DictConfig) -> dict[str, Any] | None:
+    def finished_result(self) -> dict[str, Any] | None:
         """Return the result of this same run if it has finished here before, else None.
 
         Raises:
-            UserError: another run has finished here, or the finished run's files are damaged.
+            UserError: another run has finished here.
         """
         result = self.result()
         if result.get("status") != "finished":
             return None
-        if changed := self._changed(cfg):
+        if not self._has_same_config():
             raise UserError(
-                f"{WHO}: {self.path} holds a finished run whose {CONFIG} is another or damaged "
-                f"({', '.join(changed[:5])}). Name this one: study=NAME (a directory of its own) "
-                "or tag=NAME (an arm of its own)."
+                f"{WHO}: {self.path} holds a finished run with another {CONFIG}. Name this one: "
+                "study=NAME (a directory of its own) or tag=NAME (an arm of its own)."
             )
         return result
 
-    def make_room(self, cfg: DictConfig) -> Path | None:
+    def make_room(self) -> Path | None:
         """Return the checkpoint that the run goes on from, or None.
 
         It is the last one of this same run, if that was interrupted or killed here, unless
         `ckpt_path` is another of this directory; else `ckpt_path`. What the run would overwrite is
-        moved to `former/1`, `former/2`, ...: the files of another unfinished run, or the metrics of
-        the run that is continued.
+        moved to `former/1`, `former/2`, ...: the files of another run, or the metrics of the run
+        that is continued.
 
         Raises:
-            UserError: there is no such checkpoint, or the directory has files of these names that
-                no run left there.
+            UserError: there is no such checkpoint.
         """
-        left = [name for name in PRODUCTS if (self.path / name).exists()]
-        status = self.result().get("status")
-        if left and status is None and is_first_process():
-            raise UserError(
-                f"{WHO}: {self.path} has {', '.join(left)}, but no {RESULT} of a run, so they "
-                f"stay as they are. Choose another directory: {PLACE}."
-            )
-        checkpoint, last = self._given(cfg.ckpt_path), self.path / LAST
+        checkpoint, last = self._given(), self.path / LAST
         continues = checkpoint and checkpoint.resolve().parent.parent == self.path.resolve()
-        cut_short = status in ("running", "interrupted") and last.is_file()
-        if not continues and cut_short and not self._changed(cfg):
+        cut_short = self.result().get("status") in ("running", "interrupted") and last.is_file()
+        if not continues and cut_short and self._has_same_config():
             checkpoint = continues = last
-        moves = [name for name in left if name == METRICS or not continues]
-        if moves and is_first_process():
-            numbers = (int(p.name) for p in self.path.glob(f"{FORMER}/*") if p.name.isdecimal())
-            aside = self.path / FORMER / str(1 + max(numbers, default=0))
-            aside.mkdir(parents=True)
-            for name in moves:
-                (self.path / name).replace(aside / name)
-            print(f"set aside: {aside} has the files of an earlier run", file=sys.stderr)
+        self._set_aside([METRICS] if continues else PRODUCTS)
+        self.write(CONFIG, self._config())
         return checkpoint
 
+    @rank_zero_only
+    def _set_aside(self, names: Sequence[str]) -> None:
+        moves = [name for name in names if (self.path / name).exists()]
+        if not moves:
+            return
+        numbers = (int(p.name) for p in self.path.glob(f"{FORMER}/*") if p.name.isdecimal())
+        aside = self.path / FORMER / str(1 + max(numbers, default=0))
+        aside.mkdir(parents=True)
+        for name in moves:
+            (self.path / name).replace(aside / name)
+        print(f"set aside: {aside} has the files of an earlier run", file=sys.stderr)
+
+    @rank_zero_only
     def write(self, name: str, text: str) -> None:
         """Write a file, whole or not at all."""
-        if is_first_process():
-            write_file(self.path / name, text)
+        write_file(self.path / name, text)
 
-    def _changed(self, cfg: DictConfig) -> list[str]:
-        """Return the keys whose values differ in `config.yaml`, or its name if it is damaged.
+    def _config(self) -> str:
+        """The configuration as text, without the checkpoint that a run resumes from.
 
-        Interpolations are compared as they are written, so the output directory does not count. Nor
-        do the checkpoint that a run resumes from, and in the baseline the options of `swap`.
+        Interpolations are as they are written, so the output directory does not count.
         """
-        try:
-            done: Any = OmegaConf.to_container(OmegaConf.load(self.path / CONFIG))
-            asked: Any = OmegaConf.to_container(cfg)
-            keys = {*done, *asked} - {"ckpt_path", "swap" if cfg.mode == BASELINE else "ckpt_path"}
-            return sorted(key for key in keys if done.get(key) != asked.get(key))
-        except Exception:  # from the disk, YAML or OmegaConf
-            return [CONFIG]
+        kept = self.cfg.copy()
+        kept.ckpt_path = None
+        return OmegaConf.to_yaml(kept)
 
-    def _given(self, ckpt_path: str | None) -> Path | None:
+    def _has_same_config(self) -> bool:
+        path = self.path / CONFIG
+        return path.is_file() and path.read_bytes() == self._config().encode()
+
+    def _given(self) -> Path | None:
         """Return the path of the checkpoint; "last" is of the run here, else beside it."""
-        if ckpt_path is None:
+        if self.cfg.ckpt_path is None:
             return None
-        path = Path(ckpt_path)
-        if ckpt_path == "last":
+        path = Path(self.cfg.ckpt_path)
+        if self.cfg.ckpt_path == "last":
             own, beside = self.path / LAST, self.path.parent.glob(f"*/{LAST}")
             found = [own] if own.is_file() else beside
             path = max(found, key=lambda path: path.stat().st_mtime, default=path)
@@ -175,25 +161,20 @@ class RunDirectory:
 def save(content: Any, path: Path) -> None:
     """`torch.save` to a temporary file beside `path`, which is then renamed.
 
-    A kill or a full disk during the write leaves the file that was there.
+    A kill or a full disk during the write leaves the file that was there. Lightning itself would
+    use the system's temporary directory.
     """
-    try:
-        with replace_file(path) as part, part.open("wb") as file:
-            torch.save(content, file)
-    except RuntimeError as error:  # what torch makes of a full disk
-        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    with replace_file(path) as part, part.open("wb") as file:
+        torch.save(content, file)
 
 
 class Checkpoints(TorchCheckpointIO):
-    """Write checkpoints by `save`, and read no code: Lightning may do either in another way."""
+    """Write checkpoints by `save`; of what is read, accept only tensors and plain values."""
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint` to `path`; Lightning itself uses the system's temporary directory."""
-        if "://" in str(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-        else:
-            save(checkpoint, Path(path))
+        """Write `checkpoint` to `path`."""
+        save(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read `path` on the host; only tensors and plain values are accepted."""
+        """Read `path` on the host."""
         return torch.load(path, map_location="cpu", weights_only=True)

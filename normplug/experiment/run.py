@@ -8,7 +8,6 @@ import gc
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -23,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
-from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
@@ -35,8 +34,6 @@ from normplug.experiment.callbacks import (
     StepTimer,
     ask_seldom,
     log,
-    peak_memory_bytes,
-    report,
     say,
     variance_lines,
     variance_loggers,
@@ -47,8 +44,8 @@ from normplug.experiment.errors import WHO, UserError, user_sentence
 from normplug.experiment.graph import refuse_graph
 from normplug.experiment.learner import Diverged, Learner
 from normplug.experiment.measure import BASELINE, REFUSAL, RESULT, Measure
-from normplug.experiment.resume import CONFIG, Checkpoints, RunDirectory
-from normplug.experiment.sweep import is_sweep, named
+from normplug.experiment.resume import Checkpoints, RunDirectory
+from normplug.experiment.sweep import is_sweep
 
 # Warnings that a user of train.py cannot act on.
 QUIET = (
@@ -97,8 +94,7 @@ class Run:
 
     Attributes:
         result: the content of `result.json`; {} before the training begins.
-        labels: the part of it that names the run.
-        settings: the part of it that `normplug.compare --best` needs.
+        labels: the part of it that names the run and that `normplug.compare --best` needs.
         gpu: whether the Trainer will take a GPU.
         fuses: whether the swapped norms are fused: as configured; if that is null, only on a GPU.
         checkpoint: where the run goes on from; None before it begins, and if it begins anew.
@@ -107,7 +103,7 @@ class Run:
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
         self.directory = Path(HydraConfig.get().runtime.output_dir)
-        self.place = RunDirectory(self.directory)
+        self.place = RunDirectory(self.directory, cfg)
         self.result: dict[str, Any] = {}
         self.checkpoint: Path | None = None
         # A key whose interpolation fails is None here: `check` refuses it.
@@ -115,18 +111,15 @@ class Run:
         kinds = ("auto", "gpu", "cuda")
         self.gpu = torch.cuda.is_available() and find("trainer.accelerator") in kinds
         self.fuses = self.gpu if find("fuse") is None else cfg.fuse
-        keys = ("mode", "gamma0", "tag", "swap.autocast_output")
         choices = HydraConfig.get().runtime.choices
         data = str(choices.get("data"))
         rate = find("optimizer.lr")
         path = find({"image_folder": "data.root", "text": "data.path"}.get(data, "none"))
         self.labels: dict[str, Any] = {
-            "arm": arm_name(*map(find, keys)),
+            "arm": arm_name(*map(find, ("mode", "gamma0", "tag"))),
             "seed": find("seed"),
             "model": find("model.name") or choices.get("model"),
             "data": Path(str(path)).name if path else data,
-        }
-        self.settings: dict[str, Any] = {
             "learning_rate": rate if isinstance(rate, (int, float)) else None,
             "overrides": list(HydraConfig.get().overrides.task),
         }
@@ -147,7 +140,7 @@ class Run:
                 f"{WHO}: recompute=true is for fused norms (fuse=true, or null on a GPU) without "
                 "compile=true: the compiler decides by itself what to recompute."
             )
-        former = self.place.finished_result(self.cfg)
+        former = self.place.finished_result()
         (self.directory / REFUSAL).unlink(missing_ok=True)
         if former is None:
             return False
@@ -175,9 +168,7 @@ class Run:
             "enable_checkpointing": any(isinstance(c, Checkpoint) for c in callbacks),
         }
         settings.update({k: value for k, value in auto.items() if settings.get(k) == "auto"})
-        plugins = list(instantiate(settings.get("plugins")) or ())
-        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-            plugins.append(Checkpoints())
+        plugins = [*(instantiate(settings.get("plugins")) or ()), Checkpoints()]
         trainer = instantiate(
             settings, callbacks=[*callbacks, self._timer], logger=loggers, plugins=plugins
         )
@@ -194,17 +185,23 @@ class Run:
         ask_seldom(trainer)
         return trainer
 
-    def begin(self) -> str | None:
+    def begin(self, trainer: Trainer) -> str | None:
         """Record that the run trains now; return the checkpoint that it goes on from.
 
         Raises:
-            UserError: see `RunDirectory.make_room`.
+            UserError: there is no such checkpoint.
         """
-        self.checkpoint = self.place.make_room(self.cfg)
-        self.place.write(CONFIG, OmegaConf.to_yaml(self.cfg))
+        self.checkpoint = self.place.make_room()
         self._write(status="running", process=f"{os.getpid()} on {socket.gethostname()}")
-        say(f"resuming: {self.checkpoint}" if self.checkpoint else f"{self.directory}")
-        return str(self.checkpoint) if self.checkpoint else None
+        values = self.labels | {"config": OmegaConf.to_container(self.cfg, resolve=True)}
+        for logger in trainer.loggers:
+            if not isinstance(logger, CSVLogger):  # config.yaml is beside its files
+                logger.log_hyperparams(values)
+        say(f"{self.directory}")
+        if self.checkpoint is None:
+            return None
+        say(f"{'resuming' if self.cfg.train else 'testing'}: {self.checkpoint}")
+        return str(self.checkpoint)
 
     def finish(self, trainer: Trainer, model: Learner, data: Source) -> None:
         """Write the result, and print a summary."""
@@ -212,15 +209,17 @@ class Run:
         fusions = normplug.fusions(model) if fused_modules(model) else ()
         fused = sum(row.label is not None for row in fusions)
         layers = dict(_convert.normplug_layers(model))
+        step_ms = self._timer.median_ms()
         items = data.items_per_batch * trainer.world_size
-        # In a pre-norm model the inputs' variances are those of the residual stream by depth.
+        # In a pre-norm model, the variances of the residual stream by depth.
         rows = [row for logger in variance_loggers(trainer) for row in logger.last]
         variances = {r.layer: r.input_variance for r in rows if math.isfinite(r.input_variance)}
         self._write(
             **model.result(),
             **data.facts(),
-            **self._timer.summary(items, model.measure.speed_key),
-            peak_memory_bytes=peak_memory_bytes(gpu),
+            **{"step_ms": step_ms, model.measure.speed_key: step_ms and items * 1e3 / step_ms},
+            # On the host, the peak of a process would include the earlier runs of a sweep.
+            peak_memory_bytes=torch.cuda.max_memory_allocated() if gpu else None,
             norms_swapped=len(layers),
             target_variances={path: layer.target_variance for path, layer in layers.items()},
             input_variances=variances,
@@ -233,36 +232,35 @@ class Run:
             status="finished",
             gpus=trainer.world_size * gpu,
         )
-        report(trainer, self.settings, self.result)
         self._say_summary(model, variance_lines(trainer))
 
     def _write(self, *, gpus: int = 0, **values: Any) -> None:
         versions = stamp(gpus > 0, "scikit-learn", gpus=max(gpus, 1))
         where = {key: versions.pop(key) for key in ("date", "commit")}
         where["hardware"] = versions.pop("device")
-        self.result = self.labels | self.settings | self.result | values | where
+        self.result = self.labels | self.result | values | where
         self.result["versions"] = versions
         if self.result["status"] != "running":
             self.result.pop("process", None)
         self.place.write(RESULT, json.dumps(self.result, indent=2) + "\n")
 
     def _say_summary(self, model: Learner, variances: dict[str, str]) -> None:
-        r, measure, timed = self.result, model.measure, "not timed: too few steps"
-        if (speed := r[measure.speed_key]) is not None:
-            timed = f"{speed:,.0f} {measure.speed_unit} (median step {r['step_ms']:.2f} ms)"
-        peak = r["peak_memory_bytes"]
+        r, measure = self.result, model.measure
+        peak, speed, epochs = r["peak_memory_bytes"], r[measure.speed_key], r["epochs"]
         files = (f"{p.name}/" if p.is_dir() else p.name for p in self.directory.glob("[!.]*"))
         titled = {
             **model.headlines(),
-            "trained": f"{r['epochs']} epochs",
-            "speed": timed,
-            "peak memory": "unknown" if peak is None else f"{peak / 2**20:,.0f} MiB",
+            "trained": f"{epochs} epoch{'s' * (epochs != 1)}" if self.cfg.train else "",
+            "speed": "not timed: too few steps",
+            "peak GPU memory": f"{peak / 2**20:,.0f} MiB" if peak else "",
             "norm layers": f"{r['norms_swapped']} swapped, {r['norms_fused']} fused",
             **variances,
             "written to": f"{self.directory}: {', '.join(sorted(files))}",
         }
+        if speed is not None:
+            titled["speed"] = f"{speed:,.0f} {measure.items}/s ({r['step_ms']:.2f} ms a step)"
         say(f"\n{r['model']} on {r['data']}, arm {r['arm']}, seed {r['seed']}: {r['hardware']}")
-        say("\n".join(f"{title:<19}  {text}" for title, text in titled.items()))
+        say("\n".join(f"{title:<19}  {text}" for title, text in titled.items() if text))
 
     def stopped(self, error: BaseException) -> None:
         """Record what stopped the run. A sweep goes on after an error.
@@ -293,8 +291,6 @@ class Run:
             return
         if not sentence:
             raise error
-        if self.directory in named and not self.result:  # this process has made it
-            shutil.rmtree(self.directory, ignore_errors=True)
         print(sentence, file=sys.stderr)
         raise SystemExit(code) from None
 

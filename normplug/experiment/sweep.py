@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +12,15 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig
 
-from normplug.experiment.config import Config
-from normplug.experiment.errors import SEE_HELP, WHO, UserError, unwritable, user_sentence
+from normplug.experiment.errors import user_sentence
 from normplug.experiment.measure import REFUSAL
-from normplug.experiment.resume import is_first_process
 
 # The packed copy of a wheel, or the directory of a checkout.
 PACKED, CHECKOUT = (Path(__file__).with_name("configs"), Path(__file__).parents[2] / "configs")
 CONFIGS = str(PACKED if PACKED.is_dir() else CHECKOUT)
-
-named: set[Path] = set()  # directories that this process has named and made itself
 
 
 def command(application: Callable[[], Any]) -> Callable[[], Any]:
@@ -37,16 +32,14 @@ def command(application: Callable[[], Any]) -> Callable[[], Any]:
 
     @functools.wraps(application)
     def wrapper() -> Any:
-        groups = "|".join(path.name for path in Path(CONFIGS).iterdir() if path.is_dir())
+        groups = {path.name for path in Path(CONFIGS).iterdir() if path.is_dir()}
+        given = [text.partition("=") for text in sys.argv[1:]]
+        if "data=text" in sys.argv and not {"model", "experiment"} & {key for key, *_ in given}:
+            given.append(("model", "=", "gpt_tiny"))
         sys.argv[1:] = [
-            re.sub(r"(?<=[=,])null(?=,|$)", "[]", text)
-            if re.match(rf"(?:{groups})=", text)
-            else text
-            for text in sys.argv[1:]
+            f"{key}=[]" if key in groups and value == "null" else f"{key}{sign}{value}"
+            for key, sign, value in given
         ]
-        chosen = {text.partition("=")[0] for text in sys.argv[1:]}
-        if "data=text" in sys.argv and not {"model", "experiment"} & chosen:
-            sys.argv.append("model=gpt_tiny")
         shows_all = "HYDRA_FULL_ERROR" in os.environ
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
         try:
@@ -55,10 +48,6 @@ def command(application: Callable[[], Any]) -> Callable[[], Any]:
             sentence = user_sentence(error)
             if sentence is None or shows_all:
                 raise
-            if unknown := re.match(r"Could not override '([\w.]+)'", str(error)):
-                near = difflib.get_close_matches(unknown[1], Config.__annotations__, 1, cutoff=0.7)
-                advice = f"Did you mean {near[0]}?" if near else SEE_HELP
-                sentence = f"{WHO}: {unknown[1]} is not a key of the configuration. {advice}"
             print(sentence, file=sys.stderr)
             sys.exit(1)
         finally:
@@ -73,41 +62,16 @@ def is_sweep() -> bool:
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-def new_directory(path: str) -> str:
-    """Make a directory that no other run has, with a number if `path` exists."""
-    number, place = 1, Path(path)
-    while True:
-        try:
-            place.mkdir(parents=True)
-            named.add(place.absolute())
-            return str(place)
-        except FileExistsError:
-            number += 1
-            place = Path(f"{path}_{number}")
-        except OSError as error:
-            raise UserError(unwritable(place.absolute(), error)) from None
-
-
-OmegaConf.register_new_resolver("normplug.new", new_directory, replace=True, use_cache=True)
-
-
 class CompareArms(Callback):
-    """Compare the arms of a sweep when it ends.
+    """Compare the arms of a sweep when it ends."""
 
-    Args:
-        compare: main function of the comparison: command-line arguments -> exit code. The
-            configuration names it, so that training does not import it.
-    """
-
-    def __init__(self, compare: Callable[[list[str]], int]) -> None:
-        self.compare = compare
-
+    @rank_zero_only
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the table; exit with the comparison's code if a run has not finished."""
-        if not is_first_process():
-            return
+        from normplug.experiment.compare import main  # which training need not import
+
         root = Path(config.hydra.sweep.dir)
-        code = self.compare([str(root)])
+        code = main([str(root)])
         for refusal in root.rglob(REFUSAL):  # of this sweep; the results beside them stay valid
             refusal.unlink()
         if code:

@@ -1,15 +1,14 @@
-"""A text, cut into blocks of bytes or characters, and the learner that predicts its next token."""
+"""A text, cut into blocks of bytes, and the learner that predicts the next byte."""
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import math
 import os
 import sysconfig
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,18 +37,18 @@ class Text(Source):
 
     Without a `path`, it is the sources of Python's standard library, without its tests, one after
     another in the order of their paths. Its first `megabytes` are used; None for all of it. A token
-    is a byte or, with `unit="char"`, a character of UTF-8. The vocabulary is the 256 bytes, or the
-    characters that occur in the text. `block_size` is the context length, in tokens.
+    is a byte. `block_size` is the context length, in tokens.
 
     Raises:
-        UserError: the text cannot be read, is not UTF-8 for "char", or is too short.
+        OSError: the text cannot be read.
+        UserError: it is too short.
     """
 
     gives = ("vocabulary", "block_size")
+    vocabulary = 256
     held_out = "the last tenth of the text for the test, the tenth before it for validation"
 
     path: str | None = None
-    unit: Literal["byte", "char"] = "byte"
     block_size: Count = 128
     megabytes: Positive | None = 4.0
 
@@ -57,9 +56,7 @@ class Text(Source):
         super().__post_init__()
         text = _read(self.path, None if self.megabytes is None else round(self.megabytes * 1e6))
         self.sha256 = hashlib.sha256(text).hexdigest()
-        self.tokens, self.vocabulary = torch.tensor(np.frombuffer(text, np.uint8)), 256
-        if self.unit == "char":
-            self.tokens, self.vocabulary = _characters(text)
+        self.tokens = torch.tensor(np.frombuffer(text, np.uint8))
         sizes = [round(share * len(self.tokens)) for share in PARTS.values()]
         if min(sizes) <= self.block_size:
             raise UserError(
@@ -90,11 +87,9 @@ class Text(Source):
         return LanguageModel(net, optimizer, self, **options)
 
     def tokens_per_character(self, part: str | None = None) -> float:
-        """Tokens per character of a part, or of the whole text."""
+        """Tokens per character of UTF-8, in a part or in the whole text."""
         tokens = self.tokens if part is None else self.parts[part]
-        if self.unit == "char":
-            return 1.0
-        # In UTF-8, the bytes 0b10xxxxxx continue a character.
+        # The bytes 0b10xxxxxx continue a character.
         return len(tokens) / max(int(((tokens & 0xC0) != 0x80).sum()), 1)
 
     @property
@@ -117,38 +112,15 @@ def _read(path: str | None, limit: int | None) -> bytes:
             inner[:] = [name for name in inner if name not in LEFT_OUT]
             found += [Path(folder, name) for name in files if name.endswith(".py")]
         return b"".join(file.read_bytes() for file in sorted(found))[:limit]
-    try:
-        with Path(path).expanduser().open("rb") as file:
-            return file.read(limit)
-    except OSError as error:
-        raise UserError(
-            f"{WHO}: path must be a readable file, got {path} ({error.strerror or error}). Check "
-            "data.path; a relative path starts at the working directory."
-        ) from None
-
-
-def _characters(text: bytes) -> tuple[Tensor, int]:
-    """Return the characters as tokens, without a last one that is cut, and their vocabulary."""
-    try:
-        characters = codecs.getincrementaldecoder("utf-8")().decode(text)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{WHO}: unit=char needs a text in UTF-8; byte {error.start} of {len(text)} is not. "
-            "Use data.unit=byte, or convert the text."
-        ) from None
-    index = {character: i for i, character in enumerate(sorted(set(characters)))}
-    return torch.tensor([index[c] for c in characters], dtype=torch.int32), len(index)
+    with Path(path).expanduser().open("rb") as file:
+        return file.read(limit)
 
 
 class LanguageModel(Learner):
     """Train `net`, tokens (N, L), int64 -> logits (N, L, vocabulary), to predict the next token.
 
-    Bits per character are the loss times tokens per character, over ln 2. So a model of bytes can
-    be compared with a model of characters. Their unigram entropy is the loss of a model that knows
-    only how often each token occurs.
-
-    Raises:
-        ValueError: `channels_last`, a memory format of images; see also `Learner`.
+    Bits per character are the loss times tokens per character, over ln 2. The unigram entropy is
+    the loss of a model that knows only how often each token occurs.
     """
 
     def __init__(
@@ -156,14 +128,9 @@ class LanguageModel(Learner):
         net: nn.Module,
         optimizer: Callable[[Iterable[Any]], Optimizer],
         text: Text,
-        *,
-        channels_last: bool = False,
         **options: Any,
     ) -> None:
-        measure = Measure("loss", f"nats/{text.unit}", "lower", "tokens")
-        super().__init__(net, measure, optimizer, **options)
-        if channels_last:
-            raise ValueError(f"{WHO}: channels_last=true is for images. Leave it out.")
+        super().__init__(net, Measure("loss", "nats/byte", "lower", "tokens"), optimizer, **options)
         self.unigram_bits = text.unigram_bits
         self.bits_per_nat = {  # bits per character for each nat per token
             stage: text.tokens_per_character(stage) / math.log(2) for stage in ("val", "test")

@@ -39,7 +39,7 @@ def main(cfg: DictConfig, run: Run) -> None:
 
     optimizer = instantiate(cfg.optimizer, _convert_="all")  # checkpoints have plain lists only
     identity = {
-        **run.labels,
+        **{key: run.labels[key] for key in ("arm", "seed", "model", "data")},
         "optimizer": cfg.optimizer._target_,
         "batch_size": data.batch_size,
         "split": data.held_out,
@@ -54,10 +54,9 @@ def main(cfg: DictConfig, run: Run) -> None:
         label_smoothing=cfg.label_smoothing,
         graph=cfg.graph,
         identity=identity,
-        channels_last=cfg.channels_last,
     )
     trainer = run.trainer()
-    checkpoint = run.begin()
+    checkpoint = run.begin(trainer)
     if cfg.train:
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
         kept = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from normplug.compare import PLOTS, compare
-from normplug.experiment.compare.__main__ import main
+from normplug.experiment.compare import main
 from normplug.experiment.compare.frame import find_runs, label, read_variance
 from normplug.experiment.compare.stats import group_runs
 from normplug.experiment.measure import ACCURACY
@@ -205,7 +205,7 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
     line = next(line for line in printed.splitlines() if line.startswith("| standard"))
     cells = [cell.strip() for cell in line.split("|")[2:-1]]
     assert cells == ["90.00", "90.00", "unfinished", "0.1", "at the end of the range: extend it"]
-    assert "has the highest mean validation accuracy after the last epoch" in printed
+    assert "has the best mean validation accuracy after the last epoch" in printed
     # Without a choice, each rate is an arm.
     comparison = compared()
     arms = set(comparison.table.arm)
@@ -220,7 +220,7 @@ def test_best_rates_of_a_loss_are_the_lowest_and_unreadable_runs_are_refused(tmp
     best = tmp_path / "best.txt"
     assert main([str(tmp_path), "--best", str(best)]) == 0
     assert best.read_text() == "mode=golden optimizer.lr=0.1\n"
-    assert "has the lowest mean validation loss" in capsys.readouterr().out
+    assert "has the best mean validation loss" in capsys.readouterr().out
     best.unlink()
     (tmp_path / "result.json").write_text("{")  # it might have the best rate
     assert main([str(tmp_path), "--best", str(best)]) == 1

@@ -109,13 +109,6 @@ def test_seeds_says_when_there_is_no_pair(other):
     assert not right.axison
 
 
-def test_the_reference_is_named_where_it_is_used():
-    group = a_group(*(a_run(arm, 0, speed=100.0) for arm in ("standard", "golden")))
-    figure = seeds_figure(group, arm_styles([group]))
-    assert figure.get_suptitle().endswith("\nReference: standard")
-    assert " standard" in figure.axes[1].get_xlabel()
-
-
 @pytest.mark.parametrize("accuracies", [(0.0, 0.02), (0.97, 1.0), (1.0, 1.0), (0.0, 1.0)])
 def test_an_axis_of_accuracies_stays_within_0_and_100(accuracies):
     runs = [a_run("golden", seed, value, (0.5, value)) for seed, value in enumerate(accuracies)]

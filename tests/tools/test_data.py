@@ -103,16 +103,8 @@ class TestParts:
                 part.targets.bincount() / 1797, torch.full((10,), share / 10), atol=5e-3, rtol=0
             )
 
-    def test_a_split_takes_its_share_of_every_class_and_not_the_first(self):
-        labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 20)[torch.randperm(100)]
-        kept, held = Fake().hold_out(Part(torch.arange(100), labels), 0.1)
-        assert held.targets.bincount().tolist() == [5, 3, 2]
-        assert sorted(kept.inputs.tolist() + held.inputs.tolist()) == list(range(100))
-        _, held = Fake().hold_out(Part(torch.arange(100), torch.zeros(100).long()), 0.2)
-        assert held.inputs.tolist() != list(range(20))
-
     def test_an_empty_part_is_refused(self):
-        with pytest.raises(ValueError, match=r"both parts of a split .* val_fraction \(it is 0.1"):
+        with pytest.raises(ValueError, match="Use more images of each class"):
             Fake(num_classes=10, num_images=30).setup("fit")
 
     def test_fake_images_show_their_class(self):
@@ -218,12 +210,6 @@ def test_device_decides_where_data_are_kept(monkeypatch, device, runs_on, free, 
     assert inputs.to.called == on_gpu
 
 
-def test_data_that_no_gpu_can_keep_are_refused(tree):
-    for data in (Fake(device="cuda"), folder(tree, device="cuda", memory_gib=0)):
-        with pytest.raises(ValueError, match=r"this one is on cpu.* Use data.device=auto"):
-            data.setup("fit")
-
-
 class TestTrainer:
     def data(self, seed=0):
         return Fake(
@@ -241,14 +227,6 @@ class TestTrainer:
             assert torch.equal(torch.cat(again[epoch]), torch.cat(first[epoch]))
             assert not torch.equal(torch.cat(other[epoch]), torch.cat(first[epoch]))
         assert not torch.equal(torch.cat(first[0]), torch.cat(first[1]))
-
-    def test_each_step_has_its_own_crops(self, monkeypatch):
-        data = Fake(image_size=8, num_images=400, batch_size=64, augment={"pad": 2})
-        image = torch.randint(256, (1, 3, 8, 8), dtype=torch.uint8).expand(400, -1, -1, -1)
-        images = Part(image, torch.arange(400) % 10)
-        monkeypatch.setattr(data, "load", lambda: (images, images))
-        steps = [batch for batches in fit(data).batches.values() for batch in batches]
-        assert not any(torch.equal(a, b) for a, b in itertools.combinations(steps, 2))
 
     def test_validation_is_not_augmented_and_takes_nothing_from_the_stream(self):
         data = self.data()
@@ -299,22 +277,10 @@ class TestImageFolder:
         with patch("normplug.experiment.data.decode", side_effect=AssertionError):
             again, *_ = parts(folder(tree, cache=str(file)))
         assert torch.equal(images.inputs, again.inputs)
-        content = file.read_bytes()
         Image.new("RGB", (SIZE, SIZE)).save(tree / "train/cat/00.png")
-        for found in (content, b"mine"):
-            file.write_bytes(found)
-            with pytest.raises(ValueError, match=r"pets.pt cannot .* Delete it, or name another"):
-                folder(tree, cache=str(file)).setup("fit")
-            assert file.read_bytes() == found
-
-    def test_a_cache_that_cannot_be_written_is_refused(self, tree, tmp_path):
-        for cache, words in [
-            (tmp_path, "Is a directory"),
-            (Path("/proc/x"), "No such file"),
-            (tree / "train/cat/00.png/x", "File exists|Not a directory"),
-        ]:
-            with pytest.raises(ValueError, match=f"data.cache={cache} cannot be used: ({words})"):
-                folder(tree, cache=str(cache)).setup("fit")
+        changed, *_ = parts(folder(tree, cache=str(file)))
+        assert not torch.equal(images.inputs, changed.inputs)
+        assert len(list(file.parent.glob("pets-*.pt"))) == 2
 
     def test_keeps_the_centre_in_its_own_proportions(self, tmp_path):
         image = Image.new("RGB", (24, 8), "black")
@@ -331,18 +297,14 @@ class TestImageFolder:
         assert [len(part) for part in parts(folder(tree))] == [28, 4, 8]
 
     def test_refuses_a_tree_of_another_layout(self, tree):
-        def refuses(words, root=tree):
-            with pytest.raises(UserError, match=r"must hold images in train/<class>/.*" + words):
-                folder(root)
-
-        refuses("Couldn't find any class folder", tree / "train" / "cat")
-        refuses("No such file or directory: '/no'", "/no")
+        with pytest.raises(FileNotFoundError, match="Couldn't find any class folder"):
+            folder(tree / "train" / "cat")
         (tree / "test" / "emu").mkdir()
-        refuses("class 'emu' is only in .*test")
+        with pytest.raises(UserError, match=r"/test has classes that .*/train lacks: \['emu'\]"):
+            folder(tree)
         (tree / "train" / "emu").mkdir()
-        refuses("no valid file for the classes emu")
-        (tree / "train").rename(tree.parent / "elsewhere")
-        refuses("No such file or directory: '.*train'")
+        with pytest.raises(FileNotFoundError, match="no valid file for the classes emu"):
+            folder(tree)
 
     @pytest.mark.parametrize("options", [{"num_workers": 1}, {"memory_gib": 0}])
     def test_names_an_unreadable_image(self, tree, options):
@@ -405,20 +367,13 @@ class TestText:
 
     def test_entropy_and_loss_are_by_character(self, tmp_path):
         text = b"ab" * 50
-        for unit, vocabulary in (("byte", 256), ("char", 2)):
-            data = self.text(tmp_path, text, unit=unit)
-            assert (data.vocabulary, data.unigram_bits) == (vocabulary, 1.0)
+        data = self.text(tmp_path, text)
+        assert (data.vocabulary, data.unigram_bits) == (256, 1.0)
         assert data.facts() == {"text_sha256": hashlib.sha256(text).hexdigest(), "text_tokens": 100}
         data = self.text(tmp_path, ("\u00e9" * 60).encode())  # two bytes, equally often
         assert data.unigram_bits == 2.0
         learner = data.learner(nn.Identity(), None)
         assert learner.describe(1.0, "val").endswith(f"{2 / math.log(2):.3f} bits per character")
-
-    @pytest.mark.parametrize(("size", "count"), [(178, 59), (179, 59), (180, 60), (181, 61)])
-    def test_a_limit_cuts_no_character(self, tmp_path, size, count):
-        text = ("\u20ac" * 60).encode() + b"0123456789"  # three bytes each
-        data = self.text(tmp_path, text, unit="char", megabytes=size / 1e6)
-        assert len(data.tokens) == count
 
     def test_the_library_is_the_same_text_each_time_and_holds_no_tests(self):
         first, again = (Text(megabytes=0.02) for _ in range(2))
@@ -426,10 +381,8 @@ class TestText:
         assert len(first.tokens) == 20_000
 
     def test_what_cannot_be_a_text_is_refused(self, tmp_path):
-        with pytest.raises(UserError, match="path must be a readable file, got no.txt"):
+        with pytest.raises(FileNotFoundError, match="no.txt"):
             Text(path="no.txt")
-        with pytest.raises(UserError, match="unit=char needs a text in UTF-8; byte 1 of 100 is"):
-            self.text(tmp_path, b"a\xff" * 50, unit="char")
         with pytest.raises(UserError, match="longer than block_size=4; the smallest has 4 tokens"):
             self.text(tmp_path, b"a" * 40)
         with pytest.raises(UserError, match="longer than block_size=4; the smallest has 0 tokens"):

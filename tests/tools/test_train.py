@@ -21,7 +21,7 @@ import normplug
 import train
 from forks import forked
 from normplug._ops import recompute
-from normplug.experiment.compare.__main__ import main as compare_arms
+from normplug.experiment.compare import main as compare_arms
 from normplug.experiment.config import BY_DEPTH, arm_name, mode_of
 from normplug.experiment.learner import decay_groups, make_scheduler
 from normplug.experiment.models import GPT, resnet, scale_norm_weights, vit
@@ -99,7 +99,7 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     output = trains(*TINY, "mode=golden", "seed=0", "logger=tensorboard", draws=True)
     (result,) = results(tmp_path)
     assert result.keys() >= {
-        *("test_accuracy", "step_ms", "loader_wait_ms", "hardware", "date", "measure"),
+        *("test_accuracy", "step_ms", "hardware", "date", "measure"),
         *("norms_fused", "recompute", "channels_last", "graph"),
     }
     named = {"arm": "golden", "seed": 0, "model": "vit_tiny", "data": "fake", "status": "finished"}
@@ -108,8 +108,7 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     assert result["input_variances"].keys() == result["target_variances"].keys()
     assert all(variance > 0 for variance in result["input_variances"].values())
     assert len(result["accuracy_by_epoch"]) == 2
-    assert result["images_per_s"] == pytest.approx(16e3 / result["step_ms"], rel=0.5)
-    assert result["peak_memory_bytes"] > 2**20
+    assert result["images_per_s"] == pytest.approx(16e3 / result["step_ms"])
     assert result["versions"]["torch"] == torch.__version__
     assert result["versions"]["normplug"] == normplug.__version__
     directory = next(tmp_path.rglob("result.json")).parent
@@ -117,8 +116,8 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     for name in ("config.yaml", "checkpoints/last.ckpt", *logs):
         assert (directory / name).stat().st_size > 0, name
     events = EventAccumulator(str(next(directory.rglob("events.out.tfevents.*")).parent)).Reload()
-    assert events.Images("variance")
-    assert events.Scalars("hp/test_accuracy")[-1].value == pytest.approx(result["test_accuracy"])
+    assert events.Scalars("test/accuracy")[-1].value == pytest.approx(result["test_accuracy"])
+    assert "arm: golden" in next(directory.rglob("hparams.yaml")).read_text()
     rows = variance_rows(directory)
     assert len({row["layer"] for row in rows}) == 9
     assert all(
@@ -126,7 +125,7 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     )
     accuracy = f"{100 * result['test_accuracy']:.2f} %"
     variances = ("norms' inputs", "farthest from its target", f"all in {directory}/variance.csv")
-    for words in (accuracy, "images/s", "MiB", "9 swapped", "train.log, variance.csv", *variances):
+    for words in (accuracy, "images/s", "9 swapped", "train.log, variance.csv", *variances):
         assert words in output
     line = (
         r"epoch   1 of 2  training loss \d.\d{4}  validation accuracy .* %  lr .*  0:00:\d\d left"
@@ -164,22 +163,12 @@ def test_a_sweep_skips_what_is_done_and_refuses_what_has_changed(sweep, monkeypa
     code, output = again("-m")
     assert code == 0
     assert output.count("skipped: ") == 2
-    code, output = again("swap.exclude=*.ln_1", "-m")  # which changes nothing for the baseline
+    code, output = again("warmup=0.3", "-m")
     assert code == 1
-    assert output.count("skipped: ") == 1
+    assert "skipped: " not in output
     assert "golden, seed 0: failed: normplug.experiment: " in output
-    assert "holds a finished run whose config.yaml is another or damaged (swap)" in output
+    assert "holds a finished run with another config.yaml. Name this one: study=NAME" in output
     assert {path: path.stat().st_mtime_ns for path in times} == times
-
-
-def test_a_sweep_over_the_output_of_autocast_has_an_arm_for_each(trains, tmp_path):
-    options = ["trainer.precision=bf16-mixed", "swap.autocast_output=float32,low", PLAIN]
-    output = trains(*SMALL, "mode=standard", *options, "-m")
-    assert [r["arm"] for r in results(tmp_path)] == ["standard", "standard-autocast_float32"]
-    assert "| standard autocast=float32 |" in output
-    assert "Reference: standard" in output
-    losses, others = (path.read_text() for path in tmp_path.rglob("metrics.csv"))
-    assert losses != others
 
 
 def test_a_run_of_a_sweep_frees_the_model_of_the_former_run(trains, monkeypatch):
@@ -272,7 +261,7 @@ def test_a_sweep_of_language_models_is_compared_by_its_losses(trains, tmp_path):
     bits = golden["test_bits_per_character"]
     assert bits == pytest.approx(golden["test_loss"] / math.log(2), rel=0.01)  # nearly all ASCII
     assert 4 < golden["unigram_bits_per_character"] < 6
-    assert golden["tokens_per_s"] == pytest.approx(16 * 16e3 / golden["step_ms"], rel=0.5)
+    assert golden["tokens_per_s"] == pytest.approx(16 * 16e3 / golden["step_ms"])
     assert (golden["norms_swapped"], golden["norms_fused"]) == (3, 2)
     shown = f"{golden['test_loss']:.4f} nats/byte, {bits:.3f} bits per character"
     for words in (shown, "unigram entropy", "tokens/s", " test loss, nats/byte |"):
@@ -315,21 +304,16 @@ def test_a_scaled_start_is_of_the_layers_that_write_to_the_residual_stream():
         GPT(vocabulary=50, block_size=8, depth=8, width=64, scaled_init=scaled).blocks[0]
         for scaled in (False, True)
     )
-    for path, ratio in {"attention.out": 4, "mlp.2": 4, "mlp.0": 1}.items():
+    for path, ratio in {"out": 4, "mlp.2": 4, "mlp.0": 1}.items():
         stds = [block.get_submodule(path).weight.std().item() for block in (plain, scaled)]
         assert stds[0] / stds[1] == pytest.approx(ratio, rel=0.05)
 
 
-@pytest.mark.parametrize(("more", "epochs"), [([], 1), (["trainer.max_epochs=2"], 2)])
-def test_a_debug_run_takes_five_steps_an_epoch_of_any_model(trains, tmp_path, more, epochs):
-    trains("trainer=debug", "data=fake", "data.image_size=8", "model=vit_tiny", PLAIN, *more)
+def test_a_debug_run_takes_five_steps_an_epoch_of_any_model(trains, tmp_path):
+    debug = ["trainer=debug", "data=fake", "data.image_size=8", "trainer.max_epochs=2"]
+    trains(*debug, "model=vit_tiny", PLAIN)
     (result,) = results(tmp_path)
-    run = next(tmp_path.rglob("result.json")).parent
-    assert (result["epochs"], len(losses(run))) == (epochs, 5 * epochs)
-
-
-def test_fast_dev_run(trains):
-    assert "not timed: too few steps" in trains(*TINY, "trainer.fast_dev_run=true")
+    assert (result["epochs"], len(losses(next(tmp_path.rglob("result.json")).parent))) == (2, 10)
 
 
 BOTH = """
@@ -405,9 +389,6 @@ def test_arms_have_names_that_tell_them_apart():
     assert arm_name("standard", 0.786) == "standard-gamma0_0.786"
     assert arm_name("standard", "inverse_depth") == "standard-gamma0_inverse_depth"
     assert arm_name("golden", tag="lr0.1") == "golden-lr0.1"
-    assert arm_name("golden", autocast_output="low") == "golden"
-    assert arm_name(0.5, tag="a", autocast_output="float32") == "0.5-autocast_float32-a"
-    assert arm_name("baseline", autocast_output="float32") == "baseline"  # nothing is swapped
 
 
 @pytest.mark.parametrize("filters", [{}, {"include": "layer*", "exclude": ["*.bn2"]}])

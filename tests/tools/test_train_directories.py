@@ -3,14 +3,15 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
+from omegaconf import OmegaConf
 
 import training
 from normplug.experiment.compare.frame import find_runs
@@ -62,7 +63,7 @@ def test_a_sweep_leaves_the_arm_of_another_live_sweep_alone(refuses, tmp_path):
     with FileLock(str(arm / LOCK)):
         output = refuses(*SMALL, "mode=golden,baseline", "-m")
     assert f"failed: {arm}: normplug.experiment: {arm} belongs to a run that is still" in output
-    assert 'golden, seed 0: unfinished: its status is "running"' in output
+    assert "golden, seed 0: running: no test accuracy (" in output
     assert contents(arm) == before
     assert result_of(arm.parent.with_name("baseline") / "seed_0")["status"] == "finished"
 
@@ -73,16 +74,16 @@ def test_a_killed_process_frees_its_directory(tmp_path):
         [sys.executable, "-c", HOLD, lock], stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout.readline() == "held\n"
-        place = RunDirectory(tmp_path)
+        place = RunDirectory(tmp_path, OmegaConf.create())
         with pytest.raises(UserError, match="still running"):
             place.take()
         holder.kill()
         holder.wait()
         place.take()
         with pytest.raises(UserError, match="still running"):
-            RunDirectory(tmp_path).take()
+            RunDirectory(tmp_path, OmegaConf.create()).take()
         place.lock.release()
-    RunDirectory(tmp_path).take()
+    RunDirectory(tmp_path, OmegaConf.create()).take()
 
 
 def test_what_a_dead_run_left_is_kept_and_found_again(trains, tmp_path):
@@ -109,26 +110,6 @@ def test_what_a_dead_run_left_is_kept_and_found_again(trains, tmp_path):
     assert result_of(run)["status"] == "finished"
 
 
-def test_a_folder_of_the_users_own_keeps_what_it_has(trains, refuses, tmp_path):
-    mine = {"checkpoints/best.ckpt": "weights", "former/a": "b", "metrics.csv": "c", "x.txt": "d"}
-    own = tmp_path / "own"
-    for name, text in mine.items():
-        (own / name).parent.mkdir(parents=True, exist_ok=True)
-        (own / name).write_text(text)
-    output = refuses(*SMALL, f"hydra.run.dir={own}")
-    assert (
-        f"{own} has metrics.csv, checkpoints, but no result.json of a run, so they stay" in output
-    )
-    assert contents(own) == {name: text.encode() for name, text in mine.items()}
-    (tmp_path / "empty").mkdir()
-    refuses(*SMALL, "data.batch_size=0", f"hydra.run.dir={tmp_path}/empty")
-    assert (tmp_path / "empty").is_dir()
-    (own / "metrics.csv").unlink()
-    (own / "checkpoints").rename(own / "weights")
-    trains(*SMALL, f"hydra.run.dir={own}")
-    assert (own / "former/a").read_text() == "b"
-
-
 def test_runs_can_be_moved(trains, tmp_path):
     one = [*SMALL, "mode=golden", "trainer.max_epochs=2", "-m"]
     trains(*one)
@@ -149,31 +130,6 @@ def test_a_run_that_resumes_keeps_the_files_that_it_continues(trains, tmp_path):
     assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
 
 
-def test_a_refused_run_leaves_no_directory(refuses, tmp_path):
-    sentence = "normplug.experiment: data.batch_size should be greater than or equal to 1; got 0.\n"
-    assert refuses(*SMALL, "data.batch_size=0") == sentence
-    assert not list((tmp_path / "logs/runs").iterdir())
-
-
-def test_default_directories_are_short_and_new_and_leave_logs_by_no_way(
-    trains, refuses, tmp_path, monkeypatch
-):
-    class Noon(datetime):
-        @classmethod
-        def now(cls, *_):
-            return cls(2026, 11, 24, 23, 20, 52)
-
-    monkeypatch.setattr("hydra.core.utils.datetime", Noon)  # two runs of one second
-    for _ in range(2):
-        trains(*training.SMALL, "callbacks=null", "optimizer.lr=0.01")
-    name = "2026-11-24_23-20-52_vit_tiny_golden_seed_0"
-    names = sorted(path.name for path in (tmp_path / "logs/runs").iterdir())
-    assert names == [name, f"{name}_2"]
-    refuses(*SMALL, "tag=../../x", "mode=..", "+swap.foo='a/b=c'")
-    refuses(*SMALL, "study=../../y", "seed=/../../../z", "-m")
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
-
-
 def test_a_mistaken_arm_fails_and_the_others_are_trained_and_compared(refuses, tmp_path):
     output = refuses(*SMALL, "mode=gold,golden", "seed=x,0", "-m")
     lines = [line for line in output.splitlines() if line.startswith("failed: ")]
@@ -187,70 +143,44 @@ def test_a_mistaken_arm_fails_and_the_others_are_trained_and_compared(refuses, t
     assert result_of(root / "golden/seed_0")["status"] == "finished"
 
 
-def test_damaged_results_are_failed_arms_of_a_sweep_and_stay(refuses, tmp_path):
-    bad = [
-        (b"[1, 2]", "it is not the result of a run"),
-        (b'{"arm": "\xff"}', "'utf-8' codec can't decode"),
-        (b'{"arm": ', "Expecting value"),
-    ]
-    paths = [tmp_path / GOLDEN.with_name(f"seed_{seed}") / "result.json" for seed in range(3)]
-    for path, (content, _) in zip(paths, bad, strict=True):
-        path.parent.mkdir(parents=True)
-        path.write_bytes(content)
-    output = refuses(*SMALL, "seed=0,1,2,3", "-m")
-    lines = [line for line in output.splitlines() if line.startswith("failed: ")]
-    for path, (content, why), line in zip(paths, bad, lines, strict=True):
-        assert f"{path} cannot be read: {why}" in line
-        assert "Move it away, or choose another directory" in line
-        assert f"{path.relative_to(tmp_path / GOLDEN.parents[3])}: " in output
-        assert path.read_bytes() == content
-    assert "1 of 1" in output  # seed 3
+def test_files_that_no_run_left_are_set_aside_too(trains, tmp_path):
+    mine = {"checkpoints/best.ckpt": "weights", "metrics.csv": "c", "x.txt": "d"}
+    for name, text in mine.items():
+        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "own" / name).write_text(text)
+    trains(*SMALL, f"hydra.run.dir={tmp_path}/own")
+    aside = tmp_path / "own" / FORMER / "1"
+    assert (aside / "checkpoints/best.ckpt").read_text() == "weights"
+    assert (aside / "metrics.csv").read_text() == "c"
+    assert (tmp_path / "own/x.txt").read_text() == "d"
 
 
-def test_a_finished_result_of_another_configuration_is_a_failed_arm_and_stays(
-    trains, refuses, tmp_path
-):
+def test_names_of_directories_leave_logs_by_no_way(trains, refuses, tmp_path):
+    trains(*training.SMALL, "callbacks=null")
+    (run,) = (tmp_path / "logs/runs").iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_vit_tiny_golden_seed_0", run.name)
+    refuses(*SMALL, "tag=../../x", "mode=..", "+swap.foo='a/b=c'")
+    refuses(*SMALL, "study=../../y", "seed=/../../../z", "-m")
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
+def test_a_finished_or_damaged_result_is_a_failed_arm_and_stays(trains, refuses, tmp_path):
     arm = tmp_path / GOLDEN
-    again = [*SMALL, f"hydra.run.dir={arm}"]
-    trains(*again)
-    config = (arm / "config.yaml").read_bytes()
+    trains(*SMALL, f"hydra.run.dir={arm}")
     result = (arm / "result.json").read_bytes()
-    for broken in (b"\xff", b"[1]", b"{", config.replace(b"warmup: 0.1", b"warmup: 0.2")):
-        (arm / "config.yaml").write_bytes(broken)
-        output = refuses(*again)
-        assert f"normplug.experiment: {arm} holds a finished run whose config.yaml is" in output
-        assert "Name this one: study=NAME" in output
-    (arm / "config.yaml").unlink()
-    output = refuses(*SMALL, "mode=golden,baseline", "-m")
-    (line,) = [line for line in output.splitlines() if line.startswith("failed: ")]
-    assert "holds a finished run whose config.yaml is another or damaged (config.yaml)" in line
+    damaged = arm.with_name("seed_1") / "result.json"
+    damaged.parent.mkdir()
+    damaged.write_bytes(b'{"arm": ')
+    output = refuses(*SMALL, "warmup=0.2", "mode=golden,baseline", "seed=0,1", "-m")
+    one, other = [line for line in output.splitlines() if line.startswith("failed: ")]
+    assert f"{arm} holds a finished run with another config.yaml. Name this one: study=NAME" in one
+    assert f"{damaged} cannot be read: Expecting value" in other
     assert "golden, seed 0: failed: normplug.experiment: " in output
     assert "| baseline |" in output
     assert (arm / "result.json").read_bytes() == result
-    runs, unreadable = find_runs([tmp_path])
-    assert list(runs.status) == ["finished", "finished"]  # no refusal is left
-    assert not unreadable
-    (arm / "config.yaml").write_bytes(config)
-    assert "skipped: " in trains(*again)
-
-
-@pytest.mark.parametrize("failing", ["config.yaml", "result.json"])
-def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
-    refuses, tmp_path, monkeypatch, failing
-):
-    real = Path.write_bytes
-
-    def write_bytes(path, content):
-        if failing in path.name:
-            real(path, content[:10])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return real(path, content)
-
-    monkeypatch.setattr(Path, "write_bytes", write_bytes)
-    run = tmp_path / "run"
-    output = refuses(*SMALL, f"hydra.run.dir={run}")
-    assert f"{failing} cannot be written: No space left on device. Free up space or" in output
-    assert contents(run).keys() <= {"config.yaml"}
+    assert damaged.read_bytes() == b'{"arm": '
+    assert list(find_runs([arm])[0].status) == ["finished"]  # no refusal is left
+    assert "skipped: " in trains(*SMALL, f"hydra.run.dir={arm}")
 
 
 @pytest.mark.parametrize("single", [True, False])

@@ -29,13 +29,9 @@ def test_what_is_no_checkpoint_is_refused_before_anything_starts(refuses, sweep,
     ("change", "words"),
     [
         ("text", "UnpicklingError: Weights only load failed). Give a whole"),
-        ("half", "PytorchStreamReader failed"),
         ("weights", "KeyError"),
-        ("content['epoch'] = 'x'", "TypeError"),
-        ("content['loops'] = [1]", "TypeError"),
-        ("del content['optimizer_states']", "KeyError: 'optimizer_states'"),
         ("content['optimizer_states'] = []", "ValueError: it lacks the optimizer"),
-        ("content['optimizer_states'][0]['state'] = 5", "Error"),
+        ("content['loops'] = [1]", "TypeError"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_restored_is_one_sentence(
@@ -45,8 +41,6 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_sentence(
     content = torch.load(sweep.golden / LAST, weights_only=True)
     if change == "text":
         path.write_text("not a checkpoint")
-    elif change == "half":
-        path.write_bytes((sweep.golden / LAST).read_bytes()[:-1000])
     elif change == "weights":
         torch.save(content["state_dict"], path)
     else:
@@ -64,14 +58,11 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_sentence(
     ("options", "sentence"),
     [
         ([*SWEEP, "mode=0.5"], f"{HAS} arm 'golden', this run has '0.5'"),
-        ([*SWEEP, "tag=other"], f"{HAS} arm 'golden', this run has 'golden-other'"),
         ([*SWEEP, "seed=1"], f"{HAS} seed 0, this run has 1"),
         ([*SWEEP, "optimizer=sgd"], f"{HAS} optimizer 'torch.optim.AdamW', this run has"),
-        ([*SWEEP, "model.depth=3"], "Unexpected key(s) in state_dict: "),
         ([*SWEEP, "model.hidden_dim=32"], "size mismatch for net.class_token"),
         ([*SWEEP, "data.batch_size=6"], f"{HAS} batch_size 13, this run has 6"),
         (["model=vit_tiny", "data=digits"], f"{HAS} data 'fake', this run has 'digits'"),
-        (["experiment=smoke"], f"{HAS} model 'vit_tiny', this run has 'resnet18'"),
     ],
 )
 def test_another_runs_checkpoint_is_refused(refuses, sweep, tmp_path, options, sentence):

@@ -9,7 +9,6 @@ import torch
 
 import train
 from forks import forked
-from normplug.experiment import resume
 from normplug.experiment.learner import Classifier
 from normplug.experiment.resume import LAST
 from training import GOLDEN, PLAIN, SMALL, SWEEP, one_thread, result_of, run_in, variance_rows
@@ -189,20 +188,5 @@ def test_the_last_checkpoint_is_found_tested_and_the_best_one_kept(trains, tmp_p
     trained = result_of(tmp_path / "runs/one")
     tested = ["train=false", "ckpt_path=last", f"hydra.run.dir={tmp_path}/runs/two"]
     output = trains(*SMALL, "trainer.max_epochs=2", PLAIN, *tested)
-    assert f"resuming: {tmp_path}/runs/one/{LAST}" in output
+    assert f"testing: {tmp_path}/runs/one/{LAST}" in output
     assert result_of(tmp_path / "runs/two")["accuracy_by_epoch"] == trained["accuracy_by_epoch"]
-
-
-def test_a_kill_while_a_checkpoint_is_written_leaves_the_former_one(tmp_path, monkeypatch):
-    io = resume.Checkpoints()
-    path = tmp_path / "checkpoints/last.ckpt"
-    io.save_checkpoint({"a": torch.ones(3)}, path)
-
-    def half(content, file):
-        file.write(b"half a file")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(KeyboardInterrupt):
-        io.save_checkpoint({"a": torch.zeros(3)}, path)
-    assert torch.equal(torch.load(path, weights_only=True)["a"], torch.ones(3))

@@ -81,9 +81,9 @@ WRONG = [
     ("seed, data.seed", "greater than or equal to 0", "-1"),
     ("seed, data.seed", "less than 4294967296", "4294967296"),
     ("seed", "a valid integer", "true null 1.5 'x'"),
-    ("gamma0", "greater than 0 or ", "-1"),
-    ("gamma0", "a finite number or ", "inf"),
-    ("gamma0", "a valid number or 'inverse_depth'", "true 'golden'"),
+    ("gamma0", "greater than 0", "-1"),
+    ("gamma0", "a finite number", "inf"),
+    ("gamma0", "a valid number", "true 'golden'"),
     ("compile, graph, recompute, channels_last, train", "a valid boolean", "'maybe' null"),
     ("data.augment.flip", "a valid boolean", "'maybe' null"),
     ("fuse", "a valid boolean", "1 'maybe'"),
@@ -104,22 +104,16 @@ WRONG = [
     ("model.dropout", "less than 1", "1"),
     ("model=gpt_tiny data.block_size", "greater than or equal to 1", "0"),
     ("model=gpt_tiny data.megabytes", "greater than 0", "0 -1"),
-    ("data.augment.pad, trainer.log_every_n_steps", "greater than or equal to 0", "-1"),
+    ("data.augment.pad", "greater than or equal to 0", "-1"),
     (f"{FOLDER} data.memory_gib, {FOLDER} data.num_workers", "greater than or equal to 0", "-1"),
     ("optimizer.lr", "greater than 0", "0"),
     ("optimizer.lr", "less than or equal to 10000000000", "1e+300"),
-    ("model.patch_size, +trainer.accumulate_grad_batches", "greater than or equal to 1", "0"),
-    ("+trainer.limit_train_batches, +trainer.limit_test_batches", "greater than 0", "0"),
-    ("trainer.gradient_clip_val", "greater than or equal to 0", "-1"),
     ("swap", "a valid dictionary", "null"),
     ("data.augment", "a valid dictionary", "5"),
     ("data=fake data.image_size", "a valid integer", "null 1.5"),
     (f"{FOLDER} data.root", "a valid string", "5"),
-    ("trainer.max_epochs", "greater than or equal to 1", "0 -1"),
-    ("trainer.max_epochs", "a valid integer", "1.5 'x'"),
     ("model=gpt_tiny model.norm", "'layer' or 'rms'", "'batch'"),
     ("data.device", "'auto', 'cpu' or 'cuda'", "'gpu'"),
-    ("model=gpt_tiny data.unit", "'byte' or 'char'", "'word'"),
 ]
 MISTAKES = {
     line: (f"{key} should be {kind}", f"; got {value}.")
@@ -131,7 +125,6 @@ MISTAKES |= {
     for group in ("data", "model", "optimizer")
 }
 MISTAKES |= {
-    "trainer=null": "the configuration: field required: trainer._target_.",
     "+foo=1": "the configuration: extra inputs are not permitted: foo. `python train.py --help`",
     "~warmup": "the configuration: field required: warmup.",
     "warmup=???": "Missing mandatory value: warmup",
@@ -154,7 +147,7 @@ MISTAKES |= {
     "optimizer=adamw optimizer.betas=[2,2]": "optimizer cannot be built: Invalid bet",
     "optimizer=adamw optimizer.betas=3": "optimizer cannot be built: ",
     "+optimizer.foo=1": "optimizer cannot be built: SGD.__init__() got an unexpected",
-    "+callbacks.foo=1": "callbacks should be a valid dictionary",
+    "+callbacks.foo=1": "callbacks.foo should be a valid dictionary",
     "train=false": "train=false only tests a checkpoint. Set ckpt_path=FILE.",
 }
 
@@ -240,8 +233,8 @@ def test_each_run_of_the_study_can_run(checked, line):
         ("trainer.accelerator=foo", "trainer cannot be built: You selected an invalid accelerator"),
         ("trainer.fast_dev_run=-1", "fast_dev_run=-1 is not a valid configuration"),
         ("model.heads=3", "embed_dim must be divisible by num_heads. Change the keys of model ("),
-        ("model=resnet18 model.arch=vit_b_16", "model.arch must be one of resnet101"),
-        ("data.num_images=5", "both parts of a split need an image"),
+        ("model=resnet18 model.arch=resnet99", "model cannot be built: Unknown model resnet99"),
+        ("data.num_images=5", "Use more images of each class."),
         ("callbacks.variance.every_n_steps=0", "every_n_steps must be at least 1; got 0"),
         ("+callbacks.checkpoint.save_top_k=-5", "callbacks.checkpoint cannot be built: Invalid"),
         ("model.dept=2", "model.dept is not a key of the configuration. `python train.py --help`"),
@@ -252,7 +245,6 @@ def test_each_run_of_the_study_can_run(checked, line):
         ("trainer.precision=foo", "trainer cannot be built: Precision 'foo' is invalid."),
         ("+callbacks.variance.foo=1", "callbacks.variance cannot be built: "),
         ("+logger.csv.foo=1", "logger.csv cannot be built: "),
-        ("mod=golden", "mod is not a key of the configuration. Did you mean mode?"),
         ("mode=true", "Or mode=baseline, which swaps nothing."),
         ("mode=-1", "got -1. Or mode=baseline"),
         ("swap.autocast_output=half", "autocast_output must be one of"),
@@ -286,7 +278,7 @@ def test_an_image_folder_without_two_classes_is_refused(refuses, tmp_path):
     Image.new("L", (8, 8)).save(tmp_path / "photos/train/cat/a.png")
     for line, sentence in [
         ("", "Missing mandatory value: root (data.root). "),
-        ("data.root=/no data.image_size=8", "data.root=/no must hold images in train/<class>/"),
+        ("data.root=/no data.image_size=8", "data cannot be built: [Errno 2] No such file or"),
         ("data.root=photos data.image_size=8", "the data must have at least two classes; got 1"),
     ]:
         output = refuses("data=image_folder", *line.split())

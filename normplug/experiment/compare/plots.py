@@ -98,7 +98,7 @@ def curves_figure(group: Group, styles: Styles) -> Figure:
             axes.fill_between(curves.columns, *ends, color=styles[arm]["color"], alpha=0.15, lw=0)
         middles = {arm: scale * curves.median() for arm, curves in shown.items()}
         _draw_lines(axes, group, styles, "curve", middles)
-        axes.set_ylim(*np.clip(axes.get_ylim(), *measure.limits))
+        axes.set_ylim(*np.clip(axes.get_ylim(), 0, 100 if measure.unit == "%" else None))
         axes.set_title(name, loc="left", fontsize="medium")
         axes.set(xlabel="epoch", ylabel=f"validation {measure.name} ({measure.unit})")
     _add_legend(figure)
@@ -120,7 +120,7 @@ def seeds_figure(group: Group, styles: Styles) -> Figure:
     left.set_yticks(range(len(names)), names)
     left.set_ylim(len(names) - 0.5, -0.5)
     _draw_dots(left, group, styles, measure.scale * group.wide("test_score"))
-    left.set_xlim(*np.clip(left.get_xlim(), *measure.limits))
+    left.set_xlim(*np.clip(left.get_xlim(), 0, 100 if measure.unit == "%" else None))
     left.set_xlabel(f"test {measure.name} ({measure.unit})")
     _draw_dots(right, group, styles, measure.scale * paired)
     if not right.lines:

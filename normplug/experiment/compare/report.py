@@ -108,7 +108,7 @@ def _costs(group: Group) -> str:
     cells = {
         "arm": rows.arm.map(label),
         "speed ratio": [speed_text(row) for row in rows.to_dict("records")],
-        group.measure.speed_unit: rows.items_per_s_median.map(_rounded, na_action="ignore"),
+        f"{group.measure.items}/s": rows.items_per_s_median.map(_rounded, na_action="ignore"),
         "step, ms": rows.step_ms_median.map("{:.2f}".format, na_action="ignore"),
         "peak, MiB": rows.peak_memory_mib_median.map(_rounded, na_action="ignore"),
         "norms swapped": rows.norms_swapped.str.replace(" ", ", "),
@@ -222,7 +222,7 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
         columns = [f"{rate:g}" for rate in sorted(set(found.learning_rate))]
         cells = pd.DataFrame(rows, columns=["arm", *columns, "best", "remark"])
         tables.append(
-            f"## {model} on {data}\n\n{_table(cells)}\nThe best rate has the {measure.best} mean "
+            f"## {model} on {data}\n\n{_table(cells)}\nThe best rate has the best mean "
             f"validation {measure.name} after the last epoch, over all seeds of the arm.\n"
         )
     return "\n".join(tables), chosen

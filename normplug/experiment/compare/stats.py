@@ -53,10 +53,8 @@ class Group:
         references: the arms to compare with, by preference.
 
     Attributes:
-        arms: all arms: `ARM_ORDER` first, then by name.
         seeds: every seed that any arm has, and so every seed that each arm should have.
         finished: the finished runs; no other run is averaged.
-        measure: what the runs are judged by; only a finished run is sure to record it.
         reference: the first of `references` with a finished run, or None.
         graphs: for each arm with finished runs, whether they replayed CUDA graphs.
     """
@@ -76,10 +74,9 @@ class Group:
 
     @cached_property
     def speed_references(self) -> dict[str, str | None]:
-        """Arm -> the arm to compare its speed with: graphs with graphs, if possible.
+        """Arm -> the arm to compare its speed with: graphs with graphs.
 
-        Of the reference and its variants (`<reference>-...`), it is the one with the shortest name
-        that uses CUDA graphs if the arm does; the reference itself if there is none.
+        It is the reference or, if need be, the variant (`<reference>-...`) with the shortest name.
         """
         family = [arm for arm in self.graphs.index if f"{arm}-".startswith(f"{self.reference}-")]
         same = {
