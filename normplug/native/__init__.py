@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import Popen
 from types import MappingProxyType, ModuleType
@@ -66,10 +66,21 @@ _paused = 0  # how many `python_way` contexts are open
 _extension: ModuleType | None = None  # `_loaded`, or None while paused
 _status = _NOT_STARTED
 _started = False
+_lock = threading.Lock()  # one thread starts
 _kernels: Mapping[str, int] = MappingProxyType({})  # see `Status`
 _groups: list[str] = []  # see `Status`
 # From a Python plan to its C++ counterpart.
 _plans: dict[Any, Any] = {}
+
+
+def _unlock() -> None:
+    """Replace the lock in a child process: a thread that holds it has no copy there."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 def status() -> Status:
@@ -90,7 +101,7 @@ def build() -> Path:
         library = building.library()
         try:
             building.load(library)
-        except (FileNotFoundError, ImportError):
+        except (FileNotFoundError, NotADirectoryError, ImportError):
             building.compile_now(library)
             building.load(library)
     except (ImportError, OSError, RuntimeError) as error:
@@ -118,13 +129,12 @@ def _pause(change: int) -> None:
 def start() -> None:
     """Load the host path, or start compiling it. Called wherever a kernel may be needed."""
     global _started
-    if not _started:
-        _started = True
-        try:
-            _start()
-        except BaseException:
-            _started = False  # the next call tries again
-            raise
+    if _started:
+        return
+    with _lock:
+        if not _started:
+            _start()  # if it raises, the next call tries again
+            _started = True
 
 
 def _start() -> None:
@@ -145,7 +155,7 @@ def _start() -> None:
 def _start_in_background() -> None:
     try:
         library = building.library()
-        if library.exists():
+        with suppress(FileNotFoundError, NotADirectoryError, building.Damaged):
             _load(library)
             return
         process = building.compile_in_background(library)

@@ -17,6 +17,7 @@ from normplug.native import __main__, building
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux only")
 
 SCRIPT = """#!/bin/sh
+if [ "$1" = --version ]; then echo {version}; exit; fi
 echo called >> {calls}
 while [ "$1" != -o ]; do shift; done
 out=$2
@@ -24,6 +25,7 @@ out=$2
 """
 WRITE = 'echo compiled > "$out"'
 FAIL = "echo some.cpp:1; echo 'some.cpp:2: error: no luck'; exit 1"
+HANG = "sleep 60"
 A_DAY = 25 * 3600
 
 
@@ -34,11 +36,12 @@ class Compiler:
         self.path, self.calls = folder / "compiler", folder / "calls"
         self.does(WRITE)
 
-    def does(self, what):
+    def does(self, what, version="1.0"):
         new = self.path.with_suffix(".new")
-        new.write_text(SCRIPT.format(calls=self.calls, does=what))
+        new.write_text(SCRIPT.format(version=version, calls=self.calls, does=what))
         new.chmod(0o755)
         new.replace(self.path)  # a running script cannot be overwritten
+        building.library.cache_clear()
 
     def count(self):
         return len(self.calls.read_text().splitlines()) if self.calls.exists() else 0
@@ -64,6 +67,7 @@ def compiler(monkeypatch, tmp_path, folder):
 def restart(monkeypatch):
     """Reset the state to that of a new process."""
     fresh = {"_started": False, "_status": native._NOT_STARTED, "_loaded": None, "_extension": None}
+    monkeypatch.setattr(building, "_loaded", {})
     for name, value in fresh.items():
         monkeypatch.setattr(native, name, value)
     building.library.cache_clear()
@@ -79,6 +83,11 @@ def loads(monkeypatch):
         return Mock()
 
     monkeypatch.setattr(building, "_import", load)
+
+
+def compiled(library):
+    """What the compiler has written to a library, without the digest after it."""
+    return library.read_bytes()[: -building._DIGEST].decode()
 
 
 def start():
@@ -150,6 +159,11 @@ def test_a_compiler_that_fails_is_not_tried_again_for_a_day(compiler, monkeypatc
     assert [*folder.iterdir()] == [note]
 
 
+def test_a_compiler_that_cannot_print_its_version_is_reported(compiler):
+    compiler.path.write_text("#!/bin/sh\nexit 3")
+    assert f"{compiler.path} does not run" in start().why
+
+
 def test_a_folder_that_cannot_be_created_is_reported(compiler, monkeypatch, tmp_path, caplog):
     file = tmp_path / "file"
     file.touch()
@@ -177,7 +191,7 @@ def test_the_compilers_error_is_reported(does, why, compiler, monkeypatch, folde
 
 
 def test_a_killed_compiler_leaves_nothing_harmful(compiler, loads, monkeypatch, folder):
-    compiler.does(f'echo half > "$out"; touch {folder}/half; sleep 60')
+    compiler.does(f'echo half > "$out"; touch {folder}/half; {HANG}')
     library = building.library()
     process = building.compile_in_background(library)
     while not (folder / "half").exists():
@@ -185,9 +199,28 @@ def test_a_killed_compiler_leaves_nothing_harmful(compiler, loads, monkeypatch, 
     os.killpg(process.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="the compiler was stopped"):
         building.finish(process, library)
+    left = [*folder.glob("*.part")]
+    assert left
     assert not library.exists()
+    # The next process tries again. Later, old leftovers are removed.
     compiler.does(WRITE)
-    assert start().way == "C++"  # the next process tries again
+    assert start().way == "C++"
+    assert {*folder.glob("*.part")} == {*left}
+    for part in left:
+        os.utime(part, times=(time.time() - A_DAY,) * 2)
+    building.compile_now(library)
+    assert not [*folder.glob("*.part")]
+
+
+def test_a_compiler_that_hangs_is_stopped(compiler, monkeypatch):
+    compiler.does(HANG)
+    monkeypatch.setattr(building, "_TIMEOUT", 0.3)
+    began = time.monotonic()
+    assert "it took more than 0 seconds" in start().why
+    assert time.monotonic() - began < 30
+    restart(monkeypatch)
+    assert "tries again" in start().why
+    assert compiler.count() == 1
 
 
 def test_two_processes_may_build_at_once(compiler, folder):
@@ -197,7 +230,7 @@ def test_two_processes_may_build_at_once(compiler, folder):
     for process in processes:
         building.finish(process, library)
     assert compiler.count() == 2
-    assert library.read_text() == "halfwhole"
+    assert compiled(library) == "halfwhole"
     assert [*folder.iterdir()] == [library]
 
 
@@ -208,7 +241,7 @@ def test_one_of_two_processes_may_fail(compiler):
     compiler.does(WRITE)
     building.compile_now(library)
     building.finish(failing, library)
-    assert library.read_text() == "compiled\n"
+    assert compiled(library) == "compiled\n"
 
 
 # What is compiled, and where.
@@ -225,7 +258,12 @@ def test_another_torch_or_python_means_another_file(name, compiler, monkeypatch)
     assert building.library() != before
 
 
-def test_another_source_means_another_file(compiler, monkeypatch, tmp_path):
+def test_another_compiler_or_source_means_another_file(compiler, monkeypatch, tmp_path):
+    before = building.library()
+    building.library.cache_clear()
+    assert building.library() == before
+    compiler.does(WRITE, version="1.1")
+    assert building.library() != before
     source = tmp_path / "host_path.cpp"
     source.write_text("int one;")
     monkeypatch.setattr(building, "SOURCE", source)
@@ -252,9 +290,44 @@ def test_the_environment_sets_where_the_library_lies(compiler, monkeypatch, fold
         monkeypatch.delenv(name)
 
 
+@pytest.mark.parametrize("damage", ["cut short", "empty", "changed", "without a digest"])
+@pytest.mark.parametrize("way", ["auto", "1", "command"])
+def test_a_damaged_library_is_compiled_again_and_never_loaded(
+    damage, way, compiler, loads, monkeypatch, capsys
+):
+    library = start().library
+    whole = library.read_bytes()
+    damaged = {"cut short": whole[:-1], "empty": b"", "changed": b"C" + whole[1:]}
+    library.write_bytes(damaged.get(damage, whole[: -building._DIGEST]))
+    restart(monkeypatch)
+    if way == "command":
+        assert __main__.main(["status"]) == 1
+        assert "cut short or changed" in capsys.readouterr().err
+        assert __main__.main(["build"]) == 0
+    else:
+        monkeypatch.setenv("NORMPLUG_NATIVE", way)
+        assert start().way == "C++"
+    assert library.read_bytes() == whole
+    assert compiler.count() == 2
+
+
+def test_the_file_that_was_checked_is_loaded(compiler, monkeypatch):
+    library = building.library()
+    building.compile_now(library)
+    whole = library.read_bytes()
+
+    def load(path):
+        library.unlink()  # between the check and the load, another file takes its place
+        library.write_text("planted")
+        return Path(path).read_bytes()
+
+    monkeypatch.setattr(building, "_import", load)
+    assert building.load(library) == whole
+
+
 def test_a_new_library_that_cannot_be_loaded_is_reported(compiler):
     assert "compiles it again" in start().why
-    with pytest.raises(RuntimeError, match="cannot be compiled: .*file too short"):
+    with pytest.raises(RuntimeError, match="cannot be compiled: .*invalid ELF header"):
         native.build()
 
 
@@ -276,17 +349,31 @@ def test_a_library_in_another_users_folder_is_not_loaded(compiler, folder):
     assert f"{folder} belongs to another user" in start().why
 
 
-def test_only_the_user_can_enter_the_folder_or_write_to_the_file(compiler, loads, folder):
-    before = os.umask(0)
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077, 0o277])
+def test_only_the_user_can_enter_the_folders(umask, compiler, loads, folder):
+    before = os.umask(umask)
     try:
         library = start().library
     finally:
         os.umask(before)
-    assert folder.stat().st_mode & 0o777 == 0o700
+    for path in (folder, folder.parent):
+        assert path.stat().st_mode & 0o777 == 0o700
     assert not library.stat().st_mode & 0o022
 
 
 # NORMPLUG_NATIVE, the command, and the process around them.
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, with threads
+def test_a_child_forked_while_a_thread_starts_can_start_too(monkeypatch):
+    monkeypatch.setenv("NORMPLUG_NATIVE", "0")
+    restart(monkeypatch)
+    with native._lock:
+        if (child := os.fork()) == 0:
+            signal.alarm(20)  # ends it if it waits for a thread that it does not have
+            native.start()
+            os._exit(0 if native.status().why == "NORMPLUG_NATIVE is 0" else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_normplug_native_0_compiles_nothing(compiler, monkeypatch, caplog):
@@ -331,6 +418,7 @@ def test_the_command_builds_and_prints_the_status(compiler, loads, capsys):
 
     assert run("status") == (1, "", f"{library} is not compiled yet\n")
     compiler.does(FAIL)
+    library = building.library()
     for command in ("build", "status", "build"):
         code, out, error = run(command)
         assert (code, out) == (1, "")
@@ -372,7 +460,7 @@ def test_an_import_starts_nothing_and_a_build_outlives_its_process(compiler, tmp
     while not library.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert library.read_text() == "compiled\n"
+    assert compiled(library) == "compiled\n"
 
 
 def test_the_status_says_where_kernels_came_from(monkeypatch):
