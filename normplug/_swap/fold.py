@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from normplug import _convert
+from normplug import _checks, _convert
 from normplug._ops import parts
 from normplug._swap.inventory import Inventory
 from normplug._table import shown
+
+_NO_TENSOR = torch.empty(0)  # where no tensor tells the dtype of a norm's input
 
 # The layers whose weights are scaled, and by what: not by 1. A missing weight counts as all ones.
 Factors: TypeAlias = dict[nn.Module, float]
@@ -42,6 +44,9 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
 
     Raises:
         ValueError: there is such a weight; the message names the layer and the way out.
+
+    Warns:
+        UserWarning: no tensor tells the dtype of a weight that is to be created.
     """
     owners: dict[int, list[tuple[str, float]]] = {}
     for path, module in inventory.each():
@@ -66,6 +71,12 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
             raise ValueError(
                 f"{where} is shared with {', '.join(others)}, which would change. Untie them "
                 "first, or exclude both."
+            )
+        if module.weight is None and neighbour(inventory, module) is _NO_TENSOR:
+            _checks.warn(
+                f"normplug: {shown(inventory.names[module][0])} gets a weight of "
+                f"{torch.get_default_dtype()}, as no tensor of the model tells the dtype of its "
+                "input. Call .to(dtype) on the model for another one."
             )
 
 
@@ -114,7 +125,7 @@ def neighbour(inventory: Inventory, layer: nn.Module) -> Tensor:
 
     It is one of the layer's own; else the nearest parameter before it in the order of
     `named_modules`, as what comes before a layer produces its input; else the nearest after it;
-    else a buffer; else an empty tensor of the default dtype.
+    else a buffer; else `_NO_TENSOR`.
     """
     modules = list(inventory.names)
     place = modules.index(layer)
@@ -122,7 +133,7 @@ def neighbour(inventory: Inventory, layer: nn.Module) -> Tensor:
     parameters = (p for m in others for p in m.parameters(recurse=False))
     buffers = (b for m in others for b in m.buffers(recurse=False))
     near = chain(layer.parameters(), layer.buffers(), parameters, buffers)
-    return next(filter(_tells_the_dtype, near), torch.empty(0))
+    return next(filter(_tells_the_dtype, near), _NO_TENSOR)
 
 
 def _tells_the_dtype(t: Tensor) -> bool:

@@ -116,6 +116,7 @@ def test_standard_equals_the_librarys_layer(layer, training, channels_last):
 
 
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.filterwarnings("ignore:normplug. .* gets a weight of")
 def test_golden_is_the_layer_with_a_scaled_weight_and_unswaps_to_it(layer, training):
     ours = swap(copy.deepcopy(layer), "golden")
     assert [row.becomes for row in plan(ours)] == [type(layer).__name__]

@@ -179,6 +179,7 @@ def test_code_that_recomputes_it_by_its_own_eps_gets_nan(layer):
     assert (layer._eps, str(vars(layer)[name])) == (0.5, "0.5")
 
 
+@pytest.mark.filterwarnings("ignore:normplug. .* gets a weight of")
 def test_a_missing_weight_is_created_if_the_forward_can_use_it():
     layer = norm_of(OptionalNorm, with_scale=False)
     before = dict(vars(layer))
