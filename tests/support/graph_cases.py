@@ -64,7 +64,7 @@ def trained(rank, world, device):
     for precision in ("32-true", "bf16-mixed"):
         for graph in (False, True):
             optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-            options = {"schedule": "constant", "warmup": 0.0, "channels_last": True, "graph": graph}
+            options = {"schedule": "constant", "warmup": 0.0, "graph": graph}
             learner, graphs = Classifier(make_net(), 4, optimizer, **options), Graphs()
             environment = TorchElasticEnvironment()
             with tempfile.TemporaryDirectory() as directory:
