@@ -64,16 +64,19 @@ class RunDirectory:
         """Return the content of `result.json`; {} if there is no such file.
 
         Raises:
-            UserError: the file is damaged.
+            UserError: the file is damaged, or is not a run's.
         """
         path = self.path / RESULT
         try:
-            return json.loads(path.read_bytes()) if path.exists() else {}
+            result = json.loads(path.read_bytes()) if path.exists() else {}
+            if not isinstance(result, dict) or (result and "status" not in result):
+                raise ValueError("it is not the result of a run")
         except ValueError as error:
             raise UserError(
                 f"{WHO}: {path} cannot be read: {error}. Move it away, or choose another "
                 f"directory: {PLACE}."
             ) from None
+        return result
 
     def finished_result(self) -> dict[str, Any] | None:
         """Return the result of this same run if it has finished here before, else None.
@@ -100,8 +103,15 @@ class RunDirectory:
         that is continued.
 
         Raises:
-            UserError: there is no such checkpoint.
+            UserError: there is no such checkpoint, or the directory has files of these names that
+                no run left there.
         """
+        left = [name for name in PRODUCTS if (self.path / name).exists()]
+        if left and not self.result() and rank_zero_only.rank == 0:
+            raise UserError(
+                f"{WHO}: {self.path} has {', '.join(left)}, but no {RESULT} of a run, so they "
+                f"stay as they are. Choose another directory: {PLACE}."
+            )
         checkpoint, last = self._given(), self.path / LAST
         continues = checkpoint and checkpoint.resolve().parent.parent == self.path.resolve()
         cut_short = self.result().get("status") in ("running", "interrupted") and last.is_file()

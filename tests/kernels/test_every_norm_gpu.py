@@ -163,7 +163,7 @@ GRAPHS = [
 ]
 
 
-@pytest.mark.parametrize(("stock", "sizes", "shape", "layout", "call"), GRAPHS, ids=str)
+@pytest.mark.parametrize(("stock", "sizes", "shape", "layout", "call"), GRAPHS)
 def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(
     stock, sizes, shape, layout, call
 ):

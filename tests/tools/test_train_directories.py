@@ -143,16 +143,21 @@ def test_a_mistaken_arm_fails_and_the_others_are_trained_and_compared(refuses, t
     assert result_of(root / "golden/seed_0")["status"] == "finished"
 
 
-def test_files_that_no_run_left_are_set_aside_too(trains, tmp_path):
-    mine = {"checkpoints/best.ckpt": "weights", "metrics.csv": "c", "x.txt": "d"}
+def test_a_folder_of_the_users_own_keeps_what_it_has(trains, refuses, tmp_path):
+    mine = {"checkpoints/best.ckpt": "weights", "former/a": "b", "metrics.csv": "c", "x.txt": "d"}
+    own = tmp_path / "own"
     for name, text in mine.items():
-        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "own" / name).write_text(text)
-    trains(*SMALL, f"hydra.run.dir={tmp_path}/own")
-    aside = tmp_path / "own" / FORMER / "1"
-    assert (aside / "checkpoints/best.ckpt").read_text() == "weights"
-    assert (aside / "metrics.csv").read_text() == "c"
-    assert (tmp_path / "own/x.txt").read_text() == "d"
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text(text)
+    output = refuses(*SMALL, f"hydra.run.dir={own}")
+    assert (
+        f"{own} has metrics.csv, checkpoints, but no result.json of a run, so they stay" in output
+    )
+    assert {name: (own / name).read_text() for name in mine} == mine
+    (own / "metrics.csv").unlink()
+    (own / "checkpoints").rename(own / "weights")
+    trains(*SMALL, f"hydra.run.dir={own}")
+    assert (own / "former/a").read_text() == "b"
 
 
 def test_names_of_directories_leave_logs_by_no_way(trains, refuses, tmp_path):
