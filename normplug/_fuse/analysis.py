@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import fx, nn
 
 from normplug import _activations, _convert
 from normplug._fuse import source
-from normplug._fuse.edit import REASON, Edited, Parts, edit
+from normplug._fuse.edit import REASON, Edited, edit
 from normplug._fuse.fusion import (
     FusedForwards,
     FusedModule,
@@ -22,28 +21,12 @@ from normplug._fuse.fusion import (
     plain_class,
 )
 from normplug._fuse.rewrite import compiled, recompute_results, rewrite
-from normplug._fuse.sites import Site, find, refusal
+from normplug._fuse.sites import find, refusal
 from normplug._fuse.source import Reads, Untraceable
 from normplug._fuse.trace import Trace
 from normplug._ops.likely import Operations
 from normplug._torch import has_hooks, is_patched
 from normplug.modules import TargetVarianceNorm
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A module's forward as a graph, with the sites in it."""
-
-    trace: Trace
-    sites: list[Site]
-    reasons: dict[nn.Module, str]
-
-    def own_sites(self) -> Iterator[tuple[Site, set[nn.Module]]]:
-        """The sites that belong to no inner module, each with the modules that made its nodes."""
-        for site in self.sites:
-            scopes = [self.trace.scopes[node] for node in site.nodes]
-            if not scopes[0] or len({scope[:1] for scope in scopes}) > 1:
-                yield site, {m for scope in scopes for m in scope}
 
 
 class Analysis:
@@ -59,7 +42,8 @@ class Analysis:
     Attributes:
         fusions: the modules to fuse, and their new forwards.
         operations: for each fused norm, the operations that run in one call with it.
-        reasons: why other norms are not fused; may also have norms that an outer module fuses.
+        reasons: why the forwards that call other norms cannot be traced; may also have norms that
+            an outer module fuses.
     """
 
     def __init__(self, model: nn.Module, recompute: bool = False) -> None:
@@ -99,7 +83,7 @@ class Analysis:
         except Untraceable as why:
             self._reads.pop(module, None)
             untraced = f"{name}: {why}"
-            self.reasons |= {norm: refusal(norm) or untraced for norm in norms}
+            self.reasons |= dict.fromkeys(norms, untraced)
         self._edit(module, untraced)
 
     def _edit(self, module: nn.Module, untraced: str) -> None:
@@ -107,12 +91,13 @@ class Analysis:
 
         untraced: why the forward was not traced, for the report; "" if it was.
         """
-        cls, parts = plain_class(module), _parts(module)
-        norms = (*parts.summed, *parts.activated)
+        cls: Any = plain_class(module)  # to mypy, a class of modules has no hash
+        children = tuple(_children(module))
+        norms = [name for name, kind in children if kind != "activation"]
         if not norms:
             return
         try:
-            edited = edit(cls, inspect.getattr_static(cls, "forward"), parts)
+            edited = edit(cls, inspect.getattr_static(cls, "forward"), children)
         except Untraceable:
             return
         for name in norms:
@@ -135,47 +120,31 @@ class Analysis:
             # A graph does not show whether an argument that it passes to them is a sequence.
             and not self._reads[m].sequences
         }
-        traced = self._traced(module, traceable)
-        labels, needed, found = dict[str, dict[bool, str]](), set[nn.Module](), False
-        for training, each in traced.items():
-            self.reasons |= each.reasons
-            for site, origins in each.own_sites():
-                found = True
-                needed |= origins.union(*(self._inner[m] for m in origins if m in self._inner))
-                if site.label:
-                    path = str(site.norm.target)
-                    norm: Any = module.get_submodule(path)
-                    self.operations[norm] = site.operations
-                    labels.setdefault(path, {})[training] = site.label
-        if not found:
+        trace = Trace(module, self._reads, traceable)
+        labels, needed, own_sites = dict[str, str](), set[nn.Module](), 0
+        for site in find(trace.graph, module):
+            scopes = [trace.scopes[node] for node in site.nodes]
+            if scopes[0] and len({scope[:1] for scope in scopes}) == 1:
+                continue  # it belongs to an inner module
+            own_sites += 1
+            origins = {m for scope in scopes for m in scope}
+            needed |= origins.union(*(self._inner[m] for m in origins if m in self._inner))
+            if site.label:
+                path = str(site.norm.target)
+                norm: Any = module.get_submodule(path)
+                self.operations[norm], labels[path] = site.operations, site.label
+        if not own_sites:
             return
-        if any(set(each.trace.followed) != needed for each in traced.values()):
-            traced = self._traced(module, needed)
-        self._fuse(module, traced, {path: _label(each) for path, each in labels.items()})
+        if set(trace.followed) != needed:
+            trace = Trace(module, self._reads, needed)
+        self._fuse(module, trace, labels)
         self._inner[module] = needed
 
-    def _traced(self, module: nn.Module, inner: set[nn.Module]) -> dict[bool, _Found]:
-        """Trace a module for each training flag; one trace serves both if no forward reads it."""
-        traced: dict[bool, _Found] = {}
-        for training in (False, True):
-            made = Trace(module, self._reads, inner, training)
-            traced[training] = _Found(made, *find(made.graph, module))
-            if not any(self._reads[m].training for m in (module, *made.followed)):
-                return dict.fromkeys((False, True), traced[training])
-        return traced
-
-    def _fuse(self, module: nn.Module, traced: dict[bool, _Found], labels: dict[str, str]) -> None:
-        title = f"<normplug.fuse of {type(module).__name__}>"
-        forwards = {}
-        for training, each in traced.items():
-            graph = each.trace.graph
-            if not (training and traced[False] is each):  # else it is rewritten already
-                rewrite(graph, each.sites)
-            if training and self._recompute:
-                recompute_results(graph, module)
-            forwards[training] = compiled(graph, title)
-        reached = dict.fromkeys(m for each in traced.values() for m in each.trace.reached)
-        followed = {m for each in traced.values() for m in each.trace.followed}
+    def _fuse(self, module: nn.Module, trace: Trace, labels: dict[str, str]) -> None:
+        graph, followed = trace.graph, trace.followed
+        rewrite(graph, find(graph, module))
+        if self._recompute:
+            recompute_results(graph, module)
         methods = {
             (self._reads[m].cls, name): function
             for m in (module, *followed)
@@ -184,9 +153,9 @@ class Analysis:
         reads = self._reads[module]
         self._traces[module] = Traced(
             tuple(name in reads.sequences for name in reads.inputs),
-            forwards,
+            compiled(graph, f"<normplug.fuse of {type(module).__name__}>"),
             self._guard(module, False),
-            tuple((m, self._guard(m, m in followed)) for m in reached if m is not module),
+            tuple((m, self._guard(m, m in followed)) for m in trace.reached if m is not module),
             tuple((cls, name, function) for (cls, name), function in methods.items()),
             labels,
         )
@@ -200,18 +169,9 @@ class Analysis:
             tuple(children.values()),
             tuple(name for name in reads.methods if name != "forward"),  # may be wrapped
             tuple(reads.values.items()),
-            tuple(reads.tensors.items()),
+            tuple(reads.proxies.items()),
             called,
-            reads.training,
         )
-
-
-def _label(found: dict[bool, str]) -> str:
-    """A norm's label, given its label for each value of the training flag for which it has one."""
-    label = next(iter(found.values()))
-    if len(found) == 2:
-        return label
-    return label + (" (in training)" if True in found else " (in evaluation)")
 
 
 def _inner_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
@@ -248,16 +208,14 @@ def _check(module: nn.Module) -> None:
         raise Untraceable("it is parametrized, or sharded by FSDP")
 
 
-def _parts(module: nn.Module) -> Parts:
-    """The children that edits of a module's forward concern."""
-    summed, activated, activations = list[str](), list[str](), list[str]()
+def _children(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """The children that edits of a module's forward concern: see `edit.Children`."""
     for name, child in module._modules.items():
         if isinstance(child, TargetVarianceNorm):
             sites = None if refusal(child) else child._fusion_sites
-            if sites and "addition" in sites.before:
-                summed.append(name)
+            if sites and "sum" in sites.before:
+                yield name, "sum"
             elif sites and "activation" in sites.after:
-                activated.append(name)
+                yield name, "norm"
         elif child is not None and _activations.of_module(child) is not None:
-            activations.append(name)
-    return Parts(tuple(summed), tuple(activated), tuple(activations))
+            yield name, "activation"

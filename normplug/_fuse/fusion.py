@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normplug import _checks, _convert
+from normplug import _activations, _checks, _convert
 from normplug._fuse.edit import Edited
-from normplug._torch import has_global_hooks, has_hooks
+from normplug._torch import GLOBAL_HOOKS, has_hooks
 
 # The attribute of a fused module that holds its `FusedForwards`.
 FORWARDS = "_normplug_fusion"
@@ -37,9 +37,8 @@ class Guard:
         children: the children themselves.
         methods: the methods that ran, besides the forward, by name.
         values: the attributes that were read, and their values.
-        tensors: the parameters and buffers that were read, and whether they were not None.
+        proxies: what was read as a proxy, and whether it was not None.
         called: whether the module was called, and not only read as a container.
-        asks_training: whether the training flag was read.
     """
 
     cls: type[nn.Module]
@@ -47,12 +46,16 @@ class Guard:
     children: tuple[nn.Module | None, ...]
     methods: tuple[str, ...] = ()
     values: tuple[tuple[str, Any], ...] = ()
-    tensors: tuple[tuple[str, bool], ...] = ()
+    proxies: tuple[tuple[str, bool], ...] = ()
     called: bool = False
-    asks_training: bool = False
 
-    def holds(self, module: nn.Module) -> bool:
-        """Whether the module is unchanged."""
+    def holds(self, module: nn.Module, inside: bool = True) -> bool:
+        """Whether the module is unchanged; inside: whether it is part of another's forward."""
+        cls = type(module)
+        if inside and cls is not self.cls and cls is not FUSED_CLASSES.get(self.cls):
+            return False
+        if self.called and has_hooks(module):
+            return False
         children = module._modules
         if (*children,) != self.names or not all(map(is_, children.values(), self.children)):
             return False
@@ -63,20 +66,10 @@ class Guard:
         for name, value in self.values:
             if name not in state or not _same(state[name], value):
                 return False
-        for name, present in self.tensors:
+        for name, present in self.proxies:
             if (getattr(module, name, None) is not None) != present:
                 return False
         return True
-
-    def holds_inside(self, module: nn.Module, training: bool) -> bool:
-        """`holds`, for a module that is part of another's forward."""
-        if type(module) is not self.cls and type(module) is not FUSED_CLASSES.get(self.cls):
-            return False
-        if self.called and has_hooks(module):
-            return False
-        if self.asks_training and module.training != training:
-            return False
-        return self.holds(module)
 
 
 def _same(now: Any, then: Any) -> bool:
@@ -94,8 +87,7 @@ class Traced:
 
     Attributes:
         sequences: for each input, whether it is a sequence of tensors.
-        forwards: the function for each value of the training flag; it takes the module, then all
-            that the module's own forward takes.
+        forward: the function; it takes the module, then all that the module's own forward takes.
         guard: of the module itself.
         inner: every other module that the forward reaches and does not just call, with its guard.
         methods: class, name and function of each method that the forward consists of.
@@ -103,7 +95,7 @@ class Traced:
     """
 
     sequences: tuple[bool, ...]
-    forwards: dict[bool, Callable[..., Any]]
+    forward: Callable[..., Any]
     guard: Guard
     inner: tuple[tuple[nn.Module, Guard], ...]
     methods: tuple[tuple[type[nn.Module], str, Any], ...]
@@ -122,16 +114,10 @@ class Traced:
         for cls, name, method in self.methods:
             if getattr(cls, name, None) is not method:
                 return False
-        training = root.training
         for module, guard in self.inner:
-            if not guard.holds_inside(module, training):
+            if not guard.holds(module):
                 return False
-        return self.guard.holds(root)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
-        """The same code, for copies of the modules."""
-        guard, inner = copy.deepcopy((self.guard, self.inner), memo)
-        return replace(self, guard=guard, inner=inner)
+        return self.guard.holds(root, inside=False)
 
 
 @dataclass(frozen=True)
@@ -149,11 +135,11 @@ class FusedForwards:
     def labels(self, root: nn.Module) -> dict[nn.Module, str]:
         """What each norm is fused with now, given the module; other norms are missing."""
         found = dict[nn.Module, str]()
-        if self.edited is not None and self.edited.holds():
+        if self.edited is not None and plain_class(root).forward is self.edited.original:
             for name in self.edited.found:
-                child = root._modules.get(name)
-                if child is not None and (label := self.edited.label(name, root)):
-                    found[child] = label
+                child, operations = root._modules.get(name), self.edited.operations(name, root)
+                if child is not None and operations is not None:
+                    found[child] = _activations.label(operations.activation) or "add before it"
         if self.traced is not None and self.traced.holds(root):
             found |= {root.get_submodule(path): label for path, label in self.traced.labels.items()}
         return found
@@ -239,11 +225,11 @@ def _made(cls: type[nn.Module]) -> type[nn.Module]:
         # A class that others derived from this one may have other attributes.
         if now is made or (now.__module__.startswith("torch.") and made in now.__bases__):
             fusion: FusedForwards | None = module.__dict__.get(FORWARDS)
-            if fusion is not None and not has_global_hooks():
+            if fusion is not None and cls.forward is original and not any(GLOBAL_HOOKS):
                 traced, edited = fusion.traced, fusion.edited
                 if alone and traced is not None and traced.holds(module, inputs):
-                    return traced.forwards[module.training]
-                if edited is not None and edited.holds():
+                    return traced.forward
+                if edited is not None:
                     return edited.forward
         if alone and cls.forward is not original:  # a patch, which may take other arguments
             return lambda *_, **__: cls.forward(module, *inputs)

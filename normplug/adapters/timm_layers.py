@@ -7,12 +7,13 @@ whether or not timm's fast norm is on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from timm.layers import activations, norm, norm_act
 from torch import Tensor, fx, nn
 
 from normplug import _activations, modules
-from normplug._torch import has_global_hooks, has_hooks
+from normplug._torch import GLOBAL_HOOKS, has_hooks
 from normplug.adapters import ChannelsFirstLayerNorm, Float32, define
 from normplug.modules.row_norm import RowNorm
 
@@ -28,9 +29,11 @@ class _FusedActivation(modules.TargetVarianceNorm):
         """Normalise `input`, then apply the layer's own `drop` and `act`."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        name = _fused_activation(self.drop, self.act) if self.may_fuse() else None
+        sites: Any = self._fusion_sites
+        unmeasured = self._probe is not None and not sites.measures
+        name = None if unmeasured else _fused_activation(self.drop, self.act)
         y = self._fused(input, activation=name)
-        if not self.may_fuse():  # `_fused` does not measure
+        if unmeasured:
             self._record(input, y)
         return self.act(self.drop(y)) if name is None else y
 
@@ -48,7 +51,7 @@ BatchNormAct2d._synchronised = SyncBatchNormAct2d
 
 def _fused_activation(drop: nn.Module, act: nn.Module) -> _activations.ActivationLike:
     """The activation that `drop` and `act` amount to, by name; None if they must be called."""
-    if type(drop) is not nn.Identity or has_global_hooks() or has_hooks(drop) or has_hooks(act):
+    if type(drop) is not nn.Identity or any(GLOBAL_HOOKS) or has_hooks(drop) or has_hooks(act):
         return None
     # timm's GELU is torch's exact GELU; its `inplace` does nothing.
     return "gelu" if type(act) is activations.GELU else _activations.of_module(act)

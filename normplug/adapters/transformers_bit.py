@@ -6,7 +6,7 @@ from torch import Tensor, fx, nn
 from transformers.models.bit import modeling_bit
 
 from normplug import _activations, modules
-from normplug._torch import has_global_hooks, has_hooks
+from normplug._torch import GLOBAL_HOOKS, has_hooks
 
 
 class BitGroupNormActivation(modules.GroupNorm, modeling_bit.BitGroupNormActivation):
@@ -18,7 +18,7 @@ class BitGroupNormActivation(modules.GroupNorm, modeling_bit.BitGroupNormActivat
         """Normalise `hidden_state`, then apply the layer's own `activation`."""
         if isinstance(hidden_state, fx.Proxy):
             return self._as_leaf(hidden_state)
-        plain = self._probe is None and not has_global_hooks() and not has_hooks(self.activation)
+        plain = self._probe is None and not any(GLOBAL_HOOKS) and not has_hooks(self.activation)
         name = _activations.of_module(self.activation) if plain else None
         y = self._fused(hidden_state, activation=name)
         if self._probe is not None:

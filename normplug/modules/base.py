@@ -189,10 +189,6 @@ class TargetVarianceNorm(nn.Module):
         """The `_measure` that an input is normalised by, given its own, for `VarianceLogger`."""
         return variance
 
-    def may_fuse(self) -> bool:
-        """Whether the fused methods would now do all that a forward does, measuring included."""
-        return self._probe is None
-
     def waits_for_others(self) -> bool:
         """Whether a forward would now wait for other processes."""
         return False

@@ -117,7 +117,9 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         return t, spec
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
-    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
+    _fusion_sites = FusionSites(
+        {"forward": forward}, after=("activation", "addition", "max_pool"), measures=True
+    )
 
     def _likely_call(self) -> likely.Call:
         return likely.Call(BatchNormSpec, self._affine_shape())
@@ -142,10 +144,6 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
 
     def _divisor(self, variance: Tensor) -> Tensor:
         return variance if self.training or self.running_var is None else self.running_var
-
-    def may_fuse(self) -> bool:
-        """Always: `_fused` measures as well."""
-        return True
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):

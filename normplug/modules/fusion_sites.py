@@ -14,18 +14,13 @@ class FusionSites(NamedTuple):
             of them is not fused.
         after: operations after the layer: any of "activation", "addition" (of a residual, before
             the activation) and "max_pool" (after relu). The layer's `_fused` runs them.
-        before: operations before the layer: "addition" (of two tensors), which `_fused_add` runs,
-            and "convolution_bias", which `_fused_bias` runs. The latter is for layers with a
+        before: operations before the layer: "sum" (of two tensors), which `_fused_add` runs, and
+            "convolution_bias", which `_fused_bias` runs. The latter is for layers with a
             `normalized_shape`.
+        measures: whether these methods measure for a `VarianceLogger`, as the forward does.
     """
 
     methods: dict[str, Callable[..., Any]]
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
-
-    def apply_to(self, cls: type) -> bool:
-        """Whether the fused methods compute what layers of `cls` do: no method is overridden."""
-        for name, method in self.methods.items():  # noqa: SIM110 - a generator is slower
-            if getattr(cls, name) is not method:
-                return False
-        return True
+    measures: bool = False

@@ -58,7 +58,7 @@ class LayerNorm(RowNorm, nn.LayerNorm):
 
     _fusion_sites = FusionSites(
         {"forward": RowNorm.forward, "_normalise": RowNorm._normalise},
-        before=("addition", "convolution_bias"),
+        before=("sum", "convolution_bias"),
     )
 
     def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:

@@ -74,9 +74,7 @@ class RowNorm(WatchedRows):
         t = Tensors(input, residual, *self._affine(), None, *statistics)
         return self._run(t, self._normplug.autocast_output)
 
-    _fusion_sites = FusionSites(
-        {"forward": forward, "_normalise": _normalise}, before=("addition",)
-    )
+    _fusion_sites = FusionSites({"forward": forward, "_normalise": _normalise}, before=("sum",))
 
     def _run(self, t: Tensors, autocast_output: str) -> Any:
         spec, backend = self._spec(t.x, autocast_output), self._normplug.backend
