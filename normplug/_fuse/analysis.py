@@ -50,8 +50,7 @@ class Analysis:
         self._recompute = recompute
         self._reads: dict[nn.Module, Reads] = {}
         self._inner: dict[nn.Module, set[nn.Module]] = {}
-        self._traces: dict[nn.Module, Traced] = {}
-        self._edits: dict[nn.Module, Edited] = {}
+        self.fusions: dict[nn.Module, FusedForwards] = {}
         self.reasons: dict[nn.Module, str] = {}
         self.operations: dict[TargetVarianceNorm, Operations] = {}
         callers = {
@@ -63,15 +62,10 @@ class Analysis:
         }
         for module, norms in callers.items():
             self._look(module, norms)
-        self.fusions = {
-            module: FusedForwards(self._traces.get(module), self._edits.get(module))
-            for module in callers
-            if module in self._traces or module in self._edits
-        }
 
     def _look(self, module: nn.Module, norms: list[TargetVarianceNorm]) -> None:
         """Find the sites that are a module's own, and fuse them; norms: the norms that it calls."""
-        name, untraced = plain_class(module).__name__, ""
+        name, untraced, traced = plain_class(module).__name__, "", None
         try:
             _check(module)
         except Untraceable as why:
@@ -79,14 +73,16 @@ class Analysis:
             return
         try:
             self._reads[module] = source.read(module, plain_class(module))
-            self._trace(module)
+            traced = self._trace(module)
         except Untraceable as why:
             self._reads.pop(module, None)
             untraced = f"{name}: {why}"
             self.reasons |= dict.fromkeys(norms, untraced)
-        self._edit(module, untraced)
+        edited = self._edit(module, untraced)
+        if traced is not None or edited is not None:
+            self.fusions[module] = FusedForwards(traced, edited)
 
-    def _edit(self, module: nn.Module, untraced: str) -> None:
+    def _edit(self, module: nn.Module, untraced: str) -> Edited | None:
         """Edit a module's forward where its norms come after additions or before activations.
 
         untraced: why the forward was not traced, for the report; "" if it was.
@@ -95,21 +91,23 @@ class Analysis:
         children = tuple(_children(module))
         norms = [name for name, kind in children if kind != "activation"]
         if not norms:
-            return
+            return None
         try:
             edited = edit(cls, inspect.getattr_static(cls, "forward"), children)
         except Untraceable:
-            return
+            return None
+        found = False
         for name in norms:
             norm: Any = module._modules[name]
             operations = edited.operations(name, module)
             if operations is not None:
                 self.operations.setdefault(norm, operations)
-                self._edits[module] = edited
+                found = True
             elif untraced:
                 self.reasons[norm] = f"{untraced}, and {REASON}"
+        return edited if found else None
 
-    def _trace(self, module: nn.Module) -> None:
+    def _trace(self, module: nn.Module) -> Traced | None:
         """Trace a module's forward, and fuse the sites that are its own."""
         traceable = {
             m
@@ -134,44 +132,25 @@ class Analysis:
                 norm: Any = module.get_submodule(path)
                 self.operations[norm], labels[path] = site.operations, site.label
         if not own_sites:
-            return
+            return None
         if set(trace.followed) != needed:
             trace = Trace(module, self._reads, needed)
-        self._fuse(module, trace, labels)
         self._inner[module] = needed
-
-    def _fuse(self, module: nn.Module, trace: Trace, labels: dict[str, str]) -> None:
         graph, followed = trace.graph, trace.followed
         rewrite(graph, find(graph, module))
         if self._recompute:
             recompute_results(graph, module)
-        methods = {
-            (self._reads[m].cls, name): function
-            for m in (module, *followed)
-            for name, function in self._reads[m].methods.items()
-        }
-        reads = self._reads[module]
-        self._traces[module] = Traced(
-            tuple(name in reads.sequences for name in reads.inputs),
+        return Traced(
             compiled(graph, f"<normplug.fuse of {type(module).__name__}>"),
             self._guard(module, False),
             tuple((m, self._guard(m, m in followed)) for m in trace.reached if m is not module),
-            tuple((cls, name, function) for (cls, name), function in methods.items()),
             labels,
         )
 
     def _guard(self, module: nn.Module, called: bool) -> Guard:
-        cls, children = plain_class(module), module._modules
-        reads = self._reads.get(module) or Reads(cls, ())  # a container's forward is not read
-        return Guard(
-            cls,
-            tuple(children),
-            tuple(children.values()),
-            tuple(name for name in reads.methods if name != "forward"),  # may be wrapped
-            tuple(reads.values.items()),
-            tuple(reads.proxies.items()),
-            called,
-        )
+        children = module._modules
+        reads = self._reads.get(module) or Reads(plain_class(module), ())  # a container
+        return Guard(reads, tuple(children), tuple(children.values()), called)
 
 
 def _inner_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from normplug import _activations, _checks, _convert
 from normplug._fuse.edit import Edited
+from normplug._fuse.source import Reads
 from normplug._torch import GLOBAL_HOOKS, has_hooks
 
 # The attribute of a fused module that holds its `FusedForwards`.
@@ -32,41 +33,35 @@ class Guard:
     It holds no reference to the module that holds it: a cycle would delay freeing the module.
 
     Attributes:
-        cls: the module's class, without `Fused`.
+        reads: what its own forward depends on; of a container, only the class.
         names: the names of its children.
         children: the children themselves.
-        methods: the methods that ran, besides the forward, by name.
-        values: the attributes that were read, and their values.
-        proxies: what was read as a proxy, and whether it was not None.
         called: whether the module was called, and not only read as a container.
     """
 
-    cls: type[nn.Module]
+    reads: Reads
     names: tuple[str, ...]
     children: tuple[nn.Module | None, ...]
-    methods: tuple[str, ...] = ()
-    values: tuple[tuple[str, Any], ...] = ()
-    proxies: tuple[tuple[str, bool], ...] = ()
     called: bool = False
 
     def holds(self, module: nn.Module, inside: bool = True) -> bool:
         """Whether the module is unchanged; inside: whether it is part of another's forward."""
-        cls = type(module)
-        if inside and cls is not self.cls and cls is not FUSED_CLASSES.get(self.cls):
+        reads, children = self.reads, module._modules
+        if inside and type(module) not in (reads.cls, FUSED_CLASSES.get(reads.cls)):
             return False
         if self.called and has_hooks(module):
             return False
-        children = module._modules
         if (*children,) != self.names or not all(map(is_, children.values(), self.children)):
             return False
         state = module.__dict__
-        for name in self.methods:
-            if name in state:
+        for name, method in reads.methods.items():
+            wrapped = name in state and name != "forward"  # a wrapper calls it
+            if wrapped or getattr(reads.cls, name, None) is not method:
                 return False
-        for name, value in self.values:
+        for name, value in reads.values.items():
             if name not in state or not _same(state[name], value):
                 return False
-        for name, present in self.proxies:
+        for name, present in reads.proxies.items():
             if (getattr(module, name, None) is not None) != present:
                 return False
         return True
@@ -86,19 +81,15 @@ class Traced:
     """A traced forward with its sites fused, and what it depends on.
 
     Attributes:
-        sequences: for each input, whether it is a sequence of tensors.
         forward: the function; it takes the module, then all that the module's own forward takes.
         guard: of the module itself.
         inner: every other module that the forward reaches and does not just call, with its guard.
-        methods: class, name and function of each method that the forward consists of.
         labels: what each norm is fused with, by the norm's path in the module.
     """
 
-    sequences: tuple[bool, ...]
     forward: Callable[..., Any]
     guard: Guard
     inner: tuple[tuple[nn.Module, Guard], ...]
-    methods: tuple[tuple[type[nn.Module], str, Any], ...]
     labels: dict[str, str]
 
     def holds(self, root: nn.Module, inputs: tuple[Any, ...] = ()) -> bool:
@@ -108,11 +99,9 @@ class Traced:
             root: the module.
             inputs: those of the call; () checks only whether the modules are unchanged.
         """
-        for x, sequence in zip(inputs, self.sequences, strict=False):
-            if not (_are_tensors(x) if sequence else isinstance(x, Tensor)):
-                return False
-        for cls, name, method in self.methods:
-            if getattr(cls, name, None) is not method:
+        reads = self.guard.reads
+        for name, x in zip(reads.inputs, inputs, strict=False):
+            if not (_are_tensors(x) if name in reads.sequences else isinstance(x, Tensor)):
                 return False
         for module, guard in self.inner:
             if not guard.holds(module):
