@@ -47,7 +47,7 @@ def norm_add_activation(
         norm: the module that is called as a norm.
         x: its input.
         activation: a module, or a value that `functional.batch_norm` accepts as its activation.
-            In an edited forward it may have become any function.
+            In an edited forward it may have become None, or any function.
         between: the `nn.Identity` modules after the norm.
         residual: the tensor to add, or None.
         in_place: whether the addition is in place.
@@ -55,8 +55,9 @@ def norm_add_activation(
         keeps_residual: whether other modules save the residual anyway, unless they recompute it.
     """
     name = _name(activation)
+    only_adds = activation is None and residual is not None
     if (
-        (name is not None or activation is None)
+        (name is not None or only_adds)
         and _may_run(norm, x, "activation", activation, *between)
         and (residual is None or _alike(x, residual))
     ):
@@ -72,7 +73,10 @@ def norm_add_activation(
     if residual is not None:
         add = add_in_place if in_place else operator.add
         y = add(residual, y) if flipped else add(y, residual)
-    return activation(y) if callable(activation) else _activations.apply(activation, y)
+    if only_adds or isinstance(activation, (str, tuple)):
+        return _activations.apply(activation, y)
+    result: Tensor = activation(y)
+    return result
 
 
 def isolated_norm(norm: Any, x: Tensor) -> Tensor:

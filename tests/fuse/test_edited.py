@@ -374,6 +374,9 @@ def test_a_norm_before_an_activation_without_kernels_is_left():
     model = fuse(swapped(Resnet()))
     model.act = nn.Mish()
     assert {row.note for row in fusions(model)} == {NOTE}
+    model.act = None
+    with pytest.raises(TypeError, match="not callable"):
+        model(X)
 
 
 class Watching(Resnet):

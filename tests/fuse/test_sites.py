@@ -77,6 +77,18 @@ def test_functions_and_methods_are_fused_like_modules(mode, calls):
     assert_same_step(model, plain, X)
 
 
+class Dropped(Parts):
+    def forward(self, x):
+        return F.dropout(self.act(self.norm(x) + x), 0.5, self.training)
+
+
+def test_a_forward_that_passes_its_training_flag_on_is_fused_for_both_values(calls):
+    model, plain = twins(Dropped(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
+    for training in (True, False):
+        assert_same_step(model, plain, X, training=training)
+    assert calls == ["add, relu"] * 2
+
+
 class Leaky(Parts):
     def forward(self, x):
         x = F.leaky_relu(self.first(x), 0.3)
