@@ -36,7 +36,7 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 6050, "experiment": 4100, "_ops": 4250, "_fuse": 2450, "native": 1700,
+    "_kernels": 6050, "experiment": 4100, "_ops": 4250, "_fuse": 2430, "native": 1700,
     "modules": 1850, "_swap": 1850, "bench": 1400, "adapters": 650,
     "lightning": 650, "reference.py": 380, "": 2100,
 }  # fmt: skip

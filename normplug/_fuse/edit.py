@@ -240,11 +240,12 @@ class _Editor:
                 return
             self._found(norm.func.attr, branch)
             both = _call(_ADD_NORM, norm.func, value.left, value.right)
-            body[i] = _assignment([_RESULT, target], both, statement)
+            targets: list[ast.expr] = [ast.Name(n, ast.Store()) for n in (_RESULT, target)]
+            body[i] = _located(ast.Assign([ast.Tuple(targets, ast.Store())], both), statement)
             result: ast.expr = _load(_RESULT)
             if not (isinstance(reader, ast.Return) or _is_sum(reader.value)):
-                unset = _assignment([_RESULT], ast.Constant(None), reader)
-                body.insert(body.index(reader) + 1, unset)
+                unset = ast.Assign([ast.Name(_RESULT, ast.Store())], ast.Constant(None))
+                body.insert(body.index(reader) + 1, _located(unset, reader))
         elif name := self._child(value, "norm"):
             activation, reader = self._reader(body[i + 1 :], target, True)
             if activation is None:
@@ -392,14 +393,6 @@ def _load(name: str) -> ast.Name:
 
 def _call(name: str, *values: Any) -> ast.Call:
     return ast.Call(_load(name), list(values), [])
-
-
-def _assignment(names: list[str], value: ast.expr, old: ast.AST) -> ast.stmt:
-    """An assignment to one variable or several, with an old node's source location."""
-    targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in names]
-    target = targets[0] if len(targets) == 1 else ast.Tuple(targets, ast.Store())
-    made: ast.stmt = _located(ast.Assign([target], value), old)
-    return made
 
 
 def _located(made: Any, old: ast.AST) -> Any:

@@ -116,12 +116,8 @@ class _Reader:
 
     def __init__(self, module: nn.Module, cls: type[nn.Module], reads: Reads) -> None:
         self.module, self.cls, self.reads = module, cls, reads
-        self.seen: set[types.FunctionType] = set()
 
     def function(self, function: types.FunctionType, forward: bool = True) -> None:
-        if function in self.seen:
-            return
-        self.seen.add(function)
         found = _source(function)
         code = function.__code__
         if set(code.co_freevars) - {"__class__"}:
@@ -214,21 +210,17 @@ class _Reader:
 
     def call(self, node: ast.Call, function: Any, scope: _Scope) -> bool:
         """Check a call of `isinstance` or `torch._assert`; return whether it is one."""
-        if function is isinstance:
-            self.is_tensor(node, scope)
-        elif function is traceable_assert and len(node.args) == 2:
+        if function is traceable_assert and len(node.args) == 2:
             self.expression(node.args[0], scope)  # the other argument is a message
-        else:
+            return True
+        if function is not isinstance:
             return False
-        return True
-
-    def is_tensor(self, node: ast.Call, scope: _Scope) -> None:
-        """Note an input whose type is tested for `Tensor`: the trace assumes a sequence."""
         what, cls = node.args
         name = what.id if isinstance(what, ast.Name) else ""
         if name not in scope.given or _resolve(cls, scope) is not torch.Tensor:
             raise Untraceable("its forward uses isinstance")
-        self.reads.sequences.add(name)
+        self.reads.sequences.add(name)  # the trace assumes a sequence
+        return True
 
     def own(self, name: str) -> None:
         module, reads = self.module, self.reads
@@ -239,8 +231,9 @@ class _Reader:
         elif found is not None and not hidden:
             if not isinstance(found, types.FunctionType) or hasattr(nn.Module, name):
                 raise Untraceable(f"its forward reads {name}, an attribute of its class")
-            reads.methods[name] = found
-            self.function(found, forward=False)
+            if name not in reads.methods:
+                reads.methods[name] = found
+                self.function(found, forward=False)
         elif name in module._modules:
             return  # the trace notes which children it reaches
         elif name in module._parameters or name in module._buffers:
