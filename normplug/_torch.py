@@ -168,14 +168,13 @@ def group_of_name(name: Any) -> Any:
 traceable_assert = torch._assert
 
 
-def has_global_hooks() -> bool:
-    """Whether a hook runs when any module is called."""
-    return bool(
-        _modules._global_forward_hooks
-        or _modules._global_forward_pre_hooks
-        or _modules._global_backward_hooks
-        or _modules._global_backward_pre_hooks
-    )
+# The hooks that run when any module is called.
+GLOBAL_HOOKS = (
+    _modules._global_forward_hooks,
+    _modules._global_forward_pre_hooks,
+    _modules._global_backward_hooks,
+    _modules._global_backward_pre_hooks,
+)
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -204,7 +203,7 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or module._compiled_call_impl is not None
-        or is_patched(module)
+        or ("forward" in module.__dict__ and is_patched(module))
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import fx, nn
 
 from normplug import _activations, _convert
 from normplug._fuse import source
-from normplug._fuse.edit import REASON, Edited, Parts, edit
+from normplug._fuse.edit import REASON, Edited, edit
 from normplug._fuse.fusion import (
     FusedForwards,
     FusedModule,
@@ -22,27 +21,11 @@ from normplug._fuse.fusion import (
     plain_class,
 )
 from normplug._fuse.rewrite import compiled, recompute_results, rewrite
-from normplug._fuse.sites import Site, find, refusal
+from normplug._fuse.sites import find, refusal
 from normplug._fuse.source import Reads, Untraceable
 from normplug._fuse.trace import Trace
 from normplug._torch import has_hooks, is_patched
 from normplug.modules import TargetVarianceNorm
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A module's forward as a graph, with the sites in it."""
-
-    trace: Trace
-    sites: list[Site]
-    reasons: dict[nn.Module, str]
-
-    def own_sites(self) -> Iterator[tuple[Site, set[nn.Module]]]:
-        """The sites that belong to no inner module, each with the modules that made its nodes."""
-        for site in self.sites:
-            scopes = [self.trace.scopes[node] for node in site.nodes]
-            if not scopes[0] or len({scope[:1] for scope in scopes}) > 1:
-                yield site, {m for scope in scopes for m in scope}
 
 
 class Analysis:
@@ -57,15 +40,15 @@ class Analysis:
 
     Attributes:
         fusions: the modules to fuse, and their new forwards.
-        reasons: why other norms are not fused; may also have norms that an outer module fuses.
+        reasons: why the forwards that call other norms cannot be traced; may also have norms that
+            an outer module fuses.
     """
 
     def __init__(self, model: nn.Module, recompute: bool = False) -> None:
         self._recompute = recompute
         self._reads: dict[nn.Module, Reads] = {}
         self._inner: dict[nn.Module, set[nn.Module]] = {}
-        self._traces: dict[nn.Module, Traced] = {}
-        self._edits: dict[nn.Module, Edited] = {}
+        self.fusions: dict[nn.Module, FusedForwards] = {}
         self.reasons: dict[nn.Module, str] = {}
         callers = {
             module: list(_norms_below(module))
@@ -76,15 +59,10 @@ class Analysis:
         }
         for module, norms in callers.items():
             self._look(module, norms)
-        self.fusions = {
-            module: FusedForwards(self._traces.get(module), self._edits.get(module))
-            for module in callers
-            if module in self._traces or module in self._edits
-        }
 
     def _look(self, module: nn.Module, norms: list[TargetVarianceNorm]) -> None:
         """Find the sites that are a module's own, and fuse them; norms: the norms that it calls."""
-        name, untraced = plain_class(module).__name__, ""
+        name, untraced, traced = plain_class(module).__name__, "", None
         try:
             _check(module)
         except Untraceable as why:
@@ -92,34 +70,39 @@ class Analysis:
             return
         try:
             self._reads[module] = source.read(module, plain_class(module))
-            self._trace(module)
+            traced = self._trace(module)
         except Untraceable as why:
             self._reads.pop(module, None)
             untraced = f"{name}: {why}"
-            self.reasons |= {norm: refusal(norm) or untraced for norm in norms}
-        self._edit(module, untraced)
+            self.reasons |= dict.fromkeys(norms, untraced)
+        edited = self._edit(module, untraced)
+        if traced is not None or edited is not None:
+            self.fusions[module] = FusedForwards(traced, edited)
 
-    def _edit(self, module: nn.Module, untraced: str) -> None:
+    def _edit(self, module: nn.Module, untraced: str) -> Edited | None:
         """Edit a module's forward where its norms come after additions or before activations.
 
         untraced: why the forward was not traced, for the report; "" if it was.
         """
-        cls, parts = plain_class(module), _parts(module)
-        norms = (*parts.summed, *parts.activated)
+        cls: Any = plain_class(module)  # to mypy, a class of modules has no hash
+        children = tuple(_children(module))
+        norms = [name for name, kind in children if kind != "activation"]
         if not norms:
-            return
+            return None
         try:
-            edited = edit(cls, inspect.getattr_static(cls, "forward"), parts)  # type: ignore[arg-type]
+            edited = edit(cls, inspect.getattr_static(cls, "forward"), children)
         except Untraceable:
-            return
+            return None
+        found = False
         for name in norms:
             norm: Any = module._modules[name]
             if edited.label(name, module):
-                self._edits[module] = edited
+                found = True
             elif untraced:
                 self.reasons[norm] = f"{untraced}, and {REASON}"
+        return edited if found else None
 
-    def _trace(self, module: nn.Module) -> None:
+    def _trace(self, module: nn.Module) -> Traced | None:
         """Trace a module's forward, and fuse the sites that are its own."""
         traceable = {
             m
@@ -130,81 +113,38 @@ class Analysis:
             # A graph does not show whether an argument that it passes to them is a sequence.
             and not self._reads[m].sequences
         }
-        traced = self._traced(module, traceable)
-        labels, needed, found = dict[str, dict[bool, str]](), set[nn.Module](), False
-        for training, each in traced.items():
-            self.reasons |= each.reasons
-            for site, origins in each.own_sites():
-                found = True
-                needed |= origins.union(*(self._inner[m] for m in origins if m in self._inner))
-                if site.label:
-                    path = str(site.norm.target)
-                    labels.setdefault(path, {})[training] = site.label
-        if not found:
-            return
-        if any(set(each.trace.followed) != needed for each in traced.values()):
-            traced = self._traced(module, needed)
-        self._fuse(module, traced, {path: _label(each) for path, each in labels.items()})
+        trace = Trace(module, self._reads, traceable)
+        labels, needed, own_sites = dict[str, str](), set[nn.Module](), 0
+        for site in find(trace.graph, module):
+            scopes = [trace.scopes[node] for node in site.nodes]
+            if scopes[0] and len({scope[:1] for scope in scopes}) == 1:
+                continue  # it belongs to an inner module
+            own_sites += 1
+            origins = {m for scope in scopes for m in scope}
+            needed |= origins.union(*(self._inner[m] for m in origins if m in self._inner))
+            if site.label:
+                path = str(site.norm.target)
+                labels[path] = site.label
+        if not own_sites:
+            return None
+        if set(trace.followed) != needed:
+            trace = Trace(module, self._reads, needed)
         self._inner[module] = needed
-
-    def _traced(self, module: nn.Module, inner: set[nn.Module]) -> dict[bool, _Found]:
-        """Trace a module for each training flag; one trace serves both if no forward reads it."""
-        traced: dict[bool, _Found] = {}
-        for training in (False, True):
-            made = Trace(module, self._reads, inner, training)
-            traced[training] = _Found(made, *find(made.graph, module))
-            if not any(self._reads[m].training for m in (module, *made.followed)):
-                return dict.fromkeys((False, True), traced[training])
-        return traced
-
-    def _fuse(self, module: nn.Module, traced: dict[bool, _Found], labels: dict[str, str]) -> None:
-        title = f"<normplug.fuse of {type(module).__name__}>"
-        forwards = {}
-        for training, each in traced.items():
-            graph = each.trace.graph
-            if not (training and traced[False] is each):  # else it is rewritten already
-                rewrite(graph, each.sites)
-            if training and self._recompute:
-                recompute_results(graph, module)
-            forwards[training] = compiled(graph, title)
-        reached = dict.fromkeys(m for each in traced.values() for m in each.trace.reached)
-        followed = {m for each in traced.values() for m in each.trace.followed}
-        methods = {
-            (self._reads[m].cls, name): function
-            for m in (module, *followed)
-            for name, function in self._reads[m].methods.items()
-        }
-        reads = self._reads[module]
-        self._traces[module] = Traced(
-            tuple(name in reads.sequences for name in reads.inputs),
-            forwards,
+        graph, followed = trace.graph, trace.followed
+        rewrite(graph, find(graph, module))
+        if self._recompute:
+            recompute_results(graph, module)
+        return Traced(
+            compiled(graph, f"<normplug.fuse of {type(module).__name__}>"),
             self._guard(module, False),
-            tuple((m, self._guard(m, m in followed)) for m in reached if m is not module),
-            tuple((cls, name, function) for (cls, name), function in methods.items()),
+            tuple((m, self._guard(m, m in followed)) for m in trace.reached if m is not module),
             labels,
         )
 
     def _guard(self, module: nn.Module, called: bool) -> Guard:
-        cls, children = plain_class(module), module._modules
-        reads = self._reads.get(module) or Reads(cls, ())  # a container's forward is not read
-        return Guard(
-            cls,
-            tuple(children),
-            tuple(children.values()),
-            tuple(name for name in reads.methods if name != "forward"),  # may be wrapped
-            tuple(reads.values.items()),
-            tuple(reads.tensors.items()),
-            called,
-            reads.training,
-        )
-
-
-def _label(found: dict[bool, str]) -> str:
-    """A norm's label, given its label for each value of the training flag for which it has one."""
-    label = next(iter(found.values()))
-    if len(found) == 2:
-        return label
-    return label + (" (in training)" if True in found else " (in evaluation)")
+        children = module._modules
+        reads = self._reads.get(module) or Reads(plain_class(module), ())  # a container
+        return Guard(reads, tuple(children), tuple(children.values()), called)
 
 
 def _inner_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
@@ -241,16 +181,14 @@ def _check(module: nn.Module) -> None:
         raise Untraceable("it is parametrized, or sharded by FSDP")
 
 
-def _parts(module: nn.Module) -> Parts:
-    """The children that edits of a module's forward concern."""
-    summed, activated, activations = list[str](), list[str](), list[str]()
+def _children(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """The children that edits of a module's forward concern: see `edit.Children`."""
     for name, child in module._modules.items():
         if isinstance(child, TargetVarianceNorm):
             sites = None if refusal(child) else child._fusion_sites
-            if sites and "addition" in sites.before:
-                summed.append(name)
+            if sites and "sum" in sites.before:
+                yield name, "sum"
             elif sites and "activation" in sites.after:
-                activated.append(name)
+                yield name, "norm"
         elif child is not None and _activations.of_module(child) is not None:
-            activations.append(name)
-    return Parts(tuple(summed), tuple(activated), tuple(activations))
+            yield name, "activation"

@@ -33,8 +33,8 @@ def add_in_place(a: Any, b: Any) -> Any:
 def norm_add_activation(
     norm: Any,
     x: Tensor,
-    activation: nn.Module | ActivationLike,
-    between: tuple[nn.Module, ...],
+    activation: Any,
+    between: tuple[nn.Module, ...] = (),
     residual: Tensor | None = None,
     in_place: bool = False,
     flipped: bool = False,
@@ -44,9 +44,10 @@ def norm_add_activation(
     """Apply a norm, add a residual, and apply an activation.
 
     Args:
-        norm: a layer whose class declares what may follow it.
+        norm: the module that is called as a norm.
         x: its input.
         activation: a module, or a value that `functional.batch_norm` accepts as its activation.
+            In an edited forward it may have become None, or any function.
         between: the `nn.Identity` modules after the norm.
         residual: the tensor to add, or None.
         in_place: whether the addition is in place.
@@ -54,44 +55,33 @@ def norm_add_activation(
         keeps_residual: whether other modules save the residual anyway, unless they recompute it.
     """
     name = _name(activation)
+    only_adds = activation is None and residual is not None
     if (
-        (name is not None or activation is None)
-        and _are_plain(norm, x, activation, between)
+        (name is not None or only_adds)
+        and _may_run(norm, x, "activation", activation, *between)
         and (residual is None or _alike(x, residual))
     ):
         if residual is None:
             return norm._fused(x, activation=name)
-        if (
-            not keeps_residual
-            or torch.compiler.is_compiling()
-            or recompute.will_recompute(residual)
-        ):
-            return norm._fused(x, residual, name)
-        return norm._fused(x, residual, name, keeps_residual=True)
+        compiling = torch.compiler.is_compiling()
+        if keeps_residual and not (compiling or recompute.will_recompute(residual)):
+            return norm._fused(x, residual, name, keeps_residual=True)
+        return norm._fused(x, residual, name)
     y = norm(x)
     for module in between:
         y = module(y)
     if residual is not None:
         add = add_in_place if in_place else operator.add
         y = add(residual, y) if flipped else add(y, residual)
-    if activation is None:
-        return y
-    if isinstance(activation, nn.Module):
-        return activation(y)
-    return _activations.apply(activation, y)
-
-
-def activated_norm(activation: Any, norm: Any, x: Any) -> Any:
-    """`activation(norm(x))`; norm: the module that is called as a norm."""
-    name = _name(activation)
-    if name is not None and _takes(norm, "activation") and _are_plain(norm, x, activation, ()):
-        return norm._fused(x, activation=name)
-    return activation(norm(x))
+    if only_adds or isinstance(activation, (str, tuple)):
+        return _activations.apply(activation, y)
+    result: Tensor = activation(y)
+    return result
 
 
 def isolated_norm(norm: Any, x: Tensor) -> Tensor:
     """Apply a norm whose result only a fused call reads: compilers can fuse it with nothing."""
-    if _is_plain(norm, x):
+    if _may_run(norm, x, "addition"):
         return norm._fused(x, isolated=True)
     return norm(x)
 
@@ -99,7 +89,7 @@ def isolated_norm(norm: Any, x: Tensor) -> Tensor:
 def norm_max_pool(
     norm: Any,
     x: Tensor,
-    activation: nn.Module | ActivationLike,
+    activation: Any,
     between: tuple[nn.Module, ...],
     pool: nn.Module | tuple[Any, ...],
 ) -> Tensor:
@@ -108,7 +98,11 @@ def norm_max_pool(
     pool: a module, or the settings of `F.max_pool2d`; the rest is as in `norm_add_activation`.
     """
     window = _window(pool)
-    if _name(activation) == "relu" and window and _are_plain(norm, x, activation, between):
+    if (
+        _name(activation) == "relu"
+        and window
+        and _may_run(norm, x, "max_pool", activation, *between)
+    ):
         return norm._fused(x, activation="relu", pool=window)
     y = norm_add_activation(norm, x, activation, between)
     return pool(y) if isinstance(pool, nn.Module) else F.max_pool2d(y, *pool)
@@ -117,8 +111,7 @@ def norm_max_pool(
 def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The norm of a + b, and a + b."""
     if (
-        _takes(norm, "addition", before=True)
-        and _is_plain(norm, a)
+        _may_run(norm, a, "sum")
         and isinstance(b, Tensor)
         and not (a.is_nested or b.is_nested)
         and a.shape == b.shape
@@ -139,13 +132,12 @@ def convolution_norm(
     """
     # Without the kernels PyTorch's norm runs, and the convolution adds its bias at no cost.
     if (
-        _is_plain(norm, x)
+        _may_run(norm, x, "convolution_bias", convolution, permute)
         and eligible.has_kernels("fuse", norm.backend, x)
         and type(convolution) in CONVOLUTIONS
         and convolution.bias is not None
-        and not has_hooks(convolution)
         and norm.normalized_shape == convolution.bias.shape
-        and (permute is None or (tuple(permute.dims) == dims and not has_hooks(permute)))
+        and (permute is None or tuple(permute.dims) == dims)
     ):
         y = convolution._conv_forward(x, convolution.weight, None)
         return norm._fused_bias(y.permute(dims), convolution.bias)
@@ -155,12 +147,10 @@ def convolution_norm(
 
 def _name(activation: Any) -> ActivationLike:
     """The name of an activation; None if a module computes another function by now."""
-    if isinstance(activation, nn.Module):
-        return _activations.of_module(activation)
-    if callable(activation):
-        return _activations.of_function(activation)
-    chosen: ActivationLike = activation
-    return chosen
+    name: ActivationLike = (
+        _activations.of_module(activation) if callable(activation) else activation
+    )
+    return name
 
 
 def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:
@@ -178,32 +168,24 @@ def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:
     return Pool(kernel, stride, padding, ceil_mode) if pairs and dilation == (1, 1) else None
 
 
-def _are_plain(norm: Any, x: Any, activation: Any, between: tuple[nn.Module, ...]) -> bool:
-    """`_is_plain`, and whether calls of the other modules do no more than their class's forward."""
-    return (
-        _is_plain(norm, x)
-        and not (isinstance(activation, nn.Module) and has_hooks(activation))
-        and (not between or all(type(m) is nn.Identity and not has_hooks(m) for m in between))
-    )
+def _may_run(norm: Any, x: Any, operation: str, *modules: Any) -> bool:
+    """Whether kernels may run a norm with an operation, and no call does more than its forward.
 
-
-def _is_plain(norm: Any, x: Any) -> bool:
-    """Whether kernels may run a norm, and a call of it does no more than its fused methods."""
-    sites: FusionSites | None = getattr(type(norm), "_fusion_sites", None)
-    return (
-        sites is not None
-        and sites.apply_to(type(norm))
-        and isinstance(x, Tensor)
-        and (x.is_cuda or eligible.has_kernels("fuse", norm.backend, x))
-        and not has_hooks(norm)
-        and norm.may_fuse()
-    )
-
-
-def _takes(norm: Any, what: str, before: bool = False) -> bool:
-    """Whether a norm's class declares that the operation `what` may come after or before it."""
-    sites: FusionSites | None = getattr(type(norm), "_fusion_sites", None)
-    return sites is not None and what in (sites.before if before else sites.after)
+    modules: what else the fused call replaces; what is not a module has no hooks.
+    """
+    cls = type(norm)
+    sites: FusionSites | None = getattr(cls, "_fusion_sites", None)
+    if sites is None or not (operation in sites.before or operation in sites.after):
+        return False
+    for name, method in sites.methods.items():  # a call of a function would be slower
+        if getattr(cls, name) is not method:
+            return False
+    if norm._probe is not None and not sites.measures:
+        return False
+    for module in (norm, *modules):
+        if isinstance(module, nn.Module) and has_hooks(module):
+            return False
+    return isinstance(x, Tensor) and (x.is_cuda or eligible.has_kernels("fuse", norm.backend, x))
 
 
 def _alike(x: Tensor, residual: Any) -> bool:

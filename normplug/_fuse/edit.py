@@ -13,7 +13,8 @@ value. An edited forward is the original forward except for the statements of th
 Both statements must be in the same block. If an `if` separates them, each of its branches gets a
 copy first. Nothing with a side effect may run between the two, and nothing but the activation may
 read the norm's result. So an edited forward takes any arguments, and depends on nothing but the
-function that it was made from. Each call decides at run time whether the two run as one.
+function that it was made from. Each call decides at run time whether the two run as one. A forward
+with a `try` or a `match` is not edited.
 """
 
 from __future__ import annotations
@@ -23,15 +24,13 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from normplug import _activations
-from normplug._activations import ActivationLike
 from normplug._fuse import calls
 from normplug._fuse.source import SCOPES, Untraceable, compiled, definition, is_name
 
@@ -40,31 +39,18 @@ REASON = "no plain addition or activation is next to it"
 # The functions that edited statements call, under the names in the edited source.
 _CALLED = {
     "_normplug_add_norm": calls.add_norm,
-    "_normplug_activated_norm": calls.activated_norm,
+    "_normplug_norm_activation": calls.norm_add_activation,
 }
-_ADD_NORM, _ACTIVATED_NORM = _CALLED
+_ADD_NORM, _NORM_ACTIVATION = _CALLED
 # The variable that holds a norm's result from the addition to the statement that reads it.
 _RESULT = "_normplug_result"
-# `except*` came with Python 3.11.
-_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
-# Python's functions, and C++'s.
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+# After an exception, the second of two statements may not run. `except*` came with Python 3.11.
+_REFUSED = (ast.Try, getattr(ast, "TryStar", ast.Try), ast.Match)
 
 
-class Parts(NamedTuple):
-    """The children of a module that edits concern, by name.
-
-    Attributes:
-        summed: the norms that can be fused with an addition before them.
-        activated: the norms that can be fused with an activation after them.
-        activations: the activations.
-    """
-
-    summed: tuple[str, ...]
-    activated: tuple[str, ...]
-    activations: tuple[str, ...]
-
-
+# The children of a module that edits concern: pairs of a name and "sum" (a norm that can be fused
+# with an addition before it), "norm" (one that can be fused with an activation) or "activation".
+Children = tuple[tuple[str, str], ...]
 # The tests of the `if` statements around a statement, each with the result that it must have.
 Branch = tuple[tuple[ast.expr, bool], ...]
 
@@ -74,12 +60,12 @@ class Place(NamedTuple):
 
     Attributes:
         branch: the branches that contain it.
-        activation: given the module, the activation after the norm, or None if it has no kernels;
-            None if an addition comes before the norm.
+        activation: the name of the child that is the activation after the norm; "" if an addition
+            comes before the norm.
     """
 
     branch: Branch
-    activation: Callable[[nn.Module], ActivationLike] | None
+    activation: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,22 +73,16 @@ class Edited:
     """An edited forward.
 
     Attributes:
-        cls: the class whose forward it is.
         original: the class's forward.
         forward: that function, edited.
         me: the name of the module itself in it, usually "self".
         found: the edited calls of each norm, by its name.
     """
 
-    cls: type[nn.Module]
     original: Any
     forward: Any
     me: str
     found: dict[str, list[Place]]
-
-    def holds(self) -> bool:
-        """Whether the class still has the forward that was edited."""
-        return self.cls.forward is self.original
 
     def label(self, norm: str, module: nn.Module) -> str:
         """The label of a norm, given by name, in a report; "" if it is not fused."""
@@ -110,21 +90,22 @@ class Edited:
         for branch, activation in self.found.get(norm, ()):
             if not all(_may_be(*each, self.me, state) for each in branch):
                 continue
-            if activation is None:
+            if not activation:
                 return "add before it"
-            if (name := activation(module)) is not None:
+            child: Any = module._modules.get(activation)
+            if (name := _activations.of_module(child)) is not None:
                 return _activations.label(name)
         return ""
 
 
 @functools.cache
-def edit(cls: Any, forward: Any, parts: Parts) -> Edited:
+def edit(cls: Any, forward: Any, children: Children) -> Edited:
     """Edit the forward of a class.
 
     Args:
         cls: the class of a module.
         forward: its forward.
-        parts: the children that the edits concern.
+        children: the children that the edits concern.
 
     Raises:
         Untraceable: the source of the forward is not certain.
@@ -137,13 +118,13 @@ def edit(cls: Any, forward: Any, parts: Parts) -> Edited:
     if not all(isinstance(function, types.FunctionType) for function in chain):
         raise Untraceable("its forward is not a plain function")
     written = chain[-1]
-    editor = _Editor(cls, parts, written, definition(written))
+    editor = _Editor(cls, dict(children), definition(written))
     editor.edit(editor.definition.body)
     code = compiled(written, editor.definition, _CALLED)
     edited = _function(written, code, written.__closure__ or ())
     for outer, inner in zip(chain[-2::-1], chain[:0:-1], strict=True):
         edited = _rewrapped(outer, inner, edited)
-    return Edited(cls, forward, edited, editor.me, editor.found)
+    return Edited(forward, edited, editor.me, editor.found)
 
 
 @dataclass
@@ -152,15 +133,13 @@ class _Editor:
 
     Attributes:
         cls: the class whose forward it is.
-        parts: the children that edits concern.
-        function: the forward.
+        children: what each child is that edits concern, by its name.
         definition: its definition, which `edit` changes.
         found: the edited calls of each norm, by its name.
     """
 
     cls: type[nn.Module]
-    parts: Parts
-    function: types.FunctionType
+    children: dict[str, str]
     definition: ast.FunctionDef
     found: dict[str, list[Place]] = field(default_factory=dict)
 
@@ -169,29 +148,29 @@ class _Editor:
         if not arguments:
             raise Untraceable("its forward takes only *args")
         self.me = arguments[0].arg
-        # After an exception, the second statement may not run.
-        self._has_try = any(isinstance(node, _TRIES) for node in ast.walk(self.definition))
-        for node in ast.walk(self.definition):
+        nodes = list(ast.walk(self.definition))[1:]
+        self._has_scopes = any(isinstance(node, SCOPES) for node in nodes)
+        for node in nodes:
             if is_name(node, {self.me}) and not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
                 raise Untraceable(f"its forward assigns to {self.me}")
+            if isinstance(node, _REFUSED):
+                raise Untraceable("its forward has a try or match statement")
 
     def edit(self, body: list[ast.stmt], branch: Branch = ()) -> None:
         """Edit the norms in statements; branch: the branches that contain the statements."""
         for i, _ in enumerate(body):
-            if not self._has_try:
-                self._into_branches(body, i)
+            self._into_branches(body, i)
             statement = body[i]
             for node in _expressions(statement):
                 self._nested(statement, node, branch)
-            if not self._has_try:
-                self._pair(body, i, branch)
-            for block in _blocks(body[i]):
-                test = statement.test if isinstance(statement, ast.If) else ast.Constant(None)
-                self.edit(block, (*branch, (test, block is getattr(statement, "body", None))))
+            self._pair(body, i, branch)
+            test = statement.test if isinstance(statement, ast.If) else ast.Constant(None)
+            for name in () if isinstance(statement, SCOPES) else ("body", "orelse"):
+                self.edit(getattr(statement, name, []), (*branch, (test, name == "body")))
 
     def _into_branches(self, body: list[ast.stmt], i: int) -> None:
         """Copy a sum or a norm before an `if` into its branches, and what reads one after it."""
-        if len(body) > i + 1 and self._begins(body[i]) and self._is_plain(body[i], body[i + 1]):
+        if self._begins(body[i]) and self._may_follow(body[i], body[i + 1 : i + 2]):
             first, choice = body[i], body[i + 1]
             for block in (choice.body, choice.orelse):  # type: ignore[attr-defined]
                 block.insert(0, copy.deepcopy(first))
@@ -212,34 +191,38 @@ class _Editor:
     def _begins(self, node: ast.AST) -> bool:
         """Whether a statement computes a sum or a norm, and no more."""
         _, value = _assigned(node)
-        return _is_sum(value) or bool(self._child(value, self.parts.activated))
+        return _is_sum(value) or bool(self._child(value, "norm"))
 
     def _ends(self, statement: ast.stmt) -> bool:
         """Whether a statement, or the first one in an `if`, begins with a norm or an activation."""
         inner = statement.body[0] if isinstance(statement, ast.If) else statement
         first = self._first_effect(getattr(inner, "value", None))
-        return self._is_activation(first) or bool(self._child(first, self.parts.summed))
+        return bool(self._child(first, "activation", "sum"))
 
-    def _is_plain(self, before: ast.stmt, choice: ast.stmt) -> bool:
-        """Whether an `if` may run its test before another statement: it compares with None."""
-        test = getattr(choice, "test", None)
-        if not isinstance(choice, ast.If) or not isinstance(test, ast.Compare):
+    def _may_follow(self, statement: ast.stmt, following: list[ast.stmt]) -> bool:
+        """Whether an `if` comes next whose test does not depend on the statement, nor has effects.
+
+        Such a test is a variable or an attribute, or compares one with None.
+        """
+        if not following or not isinstance(following[0], ast.If):
             return False
-        none = isinstance(test.ops[0], (ast.Is, ast.IsNot)) and len(test.ops) == 1
-        known = isinstance(test.left, ast.Name) and test.left.id != _assigned(before)[0]
-        constant = isinstance(test.comparators[0], ast.Constant)
-        return none and constant and (known or self._is_stored(test.left))
+        test = following[0].test
+        if isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.IsNot)):
+            effect = self._first_effect(ast.Tuple([test.left, *test.comparators]))
+        else:
+            effect = self._first_effect(test)
+        return effect is None and not _reads(test, _assigned(statement)[0])
 
     def _nested(self, statement: ast.stmt, node: Any, branch: Branch) -> None:
         """Edit a norm of a sum, or an activation of a norm."""
         inner: Any = node.args[0] if isinstance(node, ast.Call) and node.args else None
-        if (name := self._child(node, self.parts.summed)) and _is_sum(inner):
+        if (name := self._child(node, "sum")) and _is_sum(inner):
             both = _call(_ADD_NORM, node.func, inner.left, inner.right)
             made: Any = ast.Subscript(both, ast.Constant(0), ast.Load())
             self._found(name, branch)
-        elif (name := self._child(inner, self.parts.activated)) and self._is_activation(node):
-            made = _call(_ACTIVATED_NORM, node.func, inner.func, inner.args[0])
-            self._found(name, branch, node.func)
+        elif (name := self._child(inner, "norm")) and self._child(node, "activation"):
+            made = _call(_NORM_ACTIVATION, inner.func, inner.args[0], node.func)
+            self._found(name, branch, node.func.attr)
         else:
             return
         _replace(statement, node, made)
@@ -256,29 +239,28 @@ class _Editor:
                 return
             self._found(norm.func.attr, branch)
             both = _call(_ADD_NORM, norm.func, value.left, value.right)
-            body[i] = _assignment([_RESULT, target], both, statement)
+            targets: list[ast.expr] = [ast.Name(n, ast.Store()) for n in (_RESULT, target)]
+            body[i] = _located(ast.Assign([ast.Tuple(targets, ast.Store())], both), statement)
             result: ast.expr = _load(_RESULT)
             if not (isinstance(reader, ast.Return) or _is_sum(reader.value)):
-                unset = _assignment([_RESULT], ast.Constant(None), reader)
-                body.insert(body.index(reader) + 1, unset)
-        elif name := self._child(value, self.parts.activated):
+                unset = ast.Assign([ast.Name(_RESULT, ast.Store())], ast.Constant(None))
+                body.insert(body.index(reader) + 1, _located(unset, reader))
+        elif name := self._child(value, "norm"):
             activation, reader = self._reader(body[i + 1 :], target, True)
             if activation is None:
                 return
-            self._found(name, branch, activation.func)
-            made = _call(_ACTIVATED_NORM, copy.deepcopy(activation.func), value.func, value.args[0])
+            self._found(name, branch, activation.func.attr)
+            made = _call(
+                _NORM_ACTIVATION, value.func, value.args[0], copy.deepcopy(activation.func)
+            )
             statement.value = _located(made, statement)
             result = activation.args[0]
         else:
             return
         _replace(reader, norm if _is_sum(value) else activation, result)
 
-    def _found(self, norm: str, branch: Branch, function: Any = None) -> None:
-        """Record an edited call of a norm; function: the activation that is called after it."""
-        activation = None
-        if function is not None:
-            child = function.attr if self._is_own(function) else ""
-            activation = partial(_activation, child, self._named(function))
+    def _found(self, norm: str, branch: Branch, activation: str = "") -> None:
+        """Record an edited call of a norm."""
         self.found.setdefault(norm, []).append(Place(branch, activation))
 
     def _reader(self, following: list[ast.stmt], name: str, activates: bool) -> tuple[Any, Any]:
@@ -291,7 +273,7 @@ class _Editor:
         for statement in following:
             call = self._first_effect(getattr(statement, "value", None))
             if call is not None:
-                plain = bool(self._child(call, self.parts.summed)) and is_name(call.args[0], held)
+                plain = bool(self._child(call, "sum")) and is_name(call.args[0], held)
                 reads = self._activates(statement, call, held) if activates else plain
                 return (call, statement) if reads else (None, None)
             target, value = _assigned(statement)
@@ -308,8 +290,7 @@ class _Editor:
             return None
         parts: list[Any] = []
         if isinstance(node, ast.Call):
-            named = self._named(node.func) is not None  # reading its name has no effect
-            parts = [*([] if named else [node.func]), *node.args, *(k.value for k in node.keywords)]
+            parts = [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
         elif isinstance(node, ast.BinOp):
             parts = [node.left, node.right]
         elif isinstance(node, ast.Tuple):
@@ -330,19 +311,18 @@ class _Editor:
         """Whether an expression is an attribute of the module."""
         return isinstance(node, ast.Attribute) and is_name(node.value, {self.me})
 
-    def _child(self, node: Any, names: tuple[str, ...]) -> str:
-        """The child in `names` that a node calls with one argument; "" if it calls none."""
-        plain = _has_one_argument(node) and self._is_own(node.func)
-        return node.func.attr if plain and node.func.attr in names else ""
-
-    def _is_activation(self, node: Any) -> bool:
-        if not _has_one_argument(node):
-            return False
-        return bool(self._child(node, self.parts.activations)) or self._named(node.func) is not None
+    def _child(self, node: Any, *kinds: str) -> str:
+        """The child of one of these kinds that a node calls with one argument; "" if none."""
+        if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
+            return ""
+        if isinstance(node.args[0], ast.Starred) or not self._is_own(node.func):
+            return ""
+        name: str = node.func.attr  # type: ignore[attr-defined]
+        return name if self.children.get(name, "") in kinds else ""
 
     def _activates(self, statement: ast.stmt, node: Any, held: set[str]) -> bool:
         """Whether a node activates a norm's result, in the variable that only this node reads."""
-        if not self._is_activation(node) or not is_name(node.args[0], held):
+        if not self._child(node, "activation") or not is_name(node.args[0], held):
             return False
         name = node.args[0].id
         if len(_reads(statement, name)) != 1:
@@ -350,31 +330,7 @@ class _Editor:
         if _assigned(statement)[0] == name or len(_reads(self.definition, name)) == 1:
             return True
         # After a return, functions that captured the variable may run.
-        return isinstance(statement, ast.Return) and not any(
-            isinstance(part, SCOPES) and part is not self.definition
-            for part in ast.walk(self.definition)
-        )
-
-    def _named(self, node: ast.expr) -> str | None:
-        """The activation's name if a node refers to a global that is one; else None."""
-        value = self._global(node)
-        return _activations.of_function(value) if isinstance(value, _FUNCTIONS) else None
-
-    def _global(self, node: ast.expr) -> Any:
-        if isinstance(node, ast.Name):
-            code = self.function.__code__
-            local = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
-            return None if node.id in local else self.function.__globals__.get(node.id)
-        if isinstance(node, ast.Attribute):
-            base = self._global(node.value)
-            return getattr(base, node.attr, None) if isinstance(base, types.ModuleType) else None
-        return None
-
-
-def _activation(child: str, name: ActivationLike, module: nn.Module) -> ActivationLike:
-    """The activation that a child of a module computes; `name` if it has no such child."""
-    found = module._modules.get(child)
-    return name if found is None else _activations.of_module(found)
+        return isinstance(statement, ast.Return) and not self._has_scopes
 
 
 def _may_be(test: ast.expr, result: bool, me: str, state: dict[str, Any]) -> bool:
@@ -394,17 +350,6 @@ def _may_be(test: ast.expr, result: bool, me: str, state: dict[str, Any]) -> boo
 
 
 # Python's syntax trees: find, build and replace nodes.
-
-
-def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """The lists of statements in a compound statement."""
-    if isinstance(statement, SCOPES):
-        return
-    for name in ("body", "orelse", "finalbody"):
-        if block := getattr(statement, name, None):
-            yield block
-    for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
-        yield part.body
 
 
 def _expressions(statement: ast.stmt) -> Iterator[Any]:
@@ -434,13 +379,6 @@ def _reads(statement: ast.AST, name: str) -> list[ast.AST]:
     return [node for node in named if node in updated or isinstance(node.ctx, ast.Load)]
 
 
-def _has_one_argument(node: Any) -> bool:
-    """Whether a node is a call with one argument, neither named nor starred."""
-    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
-        return False
-    return not isinstance(node.args[0], ast.Starred)
-
-
 def _is_sum(node: Any) -> bool:
     """Whether an expression adds two values, neither of them a constant."""
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
@@ -454,14 +392,6 @@ def _load(name: str) -> ast.Name:
 
 def _call(name: str, *values: Any) -> ast.Call:
     return ast.Call(_load(name), list(values), [])
-
-
-def _assignment(names: list[str], value: ast.expr, old: ast.AST) -> ast.stmt:
-    """An assignment to one variable or several, with an old node's source location."""
-    targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in names]
-    target = targets[0] if len(targets) == 1 else ast.Tuple(targets, ast.Store())
-    made: ast.stmt = _located(ast.Assign([target], value), old)
-    return made
 
 
 def _located(made: Any, old: ast.AST) -> Any:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from normplug import _checks, _convert
 from normplug._fuse.edit import Edited
-from normplug._torch import has_global_hooks, has_hooks
+from normplug._fuse.source import Reads
+from normplug._torch import GLOBAL_HOOKS, has_hooks
 
 # The attribute of a fused module that holds its `FusedForwards`.
 FORWARDS = "_normplug_fusion"
@@ -32,51 +33,38 @@ class Guard:
     It holds no reference to the module that holds it: a cycle would delay freeing the module.
 
     Attributes:
-        cls: the module's class, without `Fused`.
+        reads: what its own forward depends on; of a container, only the class.
         names: the names of its children.
         children: the children themselves.
-        methods: the methods that ran, besides the forward, by name.
-        values: the attributes that were read, and their values.
-        tensors: the parameters and buffers that were read, and whether they were not None.
         called: whether the module was called, and not only read as a container.
-        asks_training: whether the training flag was read.
     """
 
-    cls: type[nn.Module]
+    reads: Reads
     names: tuple[str, ...]
     children: tuple[nn.Module | None, ...]
-    methods: tuple[str, ...] = ()
-    values: tuple[tuple[str, Any], ...] = ()
-    tensors: tuple[tuple[str, bool], ...] = ()
     called: bool = False
-    asks_training: bool = False
 
-    def holds(self, module: nn.Module) -> bool:
-        """Whether the module is unchanged."""
-        children = module._modules
-        if (*children,) != self.names or not all(map(is_, children.values(), self.children)):
-            return False
-        state = module.__dict__
-        for name in self.methods:
-            if name in state:
-                return False
-        for name, value in self.values:
-            if name not in state or not _same(state[name], value):
-                return False
-        for name, present in self.tensors:
-            if (getattr(module, name, None) is not None) != present:
-                return False
-        return True
-
-    def holds_inside(self, module: nn.Module, training: bool) -> bool:
-        """`holds`, for a module that is part of another's forward."""
-        if type(module) is not self.cls and type(module) is not FUSED_CLASSES.get(self.cls):
+    def holds(self, module: nn.Module, inside: bool = True) -> bool:
+        """Whether the module is unchanged; inside: whether it is part of another's forward."""
+        reads, children = self.reads, module._modules
+        if inside and type(module) not in (reads.cls, FUSED_CLASSES.get(reads.cls)):
             return False
         if self.called and has_hooks(module):
             return False
-        if self.asks_training and module.training != training:
+        if (*children,) != self.names or not all(map(is_, children.values(), self.children)):
             return False
-        return self.holds(module)
+        state = module.__dict__
+        for name, method in reads.methods.items():
+            wrapped = name in state and name != "forward"  # a wrapper calls it
+            if wrapped or getattr(reads.cls, name, None) is not method:
+                return False
+        for name, value in reads.values.items():
+            if name not in state or not _same(state[name], value):
+                return False
+        for name, present in reads.proxies.items():
+            if (getattr(module, name, None) is not None) != present:
+                return False
+        return True
 
 
 def _same(now: Any, then: Any) -> bool:
@@ -93,20 +81,15 @@ class Traced:
     """A traced forward with its sites fused, and what it depends on.
 
     Attributes:
-        sequences: for each input, whether it is a sequence of tensors.
-        forwards: the function for each value of the training flag; it takes the module, then all
-            that the module's own forward takes.
+        forward: the function; it takes the module, then all that the module's own forward takes.
         guard: of the module itself.
         inner: every other module that the forward reaches and does not just call, with its guard.
-        methods: class, name and function of each method that the forward consists of.
         labels: what each norm is fused with, by the norm's path in the module.
     """
 
-    sequences: tuple[bool, ...]
-    forwards: dict[bool, Callable[..., Any]]
+    forward: Callable[..., Any]
     guard: Guard
     inner: tuple[tuple[nn.Module, Guard], ...]
-    methods: tuple[tuple[type[nn.Module], str, Any], ...]
     labels: dict[str, str]
 
     def holds(self, root: nn.Module, inputs: tuple[Any, ...] = ()) -> bool:
@@ -116,22 +99,14 @@ class Traced:
             root: the module.
             inputs: those of the call; () checks only whether the modules are unchanged.
         """
-        for x, sequence in zip(inputs, self.sequences, strict=False):
-            if not (_are_tensors(x) if sequence else isinstance(x, Tensor)):
+        reads = self.guard.reads
+        for name, x in zip(reads.inputs, inputs, strict=False):
+            if not (_are_tensors(x) if name in reads.sequences else isinstance(x, Tensor)):
                 return False
-        for cls, name, method in self.methods:
-            if getattr(cls, name, None) is not method:
-                return False
-        training = root.training
         for module, guard in self.inner:
-            if not guard.holds_inside(module, training):
+            if not guard.holds(module):
                 return False
-        return self.guard.holds(root)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
-        """The same code, for copies of the modules."""
-        guard, inner = copy.deepcopy((self.guard, self.inner), memo)
-        return replace(self, guard=guard, inner=inner)
+        return self.guard.holds(root, inside=False)
 
 
 @dataclass(frozen=True)
@@ -149,10 +124,10 @@ class FusedForwards:
     def labels(self, root: nn.Module) -> dict[nn.Module, str]:
         """What each norm is fused with now, given the module; other norms are missing."""
         found = dict[nn.Module, str]()
-        if self.edited is not None and self.edited.holds():
+        if self.edited is not None and plain_class(root).forward is self.edited.original:
             for name in self.edited.found:
-                child = root._modules.get(name)
-                if child is not None and (label := self.edited.label(name, root)):
+                child, label = root._modules.get(name), self.edited.label(name, root)
+                if child is not None and label:
                     found[child] = label
         if self.traced is not None and self.traced.holds(root):
             found |= {root.get_submodule(path): label for path, label in self.traced.labels.items()}
@@ -239,11 +214,11 @@ def _made(cls: type[nn.Module]) -> type[nn.Module]:
         # A class that others derived from this one may have other attributes.
         if now is made or (now.__module__.startswith("torch.") and made in now.__bases__):
             fusion: FusedForwards | None = module.__dict__.get(FORWARDS)
-            if fusion is not None and not has_global_hooks():
+            if fusion is not None and cls.forward is original and not any(GLOBAL_HOOKS):
                 traced, edited = fusion.traced, fusion.edited
                 if alone and traced is not None and traced.holds(module, inputs):
-                    return traced.forwards[module.training]
-                if edited is not None and edited.holds():
+                    return traced.forward
+                if edited is not None:
                     return edited.forward
         if alone and cls.forward is not original:  # a patch, which may take other arguments
             return lambda *_, **__: cls.forward(module, *inputs)

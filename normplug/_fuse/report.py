@@ -11,7 +11,9 @@ from torch import nn
 
 from normplug import _convert
 from normplug._fuse.analysis import Analysis
+from normplug._fuse.edit import REASON
 from normplug._fuse.fusion import FusedForwards
+from normplug._fuse.sites import refusal
 from normplug._table import counts, shown, table
 from normplug.modules import TargetVarianceNorm
 
@@ -83,7 +85,7 @@ def report(model: nn.Module, fusions: dict[nn.Module, FusedForwards], analysis: 
         elif norm in possible:
             note = "not fused since the last change; normplug.fuse(model) fuses it"
         else:
-            note = analysis.reasons.get(norm, "no forward that was traced calls it")
+            note = refusal(norm) or analysis.reasons.get(norm, REASON)
         rows.append(Row(path, _convert.plain_class(norm).__name__, label, owner, note))
     return Report(tuple(rows))
 

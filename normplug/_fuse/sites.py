@@ -1,19 +1,23 @@
 """Find where in a forward a norm and the operations around it can be one call.
 
-A norm's class declares these operations by `FusionSites`. Nothing here knows a norm by name.
+A norm's class declares these operations: see `normplug.modules.base.FusionSites`. Nothing here knows
+a norm by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from normplug import _activations
 from normplug._activations import ActivationLike
-from normplug._fuse import forward
 from normplug._fuse.calls import (
     CONVOLUTIONS,
     add_in_place,
@@ -23,14 +27,14 @@ from normplug._fuse.calls import (
     norm_add_activation,
     norm_max_pool,
 )
-from normplug._fuse.forward import Forward, addition, reader
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.base import FusionSites
 
-IN_PLACE = "the addition before it is in place, and other code may read its result"
-FROM_OUTSIDE = (
-    "its input is an argument of the forward; an addition before that is in another module"
-)
+_ADDITIONS: dict[Any, Callable[[Any, Any], Any]] = {
+    operator.add: operator.add, torch.add: operator.add, "add": operator.add,
+    add_in_place: add_in_place, "add_": add_in_place,
+}  # fmt: skip
+_MAX_POOLS = (F.max_pool2d, torch.max_pool2d)
 # Their output is a new tensor, which no other code can mutate.
 _FRESH = {
     cls.forward
@@ -69,40 +73,31 @@ class Site:
         return next(after, None) if self.adds else None
 
 
-def find(graph: fx.Graph, root: nn.Module) -> tuple[list[Site], dict[nn.Module, str]]:
-    """Return the sites of a graph, and for each normplug layer without a site, the reason."""
+def find(graph: fx.Graph, root: nn.Module) -> list[Site]:
+    """The sites of a graph."""
     traced = Forward(graph, root)
-    norms = [
-        (node, m)
-        for node in graph.nodes
-        if isinstance(m := traced.module(node), TargetVarianceNorm)
-    ]
-    sites, reasons, taken, left = list[Site](), dict[nn.Module, str](), set[fx.Node](), []
+    modules = [(node, traced.module(node)) for node in graph.nodes]
+    norms = [(node, m) for node, m in modules if isinstance(m, TargetVarianceNorm)]
+    times = Counter(norm for _, norm in norms)
+    sites, taken, left = list[Site](), set[fx.Node](), list[tuple[fx.Node, FusionSites]]()
     for node, norm in norms:
-        times = sum(m is norm for _, m in norms)
-        refused = _refusal(node, norm, times)
-        found = refused or _site(traced, node, norm)
-        if isinstance(found, Site) and not taken.isdisjoint(found.nodes):
-            found = "its addition is another norm's"
-        if isinstance(found, str):
-            reasons[norm] = found
-            if not refused:
-                left.append((node, norm._fusion_sites))
+        alone = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+        declared: Any = norm._fusion_sites
+        if times[norm] > 1 or not alone or refusal(norm):
+            continue
+        site = _site(traced, node, declared)
+        if site is None or not taken.isdisjoint(site.nodes):
+            left.append((node, declared))
         else:
-            sites.append(found)
-            taken.update(found.nodes)
-    return [*sites, *_single_sites(left, sites)], reasons
-
-
-def _refusal(node: fx.Node, norm: TargetVarianceNorm, times: int) -> str:
-    """Why a call of a norm has no site, whatever is around it; "" if it may have one."""
-    if times > 1:
-        return "called more than once"
-    if why := refusal(norm):
-        return why
-    if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
-        return "not called with one tensor"
-    return ""
+            sites.append(site)
+            taken.update(site.nodes)
+    additions = {site.add for site in sites}
+    for node, declared in left:
+        # A norm whose result only another site's addition reads.
+        add = reader(node)
+        if add is not None and add in additions and "addition" in declared.after:
+            sites.append(_isolated(node, add))
+    return sites
 
 
 def refusal(norm: nn.Module) -> str:
@@ -110,69 +105,42 @@ def refusal(norm: nn.Module) -> str:
     declared: FusionSites | None = getattr(norm, "_fusion_sites", None)
     if declared is None:
         return f"no fusion for {type(norm).__name__}"
-    return "" if declared.apply_to(type(norm)) else "a subclass with a forward of its own"
+    own = all(getattr(type(norm), name) is method for name, method in declared.methods.items())
+    return "" if own else "a subclass with a forward of its own"
 
 
-def _site(traced: Forward, node: fx.Node, norm: TargetVarianceNorm) -> Site | str:
-    """The site of a norm, or why it has none."""
-    declared: Any = norm._fusion_sites
-    reason = ""
+def _site(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | None:
+    """The site of a norm, or None."""
     for name in declared.before:
-        found = _BEFORE[name](traced, node)
-        if not isinstance(found, str):
+        if (found := _BEFORE[name](traced, node)) is not None:
             return found
-        reason = reason or found
-    if declared.after:
-        return _after(traced, node, declared)
-    source = node.all_input_nodes[0]
-    if source.op == "placeholder":
-        return FROM_OUTSIDE
-    return reason or f"preceded by {traced.shown(source)}"
+    return _after(traced, node, declared) if declared.after else None
 
 
-def _single_sites(
-    left: list[tuple[fx.Node, FusionSites | None]], sites: list[Site]
-) -> Iterator[Site]:
-    """Sites for the norms left whose result only the addition of another site reads."""
-    additions = {site.add for site in sites}
-    for node, declared in left:
-        add = reader(node)
-        if add is not None and add in additions and declared and "addition" in declared.after:
-            yield _single(node, add)
-
-
-def _single(node: fx.Node, add: fx.Node) -> Site:
+def _isolated(node: fx.Node, add: fx.Node) -> Site:
     return Site(node, (node, add), isolated_norm, lambda _: node.args)
 
 
-def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | str:
+def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | None:
     """The site of a norm and what follows it."""
     add, between, last = None, list[fx.Node](), node
-    while True:
-        user = reader(last)
-        if user is None:
-            reason = f"its result is used {len(last.users)} times"
-            break
+    while (user := reader(last)) is not None:
         name = traced.activation(user) if "activation" in declared.after else None
         if name is not None:
             pool = None
             if add is None and name == "relu" and "max_pool" in declared.after:
                 pool = traced.max_pool(reader(user), user)
             return _site_after(node, tuple(between), add, user, name, pool)
-        if add is None and type(traced.module(user)) is nn.Identity:
+        if add is not None:
+            break
+        if type(traced.module(user)) is nn.Identity:
             between.append(user)
-        elif add is None and "addition" in declared.after and forward.adds(user, last):
-            reason = _moves(traced, node, user, between)
-            if reason:
-                break
+        elif "addition" in declared.after and _is_residual(traced, node, user, between):
             add = user
         else:
-            reason = f"followed by {traced.shown(user)}"
             break
         last = user
-    if add is None:
-        return reason
-    return _site_after(node, tuple(between), add, None, None)
+    return None if add is None else _site_after(node, tuple(between), add, None, None)
 
 
 def _site_after(
@@ -195,7 +163,7 @@ def _site_after(
         first = node.args[0], value, tuple(map(module, between))
         if pool is not None:
             of_module = pool.op == "call_module"
-            return *first, module(pool) if of_module else forward.pool_settings(pool)
+            return *first, module(pool) if of_module else pool_settings(pool)
         if add is None:
             return first
         flipped = add.args[1] is (node, *between)[-1]
@@ -207,63 +175,179 @@ def _site_after(
     return Site(node, nodes, function, arguments, add is not None, ", ".join(labels))
 
 
-def _moves(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]) -> str:
-    """Why a norm cannot be deferred until an addition; "" if it can."""
+def _is_residual(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]) -> bool:
+    """Whether a node adds a residual to a norm's result, and the norm may run as late as it."""
     source = node.all_input_nodes[0]
     module = traced.module(source)
     fresh = module is not None and type(module).forward in _FRESH and len(source.users) == 1
     amid = [n for n in traced.amid(node, add) if n not in between]
-    if traced.calls(amid, node):
-        return "called inside another module, too"
-    if fresh or all(n.op in ("get_attr", "placeholder") for n in amid):
-        return ""
-    return "its input may change before the addition"
+    return (
+        adds(add, (node, *between)[-1])
+        and not traced.calls(amid, node)
+        and (fresh or all(n.op in ("get_attr", "placeholder") for n in amid))
+    )
 
 
-def _add_before(traced: Forward, node: fx.Node) -> Site | str:
+def _add_before(traced: Forward, node: fx.Node) -> Site | None:
     """The site of a norm of a sum."""
     add = node.all_input_nodes[0]
-    how = addition(add)
-    if how is None:
-        return ""
-    if how is add_in_place:
-        return IN_PLACE
-    if traced.first(user for user in add.users if not forward.reads_metadata(user)) is not node:
-        return "its input is used before it, and may change"
-    if traced.calls(traced.amid(add, node), node):
-        return "called inside another module, too"
+    if addition(add) is not operator.add:
+        return None
+    readers = [user for user in add.users if not reads_metadata(user)]
+    if traced.first(readers) is not node or traced.calls(traced.amid(add, node), node):
+        return None
     return Site(node, (add, node), add_norm, lambda _: add.args, label="add before it")
 
 
-def _bias_before(traced: Forward, node: fx.Node) -> Site | str:
+def _bias_before(traced: Forward, node: fx.Node) -> Site | None:
     """The site of a norm over a convolution's channels, if they are moved last."""
     permute = node.all_input_nodes[0]
     dims = traced.permutation(permute)
     source: Any = permute.args[0] if dims else None
     layer: Any = traced.module(source)
     if dims is None or type(layer) not in CONVOLUTIONS or layer.bias is None:
-        return ""
+        return None
     norm: Any = traced.module(node)
     of_rows = norm.normalized_shape == (layer.out_channels,)
     channels_last = len(dims) == layer.weight.dim() and dims[-1] == 1
     called = len(source.args) == 1 and not source.kwargs
     read_once = reader(source) is permute and reader(permute) is node
     if not (of_rows and channels_last and called and read_once):
-        return ""
+        return None
     if traced.calls(traced.amid(source, node), node):
-        return ""
+        return None
 
     def arguments(module: Callable[[fx.Node], fx.Node]) -> tuple[Any, ...]:
         permutation = module(permute) if permute.op == "call_module" else None
         return module(source), permutation, dims, source.args[0]
 
+    nodes = (source, permute, node)
     label = f"bias of {type(layer).__name__}"
-    return Site(node, (source, permute, node), convolution_norm, arguments, label=label)
+    return Site(node, nodes, convolution_norm, arguments, label=label)
 
 
-# Finders of the sites that a class declares in `before`. Each returns the site, why there is none,
-# or "" if the operation before the norm is another one.
-_BEFORE: dict[str, Callable[[Forward, fx.Node], Site | str]] = {
-    "addition": _add_before,
+# Finders of the sites that a class declares in `before`.
+_BEFORE: dict[str, Callable[[Forward, fx.Node], Site | None]] = {
+    "sum": _add_before,
     "convolution_bias": _bias_before,
 }
+
+
+# What the nodes of a graph are.
+
+
+class Forward:
+    """The graph of a module's forward; `root` is the module."""
+
+    def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
+        self.root = root
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+
+    def module(self, node: Any) -> nn.Module | None:
+        """The module that a node calls; None for every other node."""
+        if not isinstance(node, fx.Node) or node.op != "call_module":
+            return None
+        return self.root.get_submodule(str(node.target))
+
+    def first(self, nodes: Iterable[fx.Node]) -> fx.Node:
+        """The node that runs first."""
+        return min(nodes, key=self._order.__getitem__)
+
+    def amid(self, first: fx.Node, last: fx.Node) -> list[fx.Node]:
+        """The nodes that run between two."""
+        return [n for n, i in self._order.items() if self._order[first] < i < self._order[last]]
+
+    def calls(self, nodes: Iterable[fx.Node], norm: fx.Node) -> bool:
+        """Whether any of the nodes calls a norm too, directly or in a module: order matters."""
+        layer = self.module(norm)
+        called = (self.module(node) for node in nodes)
+        return any(m is not None and any(part is layer for part in m.modules()) for m in called)
+
+    def activation(self, node: fx.Node) -> ActivationLike:
+        """The activation that a node computes, or None."""
+        module = self.module(node)
+        if module is not None:
+            alone = len(node.args) == 1 and not node.kwargs
+            return _activations.of_module(module) if alone else None
+        name = _activations.of_function(node.target) if _is_call(node) else None
+        if name is None:
+            return None
+        slope = _activations.ACTIVATIONS[name].slope
+        settings = {k: v for k, v in node.kwargs.items() if (k, v) != ("approximate", "none")}
+        settings |= zip([slope] if slope else [], node.args[1:], strict=False)
+        if len(node.args) > (2 if slope else 1) or not settings.keys() <= {"inplace", slope}:
+            return None
+        if slope not in settings:
+            return name
+        value: Any = settings[slope]
+        return (name, value) if _activations.is_slope(value) else None
+
+    def max_pool(self, node: fx.Node | None, source: fx.Node) -> fx.Node | None:
+        """The node itself if it max-pools the result of `source` and does no more; else None."""
+        if node is None or node.all_input_nodes != [source] or node.args[:1] != (source,):
+            return None
+        module = self.module(node)
+        if module is None:
+            known = node.target in _MAX_POOLS and pool_settings(node) is not None
+        else:
+            alone = len(node.args) == 1 and not node.kwargs
+            known = type(module) is nn.MaxPool2d and alone and not module.return_indices
+        return node if known else None
+
+    def permutation(self, node: fx.Node) -> tuple[int, ...] | None:
+        """The order into which a node permutes dimensions; None for every other node."""
+        module: Any = self.module(node)
+        dims: Any
+        if module is not None:
+            cls = type(module)
+            if (cls.__module__, cls.__name__) != ("torchvision.ops.misc", "Permute"):
+                return None
+            dims, alone = module.dims, len(node.args) == 1
+        else:
+            alone = _is_call(node) and node.target in (torch.permute, "permute")
+            dims = node.args[1:]
+            if len(dims) == 1 and isinstance(dims[0], (list, tuple)):
+                dims = dims[0]
+        known = alone and not node.kwargs and all(isinstance(d, int) and d >= 0 for d in dims)
+        return tuple(dims) if known else None
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method")
+
+
+def reader(node: fx.Node) -> fx.Node | None:
+    """The only node that reads another; None if there are several, or none."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def addition(node: Any) -> Callable[[Any, Any], Any] | None:
+    """How a node adds two values, `operator.add` or `add_in_place`; None if it does not."""
+    if not isinstance(node, fx.Node) or not _is_call(node) or node.kwargs or len(node.args) != 2:
+        return None
+    return _ADDITIONS.get(node.target) if all(isinstance(a, fx.Node) for a in node.args) else None
+
+
+def adds(node: fx.Node, result: fx.Node) -> bool:
+    """Whether a node adds another tensor to a result, and mutates nothing but the result."""
+    how = addition(node)
+    if how is None or node.args[0] is node.args[1]:
+        return False
+    return how is not add_in_place or node.args[0] is result
+
+
+def reads_metadata(node: fx.Node) -> bool:
+    """Whether a node reads only a tensor's shape or other metadata."""
+    if node.op == "call_method":
+        return node.target in ("dim", "size", "numel", "ndimension")
+    looks = ("shape", "ndim", "dtype", "device")
+    return node.op == "call_function" and node.target is getattr and node.args[1] in looks
+
+
+def pool_settings(node: fx.Node) -> tuple[Any, ...] | None:
+    """Kernel, stride, padding, dilation and ceil_mode of a function's call, if these are all."""
+    settings: dict[str, Any] = {"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False}
+    names = ("kernel_size", *settings)
+    settings |= dict(zip(names, node.args[1:], strict=False)) | node.kwargs
+    alone = not settings.pop("return_indices", False) and settings.keys() == set(names)
+    return tuple(settings[name] for name in names) if alone else None

@@ -59,18 +59,17 @@ class Reads:
         inputs: the names of its required inputs.
         sequences: those of them that are sequences of tensors.
         values: the attributes that it reads, and their values.
-        tensors: the parameters and buffers that it reads, and whether each was there.
+        proxies: the parameters and buffers that it reads, and the training flag if it reads that,
+            and whether each was not None.
         methods: the forward, and the methods of the class that it calls.
-        training: whether it reads the training flag.
     """
 
     cls: type[nn.Module]
     inputs: tuple[str, ...]
     sequences: set[str] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, bool] = field(default_factory=dict)
+    proxies: dict[str, bool] = field(default_factory=dict)
     methods: dict[str, Any] = field(default_factory=dict)
-    training: bool = False
 
 
 def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
@@ -117,12 +116,8 @@ class _Reader:
 
     def __init__(self, module: nn.Module, cls: type[nn.Module], reads: Reads) -> None:
         self.module, self.cls, self.reads = module, cls, reads
-        self.seen: set[types.FunctionType] = set()
 
     def function(self, function: types.FunctionType, forward: bool = True) -> None:
-        if function in self.seen:
-            return
-        self.seen.add(function)
         found = _source(function)
         code = function.__code__
         if set(code.co_freevars) - {"__class__"}:
@@ -138,22 +133,23 @@ class _Reader:
         for node in ast.walk(found):
             if isinstance(node, ast.For):
                 scope.loop |= {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                scope.optional.discard(node.id)
-                scope.given.discard(node.id)
+            if isinstance(getattr(node, "ctx", None), ast.Store):
+                if isinstance(node, (ast.Attribute, ast.Subscript)):
+                    raise Untraceable("its forward assigns to an attribute or an item")
+                if isinstance(node, ast.Name):
+                    scope.optional.discard(node.id)
+                    scope.given.discard(node.id)
         self.statements(found.body, scope)
 
     def statements(self, body: list[ast.stmt], scope: _Scope) -> None:
         for node in body:
             if not isinstance(node, _STATEMENTS):
-                raise Untraceable(f"its forward has a {_kind(node)} statement")
+                raise Untraceable(f"its forward has a {type(node).__name__.lower()} statement")
             if isinstance(node, ast.Raise):
                 continue  # a trace that reaches it fails there
             if isinstance(node, ast.If) and self.is_off(node.test, scope):
                 self.statements(node.orelse, scope)
                 continue
-            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)):
-                self.targets(node)
             if isinstance(node, ast.AugAssign) and not isinstance(node.op, ast.Add):
                 raise Untraceable("its forward changes a value in place")
             for name in ("value", "test", "iter"):
@@ -171,18 +167,13 @@ class _Reader:
         self.expression(test, scope, module=True)
         return self.reads.values.get(test.attr) is False
 
-    def targets(self, node: Any) -> None:
-        for target in getattr(node, "targets", None) or [node.target]:
-            for part in ast.walk(target):
-                if isinstance(part, (ast.Attribute, ast.Subscript)):
-                    raise Untraceable("its forward assigns to an attribute or an item")
-
     def expression(self, node: ast.expr, scope: _Scope, module: bool = False) -> None:
         """Check an expression; module: whether it may be a module, to call or compare with None."""
-        if _formats(node):  # the trace would freeze the text, also that of a proxy
-            raise Untraceable("its forward formats a string")
+        text = getattr(node, "left", None) or getattr(node, "value", None)  # a `%`'s or `.format`'s
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            raise Untraceable("its forward formats a string")  # the trace would freeze the text
         if not isinstance(node, _EXPRESSIONS):
-            raise Untraceable(f"its forward has a {_kind(node)} expression")
+            raise Untraceable(f"its forward has a {type(node).__name__.lower()} expression")
         if isinstance(node, ast.Attribute) and self.attribute(node, scope, module):
             return
         if isinstance(node, ast.Name):
@@ -219,37 +210,34 @@ class _Reader:
 
     def call(self, node: ast.Call, function: Any, scope: _Scope) -> bool:
         """Check a call of `isinstance` or `torch._assert`; return whether it is one."""
-        if function is isinstance:
-            self.is_tensor(node, scope)
-        elif function is traceable_assert and len(node.args) == 2:
+        if function is traceable_assert and len(node.args) == 2:
             self.expression(node.args[0], scope)  # the other argument is a message
-        else:
+            return True
+        if function is not isinstance:
             return False
-        return True
-
-    def is_tensor(self, node: ast.Call, scope: _Scope) -> None:
-        """Note an input whose type is tested for `Tensor`: the trace assumes a sequence."""
         what, cls = node.args
         name = what.id if isinstance(what, ast.Name) else ""
         if name not in scope.given or _resolve(cls, scope) is not torch.Tensor:
             raise Untraceable("its forward uses isinstance")
-        self.reads.sequences.add(name)
+        self.reads.sequences.add(name)  # the trace assumes a sequence
+        return True
 
     def own(self, name: str) -> None:
         module, reads = self.module, self.reads
         found = inspect.getattr_static(self.cls, name, None)
         hidden = name in vars(module) and not inspect.isdatadescriptor(found)
         if name == "training":
-            reads.training = True
+            reads.proxies[name] = True
         elif found is not None and not hidden:
             if not isinstance(found, types.FunctionType) or hasattr(nn.Module, name):
                 raise Untraceable(f"its forward reads {name}, an attribute of its class")
-            reads.methods[name] = found
-            self.function(found, forward=False)
+            if name not in reads.methods:
+                reads.methods[name] = found
+                self.function(found, forward=False)
         elif name in module._modules:
             return  # the trace notes which children it reaches
         elif name in module._parameters or name in module._buffers:
-            reads.tensors[name] = getattr(module, name) is not None
+            reads.proxies[name] = getattr(module, name) is not None
         elif name in vars(module):
             value = vars(module)[name]
             parts = value if isinstance(value, tuple) else (value,)
@@ -320,21 +308,6 @@ def _allowed(value: Any) -> bool:
         return value in _BUILTINS or value in _recorded()
     except TypeError:
         return False
-
-
-def _formats(node: ast.expr) -> bool:
-    """Whether an expression formats a string: `f"{x}"`, `"%s" % x` or `"{}".format(x)`."""
-    if isinstance(node, ast.BinOp):
-        literal = node.left
-    elif isinstance(node, ast.Attribute):
-        literal = node.value
-    else:
-        return isinstance(node, ast.JoinedStr)
-    return isinstance(literal, ast.Constant) and isinstance(literal.value, str)
-
-
-def _kind(node: ast.AST) -> str:
-    return type(node).__name__.lower()
 
 
 # Definitions of functions, parsed from their source files.

@@ -49,13 +49,13 @@ class Trace(fx.Tracer):
     `fx.Tracer.trace` patches `nn.Module` while it runs, and every thread of the process sees that.
     Here nothing is patched. A stand-in has the class of its module, so that the same forward runs,
     and dicts of its own, in which children are stand-ins, and parameters and buffers are proxies.
+    The training flag is a proxy, too: so a forward can pass it on, but not branch on it.
     So other threads can run the model meanwhile.
 
     Args:
         root: the module.
         reads: the results of `source.read` for it and for each of `inner`.
         inner: the modules whose forward is inlined; a call of any other is one node.
-        training: the training flag of all of these.
 
     Raises:
         Untraceable: if torch.fx cannot follow the forward.
@@ -73,7 +73,6 @@ class Trace(fx.Tracer):
         root: nn.Module,
         reads: Mapping[nn.Module, Reads],
         inner: Collection[nn.Module],
-        training: bool,
     ) -> None:
         super().__init__()
         self.root, self.graph = root, fx.Graph()
@@ -81,11 +80,11 @@ class Trace(fx.Tracer):
         self.scopes: dict[fx.Node, tuple[nn.Module, ...]] = {}
         self.followed: dict[nn.Module, None] = {}
         self.reached: dict[nn.Module, None] = {}
-        self._reads, self._inner, self._training = reads, frozenset(inner), training
+        self._reads, self._inner = reads, frozenset(inner)
         self._scope: tuple[nn.Module, ...] = ()
         self._stand_ins: dict[str, nn.Module] = {}
         self._tensors: dict[str, fx.Proxy] = {}
-        _log.debug("tracing the forward of %s, training=%s", type(root).__name__, training)
+        _log.debug("tracing the forward of %s", type(root).__name__)
         try:
             self._record(reads[root])
         except Untraceable:
@@ -120,13 +119,16 @@ class Trace(fx.Tracer):
 
     def _with_forward(self, module: nn.Module, path: str) -> nn.Module:
         """A stand-in that can be `self` in the module's forward."""
-        tables = {
-            "training": self._training,
+        reads = self._reads[module]
+        state: dict[str, Any] = {
+            **vars(module),
             "_modules": self._children(module, path),
             "_parameters": self._table(module._parameters, path),
             "_buffers": self._table(module._buffers, path),
         }
-        return _made(self._reads[module].cls, {**vars(module), **tables})
+        if "training" in reads.proxies:
+            state["training"] = self.create_proxy("get_attr", _joined(path, "training"), (), {})
+        return _made(reads.cls, state)
 
     def _children(self, module: nn.Module, path: str) -> _Lazy:
         def read() -> dict[str, nn.Module | None]:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import Tensor, fx, nn
 
 from normplug import _activations
-from normplug._torch import has_global_hooks, has_hooks
+from normplug._torch import GLOBAL_HOOKS, has_hooks
 from normplug.adapters import rms_norms
 from normplug.modules import GroupNorm, LayerNorm, TargetVarianceNorm
 from normplug.modules.batch_norm import _BatchNorm, _SyncBatchNorm
@@ -74,9 +74,11 @@ class FusedActivation(TargetVarianceNorm):
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
         after = [getattr(self, name) for name in self._after]
-        name = _activation_of(*after) if self.may_fuse() else None
+        sites: Any = self._fusion_sites
+        unmeasured = self._probe is not None and not sites.measures
+        name = None if unmeasured else _activation_of(*after)
         y = self._fused(input, activation=name)
-        if not self.may_fuse():  # `_fused` does not measure
+        if unmeasured:
             self._record(input, y)
         for module in after if name is None else ():
             y = module(y)
@@ -86,7 +88,7 @@ class FusedActivation(TargetVarianceNorm):
 def _activation_of(*modules: nn.Module) -> _activations.ActivationLike:
     """The activation that the modules amount to, by name; None if they must be called."""
     *others, act = modules
-    if has_global_hooks() or any(map(has_hooks, modules)):
+    if any(GLOBAL_HOOKS) or any(map(has_hooks, modules)):
         return None
     if any(type(other) is not nn.Identity for other in others):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
 import traceback
@@ -54,7 +55,11 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
         own = re.search(r"normplug\.experiment: .*", str(error))
         text = re.sub(r" full_key: (\S+)( object_type=\w+)?", r" (\1)", one_line(error))
         if unknown := re.match(r"Could not override '([\w.]+)'", text):
-            text = f"{unknown[1]} is not a key of the configuration"
+            from normplug.experiment.config import Config  # which imports this file
+
+            near = difflib.get_close_matches(unknown[1], Config.__annotations__, 1, cutoff=0.7)
+            advice = f"Did you mean {near[0]}?" if near else SEE_HELP
+            return f"{WHO}: {unknown[1]} is not a key of the configuration. {advice}"
         return own[0] if own else f"{WHO}: {text}. {SEE_HELP}"
     frames = traceback.extract_tb(error.__traceback__)
     if checkpoint and any(f.filename.endswith("checkpoint_connector.py") for f in frames):

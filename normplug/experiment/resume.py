@@ -107,7 +107,7 @@ class RunDirectory:
                 no run left there.
         """
         left = [name for name in PRODUCTS if (self.path / name).exists()]
-        if left and not self.result() and rank_zero_only.rank == 0:
+        if left and not self.result() and getattr(rank_zero_only, "rank", 0) == 0:
             raise UserError(
                 f"{WHO}: {self.path} has {', '.join(left)}, but no {RESULT} of a run, so they "
                 f"stay as they are. Choose another directory: {PLACE}."

@@ -132,21 +132,16 @@ class FusionSites(NamedTuple):
             of them is not fused.
         after: operations after the layer: any of "activation", "addition" (of a residual, before
             the activation) and "max_pool" (after relu). The layer's `_fused` runs them.
-        before: operations before the layer: "addition" (of two tensors), which `_fused_add` runs,
-            and "convolution_bias", which `_fused_bias` runs. The latter is for layers with a
+        before: operations before the layer: "sum" (of two tensors), which `_fused_add` runs, and
+            "convolution_bias", which `_fused_bias` runs. The latter is for layers with a
             `normalized_shape`.
+        measures: whether these methods measure for a `VarianceLogger`, as the forward does.
     """
 
     methods: dict[str, Callable[..., Any]]
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
-
-    def apply_to(self, cls: type) -> bool:
-        """Whether the fused methods compute what layers of `cls` do: no method is overridden."""
-        for name, method in self.methods.items():  # noqa: SIM110 - a generator is slower
-            if getattr(cls, name) is not method:
-                return False
-        return True
+    measures: bool = False
 
 
 class TargetVarianceNorm(nn.Module):
@@ -269,10 +264,6 @@ class TargetVarianceNorm(nn.Module):
     def _divisor(self, variance: Tensor) -> Tensor:
         """The `_measure` that an input is normalised by, given its own, for `VarianceLogger`."""
         return variance
-
-    def may_fuse(self) -> bool:
-        """False while something, such as a `VarianceLogger`, needs the unfused forward."""
-        return self._probe is None
 
     def group_to_join(self) -> Any:
         """The process group whose batches a forward would now join; None if there is none."""

@@ -104,7 +104,9 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         return t, spec
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
-    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
+    _fusion_sites = FusionSites(
+        {"forward": forward}, after=("activation", "addition", "max_pool"), measures=True
+    )
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_features,)
@@ -126,10 +128,6 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
 
     def _divisor(self, variance: Tensor) -> Tensor:
         return variance if self.training or self.running_var is None else self.running_var
-
-    def may_fuse(self) -> bool:
-        """Always: `_fused` measures as well."""
-        return True
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):

@@ -96,9 +96,7 @@ class RowNorm(WatchedRows):
         t = Tensors(input, residual, *self._affine(), input_bias, *statistics)
         return t, self._spec(input, self._normplug.autocast_output)
 
-    _fusion_sites = FusionSites(
-        {"forward": forward, "_normalise": _normalise}, before=("addition",)
-    )
+    _fusion_sites = FusionSites({"forward": forward, "_normalise": _normalise}, before=("sum",))
 
     def _row_dims(self) -> tuple[int, ...]:
         """The dimensions of an input that form a row."""
@@ -143,7 +141,7 @@ class LayerNorm(RowNorm, nn.LayerNorm):
         y: Tensor = self._run(input, None, input_bias)
         return y
 
-    _fusion_sites = RowNorm._fusion_sites._replace(before=("addition", "convolution_bias"))
+    _fusion_sites = RowNorm._fusion_sites._replace(before=("sum", "convolution_bias"))
 
     def _gives_statistics(self, x: Tensor) -> bool:
         var = self._buffers.get("watched_var")

@@ -9,8 +9,8 @@ from torch import nn
 
 from fuse_cases import Block, Encoder, Half, assert_same_step, swapped
 from normplug import fuse, fusions, swap, unfuse
+from normplug._fuse.edit import REASON
 from normplug._fuse.fuse import fused_modules
-from normplug._fuse.sites import FROM_OUTSIDE
 from normplug.modules import LayerNorm, TargetVarianceNorm
 from normplug.modules.base import FusionSites
 
@@ -51,8 +51,8 @@ def test_later_changes_are_reported():
         # The first norm and its activation are one statement, which depends on nothing else.
         **dict.fromkeys(["0.bn1", "2.bn1"], ""),
         **dict.fromkeys(["0.bn2", "1.bn1", "1.bn2", "2.bn2"], changed),
-        "2.down.0": "followed by mul",
-        "3.bn1": "followed by Tanh",
+        "2.down.0": REASON,
+        "3.bn1": REASON,
         "3.bn2": changed,  # its addition
     }
     labels = {row.path: row.label for row in fusions(model)}
@@ -96,7 +96,7 @@ class Declared(Toy):
         self.made.append("add")
         return self.forward(a + b), a + b
 
-    _fusion_sites = FusionSites({"forward": forward}, after=("activation",), before=("addition",))
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation",), before=("sum",))
 
 
 class Further(Declared):
@@ -149,8 +149,8 @@ class AddedBefore(Around):
     [
         (lambda: Around(Toy()), "no fusion for Toy"),
         (lambda: Around(Further()), "a subclass with a forward of its own"),
-        (lambda: AddedBefore(Declared()), "followed by add"),
-        (lambda: Around(LayerNorm(8)), FROM_OUTSIDE),
+        (lambda: AddedBefore(Declared()), REASON),
+        (lambda: Around(LayerNorm(8)), REASON),
     ],
 )
 def test_what_a_class_does_not_declare_is_not_fused_and_the_reason_is_given(make, why):

@@ -158,11 +158,6 @@ class Sums(Parts):
         finally:
             total = None
 
-    def in_place(self, x, **options):
-        x = x * 2
-        x += self.norm.bias
-        return self.norm(x)
-
     def changed_between(self, x, **options):
         total = x + self.line(x)
         total.mul_(2)
@@ -186,9 +181,6 @@ class Sums(Parts):
         if total is not None:
             return self.norm(total)
         return x
-
-    def constant(self, x, **options):
-        return self.norm(1.0 + self.line(x))
 
     def keyword_argument(self, x, **options):
         return self.norm(input=x + self.line(x))
@@ -219,9 +211,7 @@ class Activations(Parts):
         return self.line(self.act(self.norm(x)))
 
     def functions(self, x, **options):
-        x = F.silu(self.norm(x))
-        x = self.second(x)
-        return nn.functional.silu(x)
+        return F.silu(self.norm(x))
 
     def inside_expressions(self, x, **options):
         x = self.norm(x)
@@ -260,10 +250,6 @@ class Activations(Parts):
         z = self.act(y)
         return z + x
 
-    def read_twice(self, x, **options):
-        y = self.norm(x)
-        return self.act(y) + y
-
     def read_later(self, x, **options):
         y = self.norm(x)
         z = self.act(y)
@@ -275,41 +261,10 @@ class Activations(Parts):
         x = self.act(x)
         return x + y
 
-    def stored_in_a_tuple(self, x, **options):
-        x = self.norm(x)
-        both = (x, 1)
-        x = self.act(x)
-        return x + both[0]
-
     def closure(self, x, **options):
         x = self.norm(x)
         later = lambda: x  # noqa: E731
         return self.act(x) + later()
-
-    def finally_clause(self, x, **options):
-        seen = []
-        try:
-            x = self.norm(x)
-            return self.act(x) + 0 * self.line(x)
-        finally:
-            seen.append(x)
-
-    def changed_between(self, x, **options):
-        x = self.norm(x)
-        x.mul_(2)
-        return self.act(x)
-
-    def keyword_argument(self, x, **options):
-        return self.act(input=self.norm(input=x))
-
-    def in_place(self, x, **options):
-        y = 1.0
-        y += self.norm(x)
-        return self.act(y)
-
-    def local_function(self, x, **options):
-        F = nn.Tanh()
-        return F(self.norm(x))
 
 
 EDITED = {
@@ -317,7 +272,7 @@ EDITED = {
     **dict.fromkeys([(Sums, name) for name in ("end_of_a_branch", "if_between")], 1),
     **dict.fromkeys([(Activations, name) for name in ("nested", "inside_expressions")], 1),
     **dict.fromkeys([(Activations, name) for name in ("new_name", "optional_activation")], 1),
-    **dict.fromkeys([(Activations, name) for name in ("functions", "chained", "for_loop")], 2),
+    **dict.fromkeys([(Activations, name) for name in ("chained", "for_loop")], 2),
 }
 LEFT = [
     (cls, name)
@@ -357,7 +312,8 @@ def test_other_statements_are_left_and_the_reason_is_given(cls, name, calls):
         model, plain = twins(written(cls, name))
     notes = {row.path: row.note for row in fusions(model)}
     untraced = "Written: its forward takes *args or **kwargs"
-    assert notes["norm"] == (untraced if name == "other_self" else f"{untraced}, and {REASON}")
+    refused = ("other_self", "try_clause")
+    assert notes["norm"] == (untraced if name in refused else f"{untraced}, and {REASON}")
     assert_same_step(model, plain, cls.X)
     assert calls == []
 
@@ -410,15 +366,6 @@ def test_decorators_stay_around_an_edited_forward(calls):
         fuse(swapped(Hidden(norm=nn.LayerNorm(8), line=nn.Linear(8, 8))))
 
 
-def test_a_forward_whose_code_differs_from_its_source_is_left():
-    model = written(Sums, "nested")
-    forward = type(model).forward
-    code = forward.__code__.replace(co_consts=(*forward.__code__.co_consts, 2.0))
-    type(model).forward = type(forward)(code, forward.__globals__)
-    with pytest.warns(UserWarning, match="nothing to fuse"):
-        fuse(swapped(model))
-
-
 def test_a_norm_before_an_activation_without_kernels_is_left():
     block = Resnet()
     block.act = nn.Mish()
@@ -427,6 +374,9 @@ def test_a_norm_before_an_activation_without_kernels_is_left():
     model = fuse(swapped(Resnet()))
     model.act = nn.Mish()
     assert {row.note for row in fusions(model)} == {NOTE}
+    model.act = None
+    with pytest.raises(TypeError, match="not callable"):
+        model(X)
 
 
 class Watching(Resnet):
@@ -484,9 +434,7 @@ def test_a_call_that_the_trace_does_not_cover_runs_the_edited_forward(calls, tra
 CHANGES = {
     "nothing": (lambda block: None, 1),
     "a hook": (lambda block: block.norm2.register_forward_hook(lambda m, a, y: 2 * y), 0),
-    "a hook on the block": (lambda block: block.register_forward_hook(lambda m, a, y: y), 1),
     "another norm": (lambda block: setattr(block, "norm2", nn.Tanh()), 0),
-    "another MLP": (lambda block: setattr(block, "mlp", nn.Tanh()), 1),
     "a probe": (lambda block: setattr(block.norm2, "_probe", Probe()), 0),
 }
 
@@ -499,13 +447,10 @@ def without_act_child(block):
 
 RESNET_CHANGES = {
     "a function as the activation": (without_act_child, 0),
-    "a hook": (lambda block: block.norm2.register_forward_hook(lambda m, a, y: 2 * y), 1),
     "a hook on the activation": (lambda block: block.act.register_forward_hook(print), 0),
     "another activation": (lambda block: setattr(block, "act", nn.Tanh()), 0),
     "a fusible activation": (lambda block: setattr(block, "act", nn.ReLU(inplace=True)), 2),
-    "another norm": (lambda block: setattr(block, "norm1", nn.Tanh()), 1),
     "a LayerNorm": (lambda block: setattr(block, "norm1", swap(nn.LayerNorm(5).double())), 1),
-    "a probe": (lambda block: setattr(block.norm2, "_probe", Probe()), 1),
     "another branch": (lambda block: setattr(block, "way", "scale"), 1),
 }
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import recompute_cases
+import routes
 from accuracy import assert_same_bits
 from fuse_cases import Block, X, assert_same_step, outcome, swapped, torchvision_model
 from graphs import captured
@@ -15,10 +16,8 @@ from normplug import fuse
 from normplug._fuse.fuse import fused_modules
 from normplug._ops import recompute
 
-NEEDS_HOOKS = pytest.mark.skipif(not recompute.AVAILABLE, reason="needs torch 2.8")
 
-
-@NEEDS_HOOKS
+@routes.NEEDS_RECOMPUTE
 def test_without_kernels_every_convolution_saves_its_input():
     model = fuse(swapped(nn.Sequential(Block(), Block())), recompute=True)
     plain = fuse(copy.deepcopy(model))

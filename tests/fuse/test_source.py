@@ -128,9 +128,6 @@ class Untraceable(Parts):
     def random(self, x):
         return self.act(self.norm(x) + x) * torch.rand(1)
 
-    def noise(self, x):
-        return self.act(self.norm(x) + x) + torch.normal(0.0, 1.0, (8, 5, 5))
-
     def grad_mode(self, x):
         return self.act(self.norm(x) + x) if torch.is_grad_enabled() else x
 
@@ -155,12 +152,6 @@ class Untraceable(Parts):
 
     def text(self, x):
         return self.act(self.norm(x) + x) if f"{self.size}" == "1" else x
-
-    def text_of_input(self, x):
-        return self.act(self.norm(x) + x) if "{}".format(x.shape[0]) == "1" else x  # noqa: UP032
-
-    def percent(self, x):
-        return self.act(self.norm(x) + x) if "%s" % x.shape[0] == "1" else x  # noqa: UP031
 
     def other_method(self, x):
         return checkpoint(self.result, x, use_reentrant=False)

@@ -238,6 +238,7 @@ def test_each_run_of_the_study_can_run(checked, line):
         ("callbacks.variance.every_n_steps=0", "every_n_steps must be at least 1; got 0"),
         ("+callbacks.checkpoint.save_top_k=-5", "callbacks.checkpoint cannot be built: Invalid"),
         ("model.dept=2", "model.dept is not a key of the configuration. `python train.py --help`"),
+        ("mod=golden", "mod is not a key of the configuration. Did you mean mode?"),
         (
             "+trainer.max_epoch=3",
             "Trainer.__init__() got an unexpected keyword argument 'max_epoch'",
