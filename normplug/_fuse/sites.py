@@ -1,6 +1,6 @@
 """Find where in a forward a norm and the operations around it can be one call.
 
-A norm's class declares these operations: see `normplug.modules.base.FusionSites`. Nothing here knows
+A norm's class declares these operations, in a `FusionSites` of `modules.base`. Nothing here knows
 a norm by name.
 """
 
