@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from normplug.experiment.errors import WHO
@@ -95,6 +96,28 @@ class StepTimer(Callback):
             return 1e3 * statistics.median(end - start for start, end in self._steps)
         self._steps[-1][1].synchronize()
         return statistics.median(start.elapsed_time(end) for start, end in self._steps)
+
+
+def report(trainer: Trainer, labels: dict[str, Any], result: dict[str, Any]) -> None:
+    """Give TensorBoard the hyperparameters with the final metric, and the heat map of variances."""
+    final = {f"hp/{key}": value for key, value in result.items() if key.startswith("test_")}
+    for logger in (each for each in trainer.loggers if isinstance(each, TensorBoardLogger)):
+        logger.log_hyperparams(labels, final)
+        for variances in variance_loggers(trainer):
+            # One chart for a quantity, with a line for each norm.
+            kinds = ("input", "output", "affine", "weight_rms")
+            names = [row.layer for row in variances.last]
+            charts = {k: ["Multiline", [f"variance/{n}/{k}" for n in names]] for k in kinds}
+            logger.experiment.add_custom_scalars({"variance": charts})
+            picture = variances.path and variances.path.with_suffix(".png")
+            if picture and picture.is_file():
+                from matplotlib.image import imread
+
+                pixels = imread(picture)[..., :3]
+                logger.experiment.add_image(
+                    "variance", pixels, trainer.global_step, dataformats="HWC"
+                )
+        logger.finalize("success")
 
 
 def variance_lines(trainer: Trainer) -> dict[str, str]:

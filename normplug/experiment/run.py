@@ -22,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
@@ -34,6 +34,7 @@ from normplug.experiment.callbacks import (
     StepTimer,
     ask_seldom,
     log,
+    report,
     say,
     variance_lines,
     variance_loggers,
@@ -195,7 +196,8 @@ class Run:
         self._write(status="running", process=f"{os.getpid()} on {socket.gethostname()}")
         values = self.labels | {"config": OmegaConf.to_container(self.cfg, resolve=True)}
         for logger in trainer.loggers:
-            if not isinstance(logger, CSVLogger):  # config.yaml is beside its files
+            # config.yaml is beside the files of a CSVLogger; for TensorBoard, see `report`.
+            if not isinstance(logger, (CSVLogger, TensorBoardLogger)):
                 logger.log_hyperparams(values)
         say(f"{self.directory}")
         if self.checkpoint is None:
@@ -232,6 +234,7 @@ class Run:
             status="finished",
             gpus=trainer.world_size * gpu,
         )
+        report(trainer, self.labels, self.result)
         self._say_summary(model, variance_lines(trainer))
 
     def _write(self, *, gpus: int = 0, **values: Any) -> None:

@@ -117,7 +117,8 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
         assert (directory / name).stat().st_size > 0, name
     events = EventAccumulator(str(next(directory.rglob("events.out.tfevents.*")).parent)).Reload()
     assert events.Scalars("test/accuracy")[-1].value == pytest.approx(result["test_accuracy"])
-    assert "arm: golden" in next(directory.rglob("hparams.yaml")).read_text()
+    assert events.Images("variance")
+    assert events.Scalars("hp/test_accuracy")[-1].value == pytest.approx(result["test_accuracy"])
     rows = variance_rows(directory)
     assert len({row["layer"] for row in rows}) == 9
     assert all(
