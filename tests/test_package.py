@@ -36,10 +36,11 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5800, "experiment": 3650, "_ops": 3950, "_fuse": 2430, "native": 1700,
+    "_kernels": 5800, "experiment": 3700, "_ops": 4000, "_fuse": 2430, "native": 1700,
     "modules": 1650, "_swap": 1720, "bench": 1120, "adapters": 480,
     "lightning": 600, "reference.py": 380, "": 2000,
 }  # fmt: skip
+MOST_FILES = 130
 
 
 def parts_imported(path):
@@ -65,7 +66,9 @@ def test_imports_point_one_way():
 
 def test_each_part_keeps_to_its_size():
     lines = dict.fromkeys(MOST_LINES, 0)
-    for path in (path for ending in ("py", "cpp", "h") for path in ROOT.rglob(f"*.{ending}")):
+    files = [path for ending in ("py", "cpp", "h") for path in ROOT.rglob(f"*.{ending}")]
+    assert len(files) <= MOST_FILES
+    for path in files:
         part = path.relative_to(ROOT).parts[0]
         lines[part if part in MOST_LINES else ""] += len(path.read_text().splitlines())
     too_long = {part: n for part, n in lines.items() if n > MOST_LINES[part]}
