@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import normplug
 from normplug._results import stamp
+from normplug._torch import BatchNormBase
 from normplug.bench import timing
 from normplug.bench.rows import ORIGIN, Rows
 from normplug.reference import accumulator_dtype
@@ -171,7 +171,7 @@ class Problem:
         usual = 1e-6 if isinstance(norm, nn.RMSNorm) else 1e-5
         self.eps = norm.eps = usual if eps is None else eps
         # BatchNorm's parameters are float32 for half-precision input, as they are under autocast.
-        norm.to(device, accumulator_dtype(dtype) if isinstance(norm, _BatchNorm) else dtype)
+        norm.to(device, accumulator_dtype(dtype) if isinstance(norm, BatchNormBase) else dtype)
         for name, parameter in norm.named_parameters():
             drawn = normal(parameter.shape, dtype=parameter.dtype)
             parameter.data = drawn.abs_().add_(0.5) if name == "weight" else drawn

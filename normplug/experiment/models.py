@@ -115,9 +115,8 @@ class Block(nn.Module):
         """Causal self-attention: (N, L, width) -> (N, L, width)."""
         split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
         query, key, value = split.permute(2, 0, 3, 1, 4)  # each (N, heads, L, width / heads)
-        dropout = self.dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True
+            query, key, value, dropout_p=self.dropout * self.training, is_causal=True
         )
         out = self.out(mixed.transpose(1, 2).flatten(2))
         return functional.dropout(out, self.dropout, self.training)

@@ -123,6 +123,7 @@ def test_check_counts_it_and_compares_its_formula(model, monkeypatch):
         check(model)
 
 
+@pytest.mark.filterwarnings("ignore:normplug. .* gets a weight of")
 def test_its_outputs_are_preserved_and_a_missing_weight_is_created():
     layer = Rescale(6, affine=False)
     expected = layer(X)
