@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from normplug import modules
+from normplug._ops import likely
 from normplug._torch import is_class_patched, is_patched
 from normplug.modules.base import Settings, TargetVarianceNorm
 
@@ -149,6 +150,7 @@ def convert(
         vars(module)["_normplug"] = settings
         assign_class(module, ours)
         assert isinstance(module, TargetVarianceNorm)
+        likely.record(module)
     before = module._normplug.unsynced_class
     module._set(
         target_variance=target_variance,

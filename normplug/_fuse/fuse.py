@@ -11,6 +11,7 @@ from normplug import _checks, _convert
 from normplug._fuse.analysis import Analysis
 from normplug._fuse.fusion import FORWARDS, fused_class, has_fused_class, plain_class
 from normplug._fuse.report import Report, report
+from normplug._ops import likely
 from normplug._ops import recompute as _recompute
 
 
@@ -90,6 +91,8 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     for module, fusion in analysis.fusions.items():
         vars(module)[FORWARDS] = fusion
         _convert.assign_class(module, classes[module])
+        for norm, label in fusion.labels(module).items():
+            likely.record(norm, label)
     return model
 
 

@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 
 from normplug import native
 from normplug._layouts import readable
+from normplug._ops import likely
 from normplug._ops.spec import Tensors
 from normplug._torch import (
     applier,
@@ -295,22 +296,38 @@ class Plan:
     def _expect_next(self, t: Tensors, forward: Program, keep: bool) -> None:
         """Have worker processes compile what follows the first kernel, which this process compiles.
 
-        It is the rest of the forward, and its backward, if that computes all gradients and dy lies
-        like y. The total often has no gradient, as nothing else reads it.
+        It is the rest of the call, and then the calls that are likely to follow.
         """
         from normplug._kernels import ahead
 
-        jobs = forward.jobs(self.acc)[1:]
+        jobs = forward.jobs(self.acc)
+        if after := self.backward_jobs(t, forward, keep):
+            jobs = [*jobs[1:], *after]
+        begun = [ahead.expect(job) for job in jobs]
+        if any(begun):  # else they are compiled already, and so are the others in all likelihood
+            for job in likely.jobs_after(self, t, keep):
+                ahead.expect(job)
+
+    def backward_jobs(self, t: Tensors, forward: Program, keep: bool) -> list[ahead.Job]:
+        """The kernels of a forward's backward, if that computes all gradients.
+
+        Dy lies like y, or like an input whose rows lie in another order, as after an attention. The
+        total often has no gradient, as nothing else reads it. keep: see `forward_program`.
+        """
+        jobs: list[ahead.Job] = []
         needs = tuple(a is not None and a.requires_grad for a in t[:_INPUTS])
-        if keep and any(needs):
-            slots: list[Any] = [*t, *BLANKS]
-            for slot, shape, stride, dtype in forward.empties:
-                slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            saved = [slots[slot] for slot in forward.saved]
+        if not keep or not any(needs):
+            return jobs
+        slots: list[Any] = [*t, *BLANKS]
+        for slot, shape, stride, dtype in forward.empties:
+            slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        saved, y = [slots[slot] for slot in forward.saved], slots[_Y]
+        alike = [torch.empty_like(a, device="meta") for a in t[:2] if a is not None]
+        strides = dict.fromkeys(a.stride() for a in (y, *alike) if a.shape == y.shape)
+        for dy in (y.new_empty_strided(y.shape, stride) for stride in strides):
             for dtotal in (slots[_TOTAL], None) if self.has_total else (None,):
-                jobs += self.backward_of(saved, slots[_Y], dtotal, needs).jobs(self.acc)
-        for job in jobs:
-            ahead.expect(job)
+                jobs += self.backward_of(saved, dy, dtotal, needs).jobs(self.acc)
+        return jobs
 
     def run(self, t: Tensors) -> Any:
         """Run a call, and record it for autograd if gradients are enabled."""

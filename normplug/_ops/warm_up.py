@@ -41,9 +41,9 @@ class WarmUp(NamedTuple):
 def warm_up(model: nn.Module, *batch: Any, **named: Any) -> WarmUp:
     """Compile the kernels that a training step of a swapped model needs, in parallel.
 
-    Without it, the first step compiles the kernels of its forward one after another. It runs the
-    model's forward and backward on fake tensors, which have shapes but no values, and has worker
-    processes compile the kernels into Triton's cache. No parameter, buffer, gradient,
+    Without it, they are compiled in the first step, where some of them have to be guessed. It runs
+    the model's forward and backward on fake tensors, which have shapes but no values, and has
+    worker processes compile the kernels into Triton's cache. No parameter, buffer, gradient,
     random state or attribute of a module changes, and no GPU memory is used. But Python code of
     the model and its hooks runs once: what it stores elsewhere, in a global cache for example, is
     fake. Call it in the mode (`model.train()`), the autocast and the memory format of the step,

@@ -319,7 +319,7 @@ class TargetVarianceNorm(nn.Module):
         raise NotImplementedError
 
     def _call(self, *reading: Any) -> tuple[Tensors, Any]:
-        """The tensors of a call, and its spec."""
+        """The tensors of a call, and its spec; also of likely calls, on the meta device."""
         raise NotImplementedError
 
     def _runs_torch(self, x: Tensor, weight: Tensor | None) -> bool:

@@ -78,7 +78,11 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
             return None
 
     def _call(
-        self, input: Tensor, residual: None, input_bias: None, activation: ActivationLike
+        self,
+        input: Tensor,
+        residual: None = None,
+        input_bias: None = None,
+        activation: ActivationLike = None,
     ) -> tuple[Tensors, GroupNormSpec]:
         own = self._normplug
         t = Tensors(input, None, *self._affine(), None, *self._statistics_to_update(input))
@@ -160,7 +164,11 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
     _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
 
     def _call(
-        self, input: Tensor, residual: None, input_bias: None, activation: ActivationLike
+        self,
+        input: Tensor,
+        residual: None = None,
+        input_bias: None = None,
+        activation: ActivationLike = None,
     ) -> tuple[Tensors, GroupNormSpec | BatchNormSpec]:
         """The tensors of a call, and its spec. By running statistics, it is a BatchNorm's."""
         self._check_input_dim(input)

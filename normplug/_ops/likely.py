@@ -1,0 +1,125 @@
+"""Guess the calls that follow a model's first call of a norm.
+
+`swap` and `fuse` record the layers, but do not know the sizes and dtypes of their inputs. When the
+first layer of a family runs, the others' are guessed from it, so that worker processes can compile
+their kernels in the meantime. Most sizes share a kernel. A wrong guess costs only its compilation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from normplug import _activations
+from normplug._ops.call import key_of
+from normplug._ops.spec import Tensors
+
+if TYPE_CHECKING:
+    from normplug._kernels.ahead import Job
+    from normplug._ops.plans import Plan
+
+# Size of a layer's input, relative to the first layer's. Halving leaves an eighth of a volume.
+_SMALLEST, _SMALLEST_VOLUME, _LARGEST = 1 / 16, 1 / 4096, 4
+
+# Layer -> what `fuse` runs in one call with it, and after which first calls it has been guessed.
+_layers: WeakKeyDictionary[Any, tuple[str, set[Any]]] = WeakKeyDictionary()
+
+
+def record(layer: Any, label: str = "") -> None:
+    """Record a layer that may be called. label: what it is fused with, as `fusions` reports it."""
+    _layers[layer] = (label, set())
+
+
+def jobs_after(plan: Plan, t: Tensors, keep: bool) -> list[Job]:
+    """The kernels of the calls that are likely to follow a call, which has this plan.
+
+    The layers' forwards come first, in order, and then their backwards, from the last layer to the
+    first. Kernels that only one guess needs come last, since most of these guesses are wrong. Each
+    layer is guessed once for each kind of first call: its norm, its dtype and `keep`.
+
+    keep: whether calls save tensors for a backward. Without it there are no backwards.
+    """
+    forwards, backwards, known = list["Job"](), list["Job"](), set[Any]()
+    dtype = t.x.dtype if t.residual is None else torch.promote_types(t.x.dtype, t.residual.dtype)
+    kind = (type(plan.spec), dtype, keep)
+    for reference in _layers.keyrefs():
+        layer = reference()
+        if layer is None or kind in _layers[layer][1]:
+            continue
+        label, guessed = _layers[layer]
+        guessed.add(kind)
+        # A layer of another family may refuse the input. No guess may fail the first call.
+        with contextlib.suppress(Exception):
+            for other, spec in _calls(layer, label, t, plan.spec):
+                key = key_of(other, spec, None)
+                if key in known:
+                    continue
+                known.add(key)
+                its: Any = spec.plan(other)
+                its._machine = plan._machine  # type: ignore[attr-defined]
+                forward = its.forward_program(other, keep)
+                forwards += forward.jobs(its.acc)
+                backwards += its.backward_jobs(other, forward, keep)
+    jobs = [*forwards, *reversed(backwards)]
+    times = Counter(job.key for job in jobs)
+    return sorted(jobs, key=lambda job: times[job.key] == 1)
+
+
+def _calls(layer: Any, label: str, t: Tensors, spec: Any) -> Iterator[tuple[Tensors, Any]]:
+    """The likely calls of a layer if it is of the family of `spec`, whose call with t came first.
+
+    Under autocast the branches of a model have its dtype. The stream that they are added to has the
+    dtype of x, or from the first norm on the branches' dtype. The latter holds for all sums if the
+    first norm follows a sum.
+    """
+    adds, adds_bias, row = "add" in label, label.startswith("bias"), layer._affine_shape()
+    activation = _activations.of_label(label)
+    shared = {name: getattr(spec, name) for name in ("autocast", "peers") if hasattr(spec, name)}
+    branch = shared.get("autocast") or t.x.dtype
+    only_branch = adds_bias or t.residual is not None
+    dtypes = [branch] if only_branch else list(dict.fromkeys((t.x.dtype, branch)))
+    pairs: list[tuple[Any, Any]] = [(dtype, None) for dtype in dtypes]
+    if adds:
+        pairs = [(a, b) for a in dtypes for b in dtypes if branch in (a, b)]
+    for like in _inputs(t.x, row, getattr(spec, "normalized_shape", ())):
+        for pair in pairs:
+            # They require gradients, as the layers in between have parameters that do.
+            x, residual = (
+                None if dtype is None else torch.empty_like(like, dtype=dtype, requires_grad=True)
+                for dtype in pair
+            )
+            dtype = (t.x if t.weight is None else t.weight).dtype
+            vector = torch.empty(row, dtype=dtype, device="meta", requires_grad=True)
+            reading = (x, residual, vector if adds_bias else None)
+            other, its = layer._call(*reading, *([activation] if activation else []))
+            if type(its) is type(spec):
+                yield Tensors(*other[:5], *t[5:]), its._replace(**shared)
+
+
+def _inputs(x: Tensor, row: Sequence[int], first_row: Sequence[int]) -> Iterator[Tensor]:
+    """Inputs with rows or channels of the shape `row`, on the meta device.
+
+    They have the batch size and layout of x, and its spatial size. Images and volumes may also have
+    half of that along each axis, any number of times.
+
+    first_row: the shape of the rows of x; () if x has channels at dimension 1.
+    """
+    outer = x.shape[: x.dim() - len(first_row)] if first_row else (*x.shape[:1], *x.shape[2:])
+    batch, space = outer[:1], outer[1:]
+    smallest = _SMALLEST_VOLUME if len(space) == 3 else _SMALLEST
+    while min(space, default=1) > 0:
+        shape = (*batch, *space, *row)
+        if smallest <= math.prod(shape) / x.numel() <= _LARGEST:
+            if not first_row and x.is_contiguous():
+                yield torch.empty((*batch, *row, *space), device="meta")
+            else:
+                rows = torch.empty(shape, device="meta")
+                yield rows if first_row else rows.movedim(-1, 1)
+        space = [size // 2 for size in space] if len(space) > 1 else [0]
