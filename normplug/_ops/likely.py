@@ -82,6 +82,7 @@ def _calls(layer: Any, label: str, t: Tensors, spec: Any) -> Iterator[tuple[Tens
     adds, adds_bias, row = "add" in label, label.startswith("bias"), layer._affine_shape()
     activation = _activations.of_label(label)
     shared = {name: getattr(spec, name) for name in ("autocast", "peers") if hasattr(spec, name)}
+    statistics = {name: getattr(t, name) for name in ("running_mean", "running_var", "tracked")}
     branch = shared.get("autocast") or t.x.dtype
     only_branch = adds_bias or t.residual is not None
     dtypes = [branch] if only_branch else list(dict.fromkeys((t.x.dtype, branch)))
@@ -100,7 +101,7 @@ def _calls(layer: Any, label: str, t: Tensors, spec: Any) -> Iterator[tuple[Tens
             reading = (x, residual, vector if adds_bias else None)
             other, its = layer._call(*reading, *([activation] if activation else []))
             if type(its) is type(spec):
-                yield Tensors(*other[:5], *t[5:]), its._replace(**shared)
+                yield other._replace(**statistics), its._replace(**shared)
 
 
 def _inputs(x: Tensor, row: Sequence[int], first_row: Sequence[int]) -> Iterator[Tensor]:
@@ -111,8 +112,8 @@ def _inputs(x: Tensor, row: Sequence[int], first_row: Sequence[int]) -> Iterator
 
     first_row: the shape of the rows of x; () if x has channels at dimension 1.
     """
-    outer = x.shape[: x.dim() - len(first_row)] if first_row else (*x.shape[:1], *x.shape[2:])
-    batch, space = outer[:1], outer[1:]
+    outer = x.shape[: x.dim() - len(first_row)] if first_row else x.shape[:1] + x.shape[2:]
+    batch, space = outer[:1], list(outer[1:])
     smallest = _SMALLEST_VOLUME if len(space) == 3 else _SMALLEST
     while min(space, default=1) > 0:
         shape = (*batch, *space, *row)

@@ -300,11 +300,10 @@ class Plan:
         """
         from normplug._kernels import ahead
 
-        jobs = forward.jobs(self.acc)
-        if after := self.backward_jobs(t, forward, keep):
-            jobs = [*jobs[1:], *after]
+        jobs = [*forward.jobs(self.acc)[1:], *self.backward_jobs(t, forward, keep)]
         begun = [ahead.expect(job) for job in jobs]
-        if any(begun):  # else they are compiled already, and so are the others in all likelihood
+        # If they are all compiled already, so are the others in all likelihood.
+        if any(begun) or not jobs:
             for job in likely.jobs_after(self, t, keep):
                 ahead.expect(job)
 
