@@ -13,12 +13,12 @@ if TYPE_CHECKING:  # the processes that compile kernels never import torch
     import torch
 
 _INT32 = 2**31 - 2**24  # offsets in the padding of the last tile must not overflow either
-LONGEST_AXIS = _INT32  # where the kernels index an axis in int32
+LONGEST_AXIS = _INT32  # the longest axis that kernels index in int32
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU; on a CPU, that of an H100."""
+    """Number of multiprocessors of a GPU; for a CPU, an H100's."""
     if device.type != "cuda":
         return 132
     import torch
@@ -28,7 +28,7 @@ def processors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can use; on a CPU, those of an H100."""
+    """Bytes of shared memory that one program can use; for a CPU, an H100's."""
     if device.type != "cuda":
         return 227 << 10
     import triton

@@ -1,6 +1,6 @@
 """Activations that a kernel applies to the norm's result, and relu's mask packed as bits.
 
-ACTIVATION comes from `_activations.kernel_code`. Below 0, it is minus leaky relu's slope.
+ACTIVATION comes from `_activations.kernel_code`. A negative one is minus leaky relu's slope.
 """
 
 import triton
@@ -46,8 +46,8 @@ def activate(z, ACTIVATION: tl.constexpr):
 def activation_gradient(dy, z, ACTIVATION: tl.constexpr):
     """Return dy times the derivative of the activation at z.
 
-    At 0, relu, relu6 and leaky relu take the derivative from the left. At 6, relu6 takes the one
-    from the right.
+    At 0, relu, relu6 and leaky relu take the derivative from the left. At 6, relu6 takes the
+    derivative from the right.
     """
     if ACTIVATION < 0:
         dz = tl.where(z > 0, dy, dy * -ACTIVATION)

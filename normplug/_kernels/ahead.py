@@ -102,11 +102,11 @@ class Ahead:
         """Have a worker compile a kernel that will be launched later.
 
         Returns:
-            Whether a worker has yet to compile it. False if it is compiled, or if there is none.
+            True while a worker has yet to compile it. False if it is compiled, or no worker will.
         """
         with self._lock:
             key = job.key
-            # The threads are not in a process that was forked from this one.
+            # A process that was forked from this one does not have its threads.
             is_off = self._off or most_workers() == 0 or self._process != os.getpid()
             if is_off or key in self._settled:
                 return False
@@ -180,7 +180,7 @@ class Ahead:
         return process.returncode == 0
 
     def _wait(self, future: futures.Future[bool] | None) -> bool:
-        """Whether a worker compiled a kernel; wait for a started one, cancel a waiting one."""
+        """Wait for a started worker, or cancel the job; return whether a worker compiled it."""
         if future is None or self._process != os.getpid() or future.cancel():
             return False
         try:
@@ -188,7 +188,7 @@ class Ahead:
         except futures.TimeoutError:
             return False
         if not by_worker and self.counts["workers"] == 0:
-            self.stop()  # none may be able to
+            self.stop()  # perhaps no worker can compile
         return by_worker
 
 

@@ -36,7 +36,7 @@ def compile_now(
         module: The module that defines the kernel.
         name: The kernel's name.
         key: The hash of the kernel's source in the other process, which goes into cache keys.
-            Before Triton 3.9 it depends on which kernels a process has met before this one.
+            Before Triton 3.9 it depends on which kernels a process has hashed before it.
         arguments: Signature, constants and attributes, as `triton.compiler.ASTSource` takes them.
         options: The compiler's options.
         on: Backend, architecture and warp size of the GPU.

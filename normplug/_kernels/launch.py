@@ -1,10 +1,10 @@
 """Launch a Triton kernel at the cost of a native one.
 
 `kernel[grid](...)` binds, hashes and looks up its arguments on every call, which takes longer than
-many norms run. A `Launch` does that once, keeps the compiled kernel, and then passes raw pointers
+many norms run. A `Launch` does that once, stores the compiled kernel, and then passes raw pointers
 to its launcher. That launcher is private to Triton, so a launch falls back to `kernel[grid](...)`
-in versions whose launcher is unknown, and for pointers that are not aligned to 16 bytes, for which
-the kept kernel was not compiled.
+in versions whose launcher is unknown. It also does so for pointers that are not aligned to 16
+bytes, since the stored kernel was compiled for aligned ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TYPES = {
 
 
 def accumulator(dtype: torch.dtype) -> Any:
-    """The dtype in which kernels compute, as Triton's: float64 for float64, else float32."""
+    """Triton's dtype in which kernels compute: float64 for float64, else float32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
@@ -163,7 +163,7 @@ class Launch:
     def _compile(self, tensors: tuple[Tensor, ...]) -> Any:
         name = self._settle(tensors)
         compiled = self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)
-        if name is not None and compiled.hash != name:  # `job` fails to predict it
+        if name is not None and compiled.hash != name:  # `job` has predicted it wrongly
             ahead.stop()
         return compiled
 
@@ -221,7 +221,7 @@ def _filled(
 
 
 def _number(name: str, values: Mapping[str, Any]) -> float | int:
-    """A number as the kernels take it, a float64 as its bits: see `primitives.scalar`."""
+    """Encode a number for the kernels, which decode it by `primitives.scalar`."""
     value: float | int = values[name]
     if name not in SCALARS:
         return value
@@ -232,8 +232,8 @@ def _number(name: str, values: Mapping[str, Any]) -> float | int:
 class Workspace:
     """Counters, which are zero between launches, and a buffer for programs' partial results.
 
-    One workspace is kept for a device's default stream, whose launches run one after another. A
-    launch on another stream gets its own. It may run concurrently with others, and its memory may
+    A device's default stream has one workspace per dtype, since its launches run one after another.
+    A launch on another stream gets its own. It may run concurrently with others, and its memory may
     belong to a CUDA graph: during capture, and in the warm-up of mode="reduce-overhead".
     """
 

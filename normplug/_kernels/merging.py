@@ -1,14 +1,14 @@
 """Merge partial results of programs, always in the order of the data, so runs agree bit for bit.
 
-- `merge_tile_*`: each program that needs a result merges those of K tiles itself. A tile's results
-  are one or two numbers.
+- `merge_tile_*`: each program that needs the result of K tiles merges their results itself. The
+  result of a tile is one or two numbers.
 - `publish_part`: programs publish their parts of a unit, which is whatever has statistics of its
   own. The last program to arrive merges them with `merge_column_*`. A part has two numbers for each
   of BC columns: first one number of every column, then the other.
 - `finish_gradients`: programs at the end of the grid add up the parts of gradients.
 
-Moments are a mean and m2, the sum of squared distances from it; Chan's formula merges them (see
-`batch_norm.merge`). What other programs have stored is loaded with ".cg", from L2 and not from L1.
+Moments are a mean and m2, the sum of squared distances from it. Chan's formula merges them:
+doi:10.1080/00031305.1983.10483115. Other programs' results are loaded with ".cg": from L2, not L1.
 """
 
 import triton
@@ -21,7 +21,7 @@ FAN_IN = tl.constexpr(32)  # parts that `publish_part` merges at a time
 
 
 def room_for_parts(units: int, items: int, columns: int) -> tuple[int, int]:
-    """How many counters (with those of `ready_flag`) and partial results `publish_part` needs."""
+    """The counters, `ready_flag`'s included, and partial results that `publish_part` needs."""
     batches = -(-items // FAN_IN.value)
     return units * (batches + 2), units * (items + batches) * 2 * columns
 
@@ -34,7 +34,7 @@ def tile_counts(k, total, BLOCK: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def _with_chunk(count, mean, m2, chunk_count, chunk_mean, chunk_m2):
-    """Merge the moments of one more chunk of values into those of `count` values."""
+    """Merge a chunk's moments into the moments of the `count` values before it."""
     fraction = chunk_count / (count + chunk_count)
     difference = chunk_mean - mean
     m2 += chunk_m2 + difference * difference * count * fraction
@@ -45,9 +45,9 @@ def _with_chunk(count, mean, m2, chunk_count, chunk_mean, chunk_m2):
 def merge_tile_moments(
     partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr
 ):
-    """Merge the moments of K tiles of BLOCK values into those of all `total` values.
+    """Merge the moments of K tiles of BLOCK values, `total` values in all.
 
-    It takes KP tiles at a time, in order. Means are relative to that of the first tile, so that
+    It takes KP tiles at a time, in order. Means are relative to the first tile's mean, so that
     their sums do not round at the size of the mean.
     """
     count = tl.full([], 0.0, ACC)
@@ -94,7 +94,7 @@ def merge_tile_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
 def merge_column_moments(
     partial_ptr, items, rows_each, rows, BC: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr
 ):
-    """Merge each column's moments of `items` parts, F at a time, as `merge_tile_moments` does.
+    """Merge each column's moments of `items` parts, F at a time, in order.
 
     A part has `rows_each` rows, or the last one fewer; all together have `rows`.
     """
@@ -196,7 +196,7 @@ def after_parts(partial_ptr, UNITS, ITEMS, BC: tl.constexpr):
 
 @triton.jit
 def ready_flag(counters_ptr, unit, UNITS, ITEMS):
-    """The counter that signals that a unit is merged; it follows those of `publish_part`."""
+    """The counter that signals that a unit is merged; it follows `publish_part`'s."""
     return counters_ptr + UNITS * (tl.cdiv(ITEMS, FAN_IN) + 1) + unit
 
 

@@ -1,4 +1,4 @@
-"""What the kernels of several norms share: scalars, dtypes, pairs of sums, the affine map."""
+"""What the kernels of several norms share: scalars, dtypes, running statistics, sums."""
 
 import inspect
 
@@ -21,7 +21,7 @@ def kernel(function):
 
 @triton.jit
 def scalar(value, ACC: tl.constexpr):
-    """Decode a number from the host, which passes a float64 as its bits: Triton takes none."""
+    """Decode a number from the host, which passes a float64 as bits: kernels take no float64."""
     if ACC == tl.float64:
         number = value.to(tl.int64).to(tl.float64, bitcast=True)
     else:

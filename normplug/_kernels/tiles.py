@@ -50,7 +50,7 @@ def load(pointer, offsets, mask, FULL: tl.constexpr, LAST: tl.constexpr):
 
 @triton.jit
 def store(pointer, offsets, value, mask, FULL: tl.constexpr, LAST: tl.constexpr):
-    """Store a tile of any shape. FULL: as in `load`. LAST: caches evict it first."""
+    """Store a tile of any shape. FULL: all of it is in bounds. LAST: caches evict it first."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     value = as_stored(value, pointer)
     if FULL:
@@ -83,8 +83,8 @@ def load_tile(
 ):  # fmt: skip
     """Load U * BT rows of some columns, from `row` on and before `end`; rows are W values apart.
 
-    WHOLE: all of these rows exist. EVEN: all columns do, else those that are `live`. WIDE: offsets
-    need 64 bits. LAST: as in `load`.
+    WHOLE: all of these rows exist. EVEN: all columns exist; otherwise only `live` ones. WIDE:
+    offsets need 64 bits. LAST: the tile is not read again.
     """
     offsets, mask = _places(row, end, columns, live, W, U, BT, WIDE)
     return load(pointer, offsets, mask, WHOLE and EVEN, LAST)
@@ -95,7 +95,7 @@ def write_tile(
     value, pointer, columns, live, row, end, W, U: tl.constexpr, BT: tl.constexpr,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of U * BT rows; the arguments are those of `load_tile`."""
+    """Store a tile of U * BT rows, with the arguments of `load_tile`."""
     offsets, mask = _places(row, end, columns, live, W, U, BT, WIDE)
     store(pointer, offsets, value, mask, WHOLE and EVEN, True)
 

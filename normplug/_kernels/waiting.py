@@ -5,7 +5,7 @@ both in one launch, so that the second read finds the data in the L2 cache. Prog
 statistics of tile t and then normalises an *earlier* tile, whose statistics only programs with
 lower numbers gather. The hardware starts programs in the order of their numbers, and a program
 publishes its own part of the statistics before it waits. So every wait ends, however few programs
-fit the GPU at a time. (The argument is that of single-pass scans: Merrill and Garland 2016,
+fit the GPU at a time. (Single-pass scans use the same argument: Merrill and Garland 2016,
 "Single-pass Parallel Prefix Scan with Decoupled Look-back".) An interpreter that runs the programs
 in order never waits at all.
 """
@@ -20,7 +20,7 @@ _ARRIVALS = tl.constexpr((1 << 32) - 1)
 
 @triton.jit
 def arrive(counter_ptr):
-    """Count this program in; return how many arrived before.
+    """Count this program as arrived; return how many have arrived before it.
 
     A program that sees the count also sees everything that this one has stored.
     """
@@ -38,8 +38,8 @@ def is_last(arrived, programs):
 def wait(counter_ptr, arrivals, readers):
     """Return once `arrivals` programs have arrived; the last of `readers` leaves the counter at 0.
 
-    A reader counts itself in. So if it then reads 0, the last reader has come, seen all arrivals
-    and cleared the counter. The next launch finds it at 0, without a memset in between.
+    Each reader adds one. A reader that then reads 0 knows that the last one has reset the counter:
+    all have arrived. The next launch finds the counter at 0, without a memset in between.
     """
     seen = tl.atomic_add(counter_ptr, _READER, sem="acquire")
     earlier = seen >> 32
@@ -67,7 +67,7 @@ def meet(counter_ptr, programs):
 
 @triton.jit
 def _word(value):
-    """Encode a number as its float64's bits, inverted, which are never 0."""
+    """Encode a number as the inverted bits of its float64, which are never 0."""
     bits = value.to(tl.float64).to(tl.int64, bitcast=True)
     # Only a nan can be all ones, so a nan gets the word 1, which decodes to a nan as well.
     return tl.where(value == value, ~bits, 1)

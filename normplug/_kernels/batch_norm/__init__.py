@@ -1,1 +1,1 @@
-"""Triton kernels of BatchNorm and their launches; only `_ops.batch_norm` imports them."""
+"""Triton kernels of BatchNorm and their launches; only `_ops` imports them."""

@@ -11,7 +11,7 @@ publish their parts. Whichever arrives last merges them, in the order of the row
 
 Each slab is read twice. Forward, the first read gives its
 moments, and the second normalises it. Backward, the first gives two sums per channel, and the
-second writes dx. The two reads are ordered in one of two ways, told here for the forward:
+second writes dx. There are two ways to order the reads, described for the forward:
 
 - In phases. GATHERS items gather a slab's moments, and WRITES items of one tile each normalise it.
   Slabs are taken GROUP at a time: first all the items that gather a group, then those that
@@ -58,8 +58,8 @@ from normplug._kernels.waiting import arrive, wait
 #   GROUP, HEAD          slabs of a group; items of the next group that come before its writes
 # Scalars.
 #   root                 square root of the target variance
-# The processes over whose joined batch the norm is: see `exchange`.
-#   WORLD, PEERS         how many, or 1; the address of this one's table
+# Processes that join their batches: see `exchange`.
+#   WORLD, PEERS         how many, or 1; the address of this process's table
 # Constants: how the work is cut.
 #   UNIT                 divides the widths of tensor and slab, so the compiler sees the alignment
 #   U, BT, BC            a tile: U steps of BT rows, of BC columns
@@ -116,7 +116,7 @@ def bit_columns(slab, BC: tl.constexpr):
 
 @triton.jit
 def _merge_tile(x, mean, m2, n, U: tl.constexpr):
-    """Merge a tile's moments, of U rows per lane, into those of the n rows per lane before it."""
+    """Merge a tile's moments, of U rows per lane, with the lanes' moments of n rows before it."""
     tile_mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
     x = x - tl.expand_dims(tile_mean, STEP_AXIS)
     difference = tile_mean - mean
@@ -133,7 +133,7 @@ def column_moments(
 ):  # fmt: skip
     """Each column's mean, and sum of squared distances from it, over rows start to end.
 
-    Each lane takes U rows at a time, and merges their moments into those of its earlier rows. The
+    Each lane takes U rows at a time, and merges their moments with its earlier rows' moments. The
     first row is subtracted from all values, so that no sum rounds at the size of the mean.
     """
     top = load_tile(x_ptr, columns, live, start, end, W, 1, 1, EVEN, False, WIDE, False).to(ACC)
@@ -204,7 +204,7 @@ def coefficients(
 
 @triton.jit
 def dx_terms(means_ptr, channels, live, C):
-    """Each column's mean of dz, and slope of dx in x - mean, as `finish_backward` stored them."""
+    """Load each column's mean of dz, and slope of dx in x - mean, from `finish_backward`."""
     mean_dz = tl.load(means_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
     slope = tl.load(means_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
     return mean_dz, slope
@@ -291,11 +291,11 @@ def batch_norm_columns_forward(
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
-    TRAINING: mean and rstd are the batch's. Otherwise they are those of the running statistics or,
-    if GIVEN, read from stats. Without NORMALIZE, only statistics are written. VARIANCE: stats are
-    (mean, var). With WORLD, the number of values per channel follows them. RUNNING: the running
+    TRAINING: mean and rstd are the batch's. Otherwise they come from the running statistics or, if
+    GIVEN, from stats. Without NORMALIZE, only statistics are written. VARIANCE: stats are (mean,
+    var). If WORLD > 1, the number of values per channel follows them. RUNNING: the running
     statistics are updated, with CUMULATIVE as averages over `tracked` batches (the host has counted
-    this one), and else by momentum. TRACKED: `tracked` is incremented.
+    this one), and otherwise by momentum. TRACKED: `tracked` is incremented.
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
@@ -479,9 +479,10 @@ def batch_norm_columns_backward(
     With dz, the gradient of the activation's input, and scale = weight * root * rstd:
     dx = scale * (dz - mean(dz) - (x - mean) * slope), slope = rstd^2 * mean(dz * (x - mean)).
 
-    LATE: dx depends on these means over the batch, so it is written after them. Else statistics are
-    constants, dx = scale * dz, and the first read gives it. SUMS: the sums are needed, for LATE,
-    dweight, dbias or SHARE: another kernel writes dx, and reads mean(dz) and slope from dx, in ACC.
+    LATE: dx depends on these means over the batch, so it is written after them. Otherwise the
+    statistics are constants, and the first read gives dx = scale * dz. SHARE: another kernel writes
+    dx, from mean(dz) and slope, which this one stores in place of dx, in ACC. SUMS: the sums are
+    needed, for LATE, SHARE, dweight or dbias.
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT

@@ -1,25 +1,25 @@
 """Exchange statistics with other processes inside a kernel, through memory that all GPUs can write.
 
-Each process has an inbox in its own memory. One program per channel, the one that merges the
-process's own parts of it, writes a message to the inboxes of all processes, waits until its own
-inbox has a message from each, and merges them in the order of the ranks. So all processes get the
-same bits.
+Each process has an inbox in its own memory. For each channel, the program that merges the process's
+own parts writes a message to the inboxes of all processes. Then it waits until its own inbox has a
+message from each process, and merges them in the order of the ranks. So all processes get the same
+bits.
 
 A message has three words of 64 bits per channel: two numbers and the count of values; or five in
 float64, whose numbers take two words. Half of a word is data. The other half is a flag: the number
 of the exchange on this channel, and a tag of the call. A word is never seen in part, so it is its
 own signal, and plain stores suffice. Exchanges are counted in device memory, so a captured CUDA
-graph can be replayed. An inbox has two slots, used in turn: a process writes to a slot again only
-after it has received the messages of the exchange in between, and their senders had read the slot
-before they sent these.
+graph can be replayed. An inbox has two slots, used in turn. A process writes to a slot again only
+after it has received the messages of the exchange in between. Their senders had read the slot
+before they sent these messages.
 
 Every wait ends if no process stops: programs start in the order of their channels, and publish
-before they wait. So wherever the lowest unpublished channel is, its programs can run. On a GPU only
+before they wait. So the programs of the lowest unpublished channel can always run. On a GPU only
 one such kernel runs at a time, even if there are several streams.
 
 If a process does stop, a wait ends after some time. Then the statistics are nan, the running
-statistics are left as they are, and the host finds a mark: see `normplug._ops.peers`.
-The process sends nothing more. So the others do not merge its nan; their next waits end too.
+statistics are left as they are, and the host finds a mark: see `normplug._ops.peers`. The process
+that waited sends nothing more. So the others do not merge its nan; their next waits end too.
 """
 
 import os
@@ -33,7 +33,7 @@ _WORDS = tl.constexpr(5)  # room for a message, per channel
 _LOW = tl.constexpr((1 << 32) - 1)
 
 # The table of a process has words of 64 bits: its rank; the nanoseconds after which a wait ends;
-# whether one has ended so; the address of the host's mark; the addresses of all inboxes, in the
+# whether a wait ended so; the address of the host's mark; the addresses of all inboxes, in the
 # order of the ranks; and, for each channel, the number of exchanges so far, then the time.
 _INBOXES = tl.constexpr(4)
 _POLLS = tl.constexpr(1024)  # after which the threads of a program agree whether to wait on
@@ -165,7 +165,7 @@ def _exchange(
 def joined_moments(
     mean, m2, values, channels, there, C, PEERS, WORLD: tl.constexpr, ACC: tl.constexpr
 ):
-    """Each channel's count, mean and m2 over all processes, given this one's.
+    """Each channel's count, mean and m2 over all processes, given this process's.
 
     A process whose batch is empty has 0 `values`. Counts below 1 are raised to 1 before they
     divide. The formula is Chan's: doi:10.1080/00031305.1983.10483115.
@@ -197,7 +197,7 @@ def joined_moments(
 
 @triton.jit
 def joined_sums(a, b, channels, there, C, PEERS, WORLD: tl.constexpr, ACC: tl.constexpr):
-    """Two sums of each channel over all processes, given this one's."""
+    """Two sums of each channel over all processes, given this process's."""
     messages, arrived = _exchange(
         a, b, 0 * channels.to(tl.int64), channels, there, C, PEERS, True, WORLD, ACC
     )

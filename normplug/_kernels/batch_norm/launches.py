@@ -19,12 +19,12 @@ from normplug._kernels.merging import room_for_parts
 class Flags:
     """What a call has and asks for, besides its shape and dtype.
 
-    given: without training, mean and rstd are passed in. running, cumulative, tracked: as the
-    kernel's RUNNING, CUMULATIVE, TRACKED. normalize: without it, only statistics are computed.
-    variance: these are saved as (mean, var), not as (mean, rstd).
+    given: without training, mean and rstd are passed in. running, cumulative, tracked: the kernels'
+    constants of these names. normalize: without it, only statistics are computed. variance: they
+    are saved as (mean, var), not as (mean, rstd).
 
-    peers, world: over how many processes the kernels join the batch, and the address of this
-    process's table: see `exchange`.
+    world, peers: how many processes join their batches, and the address of this process's table:
+    see `exchange`.
 
     share: a backward without dx saves the terms by which another kernel computes it.
     """
@@ -147,8 +147,8 @@ def pool_launch(
 ) -> Launch:
     """Set up a kernel of `windows`; `given` are its other arguments, by name.
 
-    The forward's `shape` has the rows of the output, the backward's blocks of the input, of one
-    stride each. size, pooled: height and width of the input and of the output.
+    shape: the rows of the output, forward; blocks of the input, of one stride each, backward.
+    size, pooled: height and width of the input and of the output.
     """
     given |= dict(zip(("KH", "KW", "SH", "SW", "PH", "PW"), sum(window, ()), strict=True))
     given |= dict(zip(("H", "W", "OH", "OW"), (*size, *pooled), strict=True))

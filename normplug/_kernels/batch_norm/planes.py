@@ -32,7 +32,7 @@ from normplug._kernels.waiting import arrive, is_last, wait
 #   LAG                  programs between a tile's first read and its second
 # Scalars.
 #   root                 square root of the target variance
-# PEERS, WORLD: as in `columns`. With WORLD, the last program of a channel to publish merges it,
+# PEERS, WORLD: see `columns`. If WORLD > 1, the last program of a channel to publish merges it,
 # and the others wait for that.
 # Constants: how the work is cut.
 #   UNIT                 divides HW, so that the compiler sees the alignment of planes
@@ -75,12 +75,12 @@ def batch_norm_planes_forward(
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
-    TRAINING: mean and rstd are the batch's. Otherwise they are those of the running statistics or,
-    if GIVEN, read from stats. Without NORMALIZE, only statistics are written, by one program per
-    channel after the TILES programs: LAG = TILES. VARIANCE: stats are (mean, var). With WORLD,
-    the number of values per channel follows them. RUNNING: the running statistics are updated, with
-    CUMULATIVE as averages over `tracked` batches (the host has counted this one), and else by
-    momentum. TRACKED: `tracked` is incremented.
+    TRAINING: mean and rstd are the batch's. Otherwise they come from the running statistics or, if
+    GIVEN, from stats. Without NORMALIZE, only statistics are written, by one program per channel
+    after the TILES programs: LAG = TILES. VARIANCE: stats are (mean, var). If WORLD > 1, the number
+    of values per channel follows them. RUNNING: the running statistics are updated, with CUMULATIVE
+    as averages over `tracked` batches (the host has counted this one), and otherwise by momentum.
+    TRACKED: `tracked` is incremented.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT
@@ -234,8 +234,8 @@ def batch_norm_planes_backward(
     """The gradients of `batch_norm_planes_forward` that DX, DRESIDUAL, DWEIGHT, DBIAS ask for.
 
     LATE: dx depends on sums over the batch, so tiles are written LAG programs later. Otherwise
-    statistics are constants, and the first read gives dx; with SUMS, one program per channel after
-    the TILES programs writes dweight and dbias: LAG = TILES.
+    statistics are constants, and the first read gives dx. With SUMS, one program per channel after
+    the TILES programs then writes dweight and dbias: LAG = TILES.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT

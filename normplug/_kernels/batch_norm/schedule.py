@@ -134,7 +134,7 @@ class Columns:
             return self.slabs * self.gathers
         groups = -(-self.slabs // self.group)
         gathers, writes = self.group * self.gathers, self.group * self.writes
-        # As in `columns.assignment`; no group follows the last one, only an idle `head`.
+        # See `columns.assignment`. Of the group after the last, only the idle `head` remains.
         return gathers + groups * (gathers + writes) - (gathers - self.head)
 
     @property
@@ -230,7 +230,7 @@ def _planes(n: int, c: int, hw: int, itemsize: int, tensors: int, sms: int) -> P
 
 
 def _slab(rows: int, c: int, hw: int, itemsize: int) -> tuple[int, int]:
-    """Channels and padded columns of a slab: the mask's layout, so forward and backward agree."""
+    """Channels and padded columns of a slab, equal forward and backward: the mask's layout."""
     if hw > 1:
         channels = min(floor_2(_SEGMENT_COLUMNS // hw), power_of_2(c))
         return channels, max(power_of_2(channels * hw), 8)

@@ -4,10 +4,9 @@ Forward, the statistics come from `columns`. Then each program computes a row of
 each window it normalises all the values and finds the largest. It stores that value's relu, its x
 (the peak) and its place in the window, which is NOWHERE where relu is 0.
 
-Backward, only peaks have a gradient. So the sums by channel are those of BatchNorm + relu of the
-peaks: `columns` computes them, over a tensor as small as the output. Then each program takes as
-many rows of the input as windows are apart. Each value gathers the gradients of those windows whose
-peak it is.
+Backward, only peaks have a gradient. So `columns` computes the sums by channel for BatchNorm + relu
+of the peaks, a tensor as small as the output. Then each program takes as many rows of the input as
+windows are apart. Each value gathers the gradients of the windows whose peak it is.
 """
 
 import triton
@@ -33,7 +32,7 @@ _NOWHERE = tl.constexpr(255)
 #   KH, KW, SH, SW, PH, PW   kernel, stride and padding of the windows, by height and width
 #   ACC                  the dtype to compute in: float32, or float64 for float64
 #   EVEN                 every slab has BC channels
-# Constants: what the call has or asks for. TRAINING: the statistics are the batch's, and else
+# Constants: what the call has or asks for. TRAINING: the statistics are the batch's; if not,
 # constants. WEIGHT, BIAS: there is one.
 
 

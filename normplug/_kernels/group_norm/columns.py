@@ -170,7 +170,7 @@ def _group_moments(
     moments_ptr, groups, live, CHANNELS, S, C,
     GB: tl.constexpr, CB: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Mean of each group, and sum of squared distances from it, from those of its channels."""
+    """Merge the channels' moments into each group's mean and sum of squared distances."""
     n = S.to(ACC)
     count = tl.full([], 0.0, ACC)  # channels of each group that are merged
     mean = tl.zeros([GB], ACC)
@@ -265,8 +265,8 @@ def group_norm_columns_forward(
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias); stats = (mean, rstd) of all groups.
 
-    Program t gathers item t. It writes item t - LAG, counting each sample's items in reverse, or if
-    SOLO its own.
+    Program t gathers item t. If SOLO, it also writes item t; otherwise it writes item t - LAG,
+    counting each sample's items in reverse.
     """
     t = tl.program_id(0)
     C = C_UNITS * UNIT
@@ -421,7 +421,7 @@ def group_norm_columns_backward(
 ):  # fmt: skip
     """The gradients of `group_norm_columns_forward` that DX, DWEIGHT and DBIAS ask for.
 
-    The sums of a sample's channels are two rows of C in `partial`: those of dz * xhat, and of dz.
+    `partial` has two rows of C sums for each sample: the sums of dz * xhat, and the sums of dz.
     """
     t = tl.program_id(0)
     C = C_UNITS * UNIT

@@ -198,7 +198,7 @@ def _gradient(
 ):  # fmt: skip
     """Compute dz, the gradient of the activation's input, and x - mean.
 
-    Returned with them: the weight, and the weight times rstd and root.
+    It also returns the weight, and the weight times rstd and root.
     """
     weight = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
     bias = load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)

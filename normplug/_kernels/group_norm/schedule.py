@@ -1,7 +1,7 @@
 """How GroupNorm cuts a tensor into work: rules, without autotuning at run time.
 
 The numbers come from sweeps over tile, warps and lag on an H100, described in docs/notebook.md, and
-for small units from those of LayerNorm. Any choice gives correct results; only speed depends on it.
+for small units from LayerNorm's sweeps. Any choice gives correct results; only speed depends on it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from normplug._kernels import floor_2, needs_int64, power_of_2, unit_of
 
-# Most bytes of a unit, counted as float32 or wider, that a program holds. LayerNorm holds rows of
-# 32,768 halves. Backward there are two tensors.
+# Most bytes of a unit, counted as float32 or wider, that a program holds: 32,768 halves forward, as
+# many as LayerNorm. Backward there are two tensors.
 _HELD_FORWARD, _HELD_BACKWARD = 128 << 10, 64 << 10
 _HELD_HALF_EMPTY = 64 << 10  # bytes up to which a group is held however much is padding
 _HELD_BY_FEW = 16 << 10  # bytes up to which a group is held even if few programs have work
@@ -26,7 +26,7 @@ _SHORTEST_RUN = 64  # fewest adjacent values of a plane in a tile that does not 
 # For columns: chosen by sweeps over tile, warps and lag on an H100.
 _SEGMENT_BYTES = 128  # of a row that a tile reads; rows of up to twice that are read whole
 _CACHED_TENSOR = 64 << 20  # bytes up to which most of a tensor is cached at its second read
-_LAG_COLUMNS = 192 << 10  # as the lags of planes, but programs wait for whole samples
+_LAG_COLUMNS = 192 << 10  # read before a write, where programs wait for whole samples
 _SOLO_SAMPLE = 64 << 10  # bytes of a sample that one program takes, if there are many samples
 _MERGED = 1024  # channels, at most, whose moments a program merges at a time
 _FINISH = 64  # channels of a gradient that one program adds up
@@ -89,8 +89,8 @@ class PlanesForward:
 class PlanesBackward:
     """Groups of `channels` planes of `hw` values, in tiles of `cb` channels and `sb` places.
 
-    `lag` is as in `PlanesForward`. If programs hold groups, each holds `r` at a time, and `splits`
-    programs share the samples.
+    A tile is written about `lag` programs after it was first read. With a lag of 0, each program
+    holds `r` groups at a time, and `splits` programs share the samples.
     """
 
     n: int
@@ -152,8 +152,8 @@ class PlanesBackward:
 class Columns:
     """`n` samples of `s` rows in slabs of `bc` channels, in items of `rows_each` rows.
 
-    A tile is `u` * `bt` rows. `lag` is as in `PlanesBackward`; 0 means that an item is a whole
-    sample, and the program that reads it also writes it.
+    A tile is `u` * `bt` rows. An item is written about `lag` programs after it was first read. With
+    a lag of 0, an item is a whole sample, and the program that reads it also writes it.
     """
 
     n: int
@@ -267,7 +267,7 @@ def group_norm_forward(
 def group_norm_backward(
     n: int, groups: int, channels: int, space: int, channels_last: bool, itemsize: int, sms: int
 ) -> PlanesBackward | Columns:
-    """Choose how the backward kernels cut them; arguments as in `group_norm_forward`."""
+    """Choose how the backward kernels cut x, from the arguments of `group_norm_forward`."""
     if channels_last:
         return _columns(n, groups, channels, space, itemsize, 2, sms)
     padded = power_of_2(channels), power_of_2(space)
@@ -295,7 +295,7 @@ def _tile(bytes_each: int) -> int:
 
 
 def _at_once(values: int, units: int, times: int, sms: int) -> int:
-    """How many units of `values` values a program holds at a time, of `times` times `units`."""
+    """How many units of `values` values a program holds at a time, if there are times * units."""
     r = max(min(_SMALL_TILE // values, power_of_2(units)), 1)
     while r > 1 and times * -(-units // r) < 4 * sms:
         r //= 2
@@ -308,7 +308,7 @@ def _held_warps(values: int, tensors: int) -> int:
 
 
 def _splits(n: int, programs: int, sms: int) -> int:
-    """How many programs share the n samples, if it takes `programs` to hold all groups of one.
+    """How many programs share the n samples, if `programs` hold all groups of a sample.
 
     Together they are at least about as many as the GPU runs at a time: 8 per multiprocessor, unless
     each sample has its own program already.
@@ -318,7 +318,7 @@ def _splits(n: int, programs: int, sms: int) -> int:
 
 
 def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:
-    """Channels and places of a tile: those that cost least, and of equals the longest.
+    """Channels and places of the cheapest tile; of equally cheap tiles, the longest.
 
     Padding costs, and so does each tile. A tile has `block` values or half as many.
     """

@@ -19,7 +19,7 @@ Sizes. They are not compiled in, so another batch size needs no other kernel.
     N, G: batch size, and groups of a sample.
     CHANNELS: channels of a group.
     K: tiles of a unit; in `columns`, items of a slab.
-    LAG: how many programs later the writes begin than the first reads.
+    LAG: the writes begin so many programs after the first reads.
     SPLITS: programs that share the samples of a held unit, backward.
 
 Scalars.
@@ -66,7 +66,7 @@ def load_statistics(stats_ptr, groups, live, GROUPS):
 
 @triton.jit
 def load_vector(pointer, channels, live, default, ACC: tl.constexpr, GIVEN: tl.constexpr):
-    """Load the weight or bias of some channels; not GIVEN, it is `default`."""
+    """Load the weight or bias of some channels; if not GIVEN, return `default`."""
     if GIVEN:
         vector = tl.load(pointer + channels, mask=live, other=0.0).to(ACC)
     else:
@@ -76,7 +76,7 @@ def load_vector(pointer, channels, live, default, ACC: tl.constexpr, GIVEN: tl.c
 
 @triton.jit
 def gradient_before(dy, centred, scale, bias, ACC: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Compute dz, the gradient of the activation's input, in ACC; scale and bias as forward.
+    """Compute dz, the gradient of the activation's input, in ACC, from the scale and bias of y.
 
     Out of bounds dy is 0, and so is all that is computed from it.
     """

@@ -23,9 +23,9 @@ _GRADIENT_FAN_IN = 32  # parts of a gradient that a program adds at a time
 class Flags:
     """What a call has and asks for, besides its shape and dtypes.
 
-    centred, offset: as the kernel's CENTRED, OFFSET. rounded: the dtype to round to before the
-    product with the weight, if any. given: the rows' statistics are passed in. stats: they are
-    saved. running, tracked, cumulative: as the kernel's RUNNING, TRACKED, CUMULATIVE.
+    centred, offset, running, tracked, cumulative: the kernels' constants of these names. rounded:
+    the dtype to round to before the product with the weight, if any. given: the rows' statistics
+    are passed in. stats: they are saved.
     """
 
     centred: bool = True
@@ -47,8 +47,8 @@ class Levels(NamedTuple):
 
         (g // heads) * outer + (g % heads) * middle + (r % inner) * step        g = r // inner
 
-    `heads` and `middle`, which are those of an attention, are compiled into a kernel; the rest is
-    not.
+    `heads` and `middle` describe the heads of an attention. They are compiled into a kernel; the
+    rest is not.
     """
 
     inner: int
@@ -231,7 +231,7 @@ def _parts(shape: Rows | WideForward) -> int:
 
 
 def _finishers(shape: Rows | WideForward) -> int:
-    """How many programs add up the parts: each adds about as many as there are such programs."""
+    """Programs that add up the parts: at most about the square root of the number of parts."""
     parts, at_a_time = _parts(shape), _FAN_IN * shape.warps
     times = -(-math.isqrt(parts) // at_a_time)
     return -(-parts // (times * at_a_time))

@@ -42,8 +42,8 @@ def _columns(start, WIDTH, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constex
     """U times BC columns, and which of them exist.
 
     The compiler is told that VECTOR columns are contiguous, and no more. Otherwise, where tensors
-    differ in dtype, it would give a thread more adjacent values of the narrow than of the wide, and
-    move values between threads to match them.
+    differ in dtype, it would give a thread more adjacent values of the narrow tensor than of the
+    wide one, and move values between threads to match them.
     """
     if U == 1:  # the same, by an operation that the compiler does not fold away with the hint
         columns = tl.expand_dims(start + tl.arange(0, BC), 0)
@@ -100,13 +100,13 @@ def _sum(values):
 
 @triton.jit
 def _sums(a, b):
-    """`_sum` of both, in one exchange between threads."""
+    """Sum each row of two tiles, in one exchange between threads."""
     return sum_both(tl.sum(a, axis=STEP_AXIS), tl.sum(b, axis=STEP_AXIS), 1)
 
 
 @triton.jit
 def _folded(values, LANES: tl.constexpr):
-    """Fold a tile's rows into LANES: sum those LANES apart, which one thread holds."""
+    """Fold a tile's rows into LANES: sum rows that are LANES apart, which one thread holds."""
     R: tl.constexpr = values.shape[LANE_AXIS]
     U: tl.constexpr = values.shape[STEP_AXIS]
     BC: tl.constexpr = values.shape[2]
@@ -376,7 +376,7 @@ def layer_norm_rows_backward(
             c = program  # all run at once, so they can wait for each other
             step = PROGRAMS
         else:
-            c = program - PROGRAMS  # further programs, which wait for the numbers below theirs
+            c = program - PROGRAMS  # further programs, which wait for programs before them
             step = stretches
         if (c >= 0) & (c < stretches):
             wait(counters_ptr, PROGRAMS, tl.minimum(stretches, PROGRAMS) if K > 1 else stretches)

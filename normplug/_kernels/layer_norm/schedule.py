@@ -1,4 +1,4 @@
-"""How norms of rows are cut into work: rules from measurements, as in `batch_norm.schedule`."""
+"""How norms of rows are cut into work: rules from measurements, without autotuning."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def layer_norm_backward(
     shared: int,
     cooperative: bool,
 ) -> Rows | WideBackward:
-    """Choose how the backward kernels cut them; `layer_norm_forward` has the other arguments.
+    """Choose how the backward kernels cut rows; `layer_norm_forward` has the other arguments.
 
     input_bias: there is one, whose gradient is a third sum over the rows. shared: bytes of shared
     memory that a program can use. cooperative: a cooperative launch is possible, whose programs all

@@ -1,7 +1,7 @@
 """What the kernels of `rows` and `wide_rows` share: arguments, row offsets, and last steps.
 
-They compute LayerNorm or, if not CENTRED, RMSNorm: then the mean is 0, and the variance is the
-second moment.
+They compute LayerNorm or, if not CENTRED, RMSNorm, whose mean is 0 and whose variance is the second
+moment.
 
 The arguments of all four kernels.
 
@@ -123,9 +123,9 @@ def finish_running(
     FAN_IN: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr, TRACKED: tl.constexpr,
     CUMULATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Update the running statistics by the average of ROWS rows' means and of their variances.
+    """Update the running statistics by the mean and the variance of a row, averaged over rows.
 
-    `words` holds PARTS pairs, each a sum of means and one of variances, then one pair per finisher.
+    `words` holds PARTS pairs, each a sum of means and a sum of variances, then a pair per finisher.
     Each of FINISHERS programs adds up a stretch of the parts. The last one also adds up the sums of
     all finishers.
     """

@@ -51,9 +51,10 @@ def layer_norm_wide_forward(
     UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr, HEADS: tl.constexpr, X_MIDDLE: tl.constexpr,
     RESIDUAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """As `rows.layer_norm_rows_forward`, but never RESIDUAL and GIVEN: no program stores the total.
+    """Compute y, total and stats by the formulas of `rows.layer_norm_rows_forward`.
 
-    Counters: arrivals of each row. With RUNNING, two words per row follow, and two per finisher.
+    RESIDUAL and GIVEN exclude each other: with both, no program would store the total. Counters:
+    arrivals of each row. With RUNNING, two words per row follow, and two per finisher.
     """
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
@@ -197,7 +198,7 @@ def layer_norm_wide_backward(
     X_MIDDLE: tl.constexpr, DY_MIDDLE: tl.constexpr, DTOTAL_MIDDLE: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """As `rows.layer_norm_rows_backward`.
+    """Compute the wanted gradients by the formulas of `rows.layer_norm_rows_backward`.
 
     Counters: arrivals of each block of rows; a ready flag for its sums; arrivals of each tile of
     columns. Partial: two sums per row of each tile, two means per row, parts of the gradients.
