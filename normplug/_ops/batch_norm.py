@@ -30,7 +30,7 @@ class BatchNormSpec(NamedTuple):
     """The non-tensor arguments of a BatchNorm call, and its `spec.Spec`.
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
-    peers: the `peers.Peers` of the processes over whose joined batch the norm is; None if alone.
+    peers: the `peers.Peers` of the processes that join their batches; None for one process.
     instance: whether it is an InstanceNorm in evaluation with running statistics.
     """
 
@@ -59,7 +59,7 @@ class BatchNormSpec(NamedTuple):
         )  # fmt: skip
 
     def check(self, caller: str, t: Tensors, *, joined: bool = False) -> None:
-        """With `joined`, x is a process's part of the batch, and may have one value a channel."""
+        """With `joined`, x is a process's part of the batch, and may have one value per channel."""
         _checks.tensors(caller, t.x, **others(t))
         _checks.flags(caller, training=self.training)
         _checks.eps(caller, self.eps)
@@ -114,7 +114,7 @@ class BatchNormSpec(NamedTuple):
         var: Tensor | None,
         momentum: float,
     ) -> Tensor:
-        """ATen's operator; `torch.nn.functional.batch_norm` would refuse an eps of 0."""
+        """Call ATen's operator, since `torch.nn.functional.batch_norm` refuses an eps of 0."""
         x, bias, eps, cudnn = t.x, t.bias, self.eps, torch.backends.cudnn.enabled
         if self.instance:  # it is contiguous, and takes statistics of any dtype
             y = torch.instance_norm(x, weight, bias, mean, var, False, 0.0, eps, cudnn)
@@ -186,7 +186,7 @@ class BatchNormSpec(NamedTuple):
         return self.joined_operator(t, 0)[0]
 
     def joined_operator(self, t: Tensors, number: int) -> tuple[Tensor, Tensor]:
-        """Y and stats, with the batches of the peers of a number; 0 for none."""
+        """Y and stats of the batches that the peers of this number join; 0 for one process."""
         pool, mean, var = self.pool, t.running_mean, t.running_var
         constants = (None, None) if self.training else (mean, var)
         tensors = (t.x, t.residual, t.weight, t.bias, None, *constants, None)
@@ -273,7 +273,7 @@ _plain, _pooled = PLAIN.differentiable, POOLED.differentiable
 
 
 class BatchNormPlan(Plan):
-    """The launches of a BatchNorm, with residual and activation: one a direction.
+    """The launches of a BatchNorm, with residual and activation: one per direction.
 
     State: stats, mean and rstd of the channels, (2 * C,); and bits, relu's mask, saved if there is
     a residual.
@@ -414,7 +414,7 @@ class BatchNormPlan(Plan):
 
 
 def group_of(spec: BatchNormSpec) -> dict[str, Any]:
-    """The flags of a call's launches over several processes."""
+    """The flags for joining the batches of several processes; none for one process."""
     peers = spec.peers
     return {} if peers is None else {"world": peers.world, "peers": peers.table}
 
@@ -429,8 +429,8 @@ def machine_of(x: Tensor, alone: bool = True) -> tuple[int, bool]:
     """The number of multiprocessors, and whether cooperative launches may be used.
 
     alone: whether the call exchanges nothing with other processes. A cooperative launch needs all
-        multiprocessors at once. While it waited for a peer, NCCL's kernels could not start here,
-        and NCCL's kernels there would keep the peer's launch from starting.
+        multiprocessors at once. While it waited for a peer, NCCL's kernels could not start on this
+        GPU, and NCCL's kernels on the peer's GPU would keep its launch from starting.
     """
     from normplug._kernels import processors
     from normplug._kernels.launch import COOPERATIVE

@@ -123,7 +123,7 @@ class PooledPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        """The program of the sums by channel, in the dtype of stats, and then of dx."""
+        """The program: the sums by channel, in the dtype of stats, and then dx."""
         training, tv = self.spec.training, self.spec.target_variance
         assert dy is not None
         is_laid_out = dy.is_contiguous(memory_format=torch.channels_last)
@@ -146,7 +146,7 @@ class PooledPlan(Plan):
             launch = launches.backward_launch(geometry, self._dtype, flags, wanted, tv)
             steps.append((launch, {"x": "peaks", "dx": "message"}))
         if needs[0]:
-            sh, sw = self._window[1]  # a pixel of the schedule is a square of sh * sw inputs
+            sh, sw = self._window[1]  # the schedule's pixels are blocks of sh * sw inputs
             rows, columns = self._n * -(-self._size[0] // sh), -(-self._size[1] // sw)
             launch = self._launch(
                 windows.batch_norm_pool_backward, rows, columns, TRAINING=training,

@@ -1,13 +1,13 @@
 """BatchNorm over the joined batch of a group of processes.
 
-Where they can, the kernels exchange the statistics: see `normplug._ops.peers`. Otherwise
-the torch operations here send one collective in each direction.
+The kernels exchange the statistics where they can: see `normplug._ops.peers`. Otherwise the torch
+operations here send one collective in each direction.
 
 Forward, an all-gather collects n_r, mean_r and var_r of each process r. With w_r = n_r / sum n_r:
 
     mean = sum_r w_r * mean_r        var = sum_r w_r * (var_r + (mean_r - mean)^2)
 
-which is Chan's merge. All processes add the same numbers in the order of the ranks, and so get the
+This is Chan's merge. All processes add the same numbers in the order of the ranks, so they get the
 same bits. A process without data takes part with n_r = 0.
 
 Backward, an all-reduce sums sum(dy) and sum(dy * (x - mean)) over the processes; the rest is the
@@ -36,7 +36,7 @@ from normplug._torch import dispatch_modes
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
 _CALLER = "SyncBatchNorm"
-# torch 2.14 deprecated the second for the first; a build without distributed has neither.
+# torch 2.14 deprecated the second name; a build without distributed has neither.
 _all_gather = getattr(dist, "all_gather_single", None) or getattr(
     dist, "all_gather_into_tensor", None
 )
@@ -67,7 +67,7 @@ def batch_norm(
 
     Raises:
         ValueError: mismatched shapes; an unknown activation or backend; on the CPU, one value per
-            channel in the joined batch. On other devices the host would have to wait to find out,
+            channel in the joined batch. On other devices the host would have to wait for the GPU,
             so y is `bias` (plus `residual`) instead.
         TypeError: tensors that are not floating point.
         RuntimeError: a process of the group has stopped.

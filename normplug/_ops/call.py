@@ -1,7 +1,7 @@
-"""The way of every call of a norm: look it up, check it, choose how to run it, run it, store that.
+"""The way of every norm call: look it up, check it, choose how to run it, run it, store the choice.
 
 `_stored` is the only cache in Python. Calls with equal keys share their checks, the function that
-runs them, and their plan. The host path in C++ has a cache of its own, which is asked first.
+runs them, and their plan. The host path in C++ has its own cache, which is looked up first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Way(NamedTuple):
     """How a call runs.
 
     run: the function that runs it.
-    t: its tensors; copies of those that `run` cannot read.
+    t: its tensors, with copies where `run` cannot read a layout.
     spec: the spec whose `laid_out` makes the copies.
     why: why PyTorch's kernels run it, or None.
     plan: the plan of normplug's kernels, or None.
@@ -45,7 +45,7 @@ class Explained(NamedTuple):
 
 
 def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = False) -> Any:
-    """Run a call. One with the key of an earlier call skips the checks.
+    """Run a call. If its key is stored, the checks are skipped.
 
     Args:
         caller: the function's name, for errors.
@@ -81,7 +81,7 @@ def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = F
 def _new_call(
     caller: str, t: Tensors, spec: Any, backend: Any, isolated: bool, key: tuple[Any, ...]
 ) -> Any:
-    """Check a call, choose how to run it, run it, and store that: see `call` and `choose`."""
+    """Check a call, choose how to run it, run it, and store the choice."""
     spec.check(caller, t)
     if isinstance(backend, Explained):
         return _explanation(caller, t, spec, backend.backend)
@@ -123,7 +123,7 @@ def choose(
         return Way(spec.by_torch, t, spec, f"the input is on {t.x.device}")
     why = eligible.refusal_now() or spec.refusal(t)
     if why is not None and (pool := getattr(spec, "pool", None)) is not None:
-        way = choose(caller, t, spec.without_pool(), backend, isolated)  # may have kernels alone
+        way = choose(caller, t, spec.without_pool(), backend, isolated)  # may have kernels
         run = way.run
         return way._replace(run=lambda t: pool(run(t)))
     if why is not None:

@@ -39,7 +39,7 @@ def size_of(x: Tensor) -> int:
 
 
 def has_kernels(caller: str, backend: str, x: Tensor) -> bool:
-    """Whether a norm with this backend would use kernels on the device of x, as far as known."""
+    """Whether a norm with this backend can use kernels on the device of x."""
     if not is_asked_for(_checks.backend(caller, backend), x):
         return False
     return refusal_now() is None and refusal_of_device(x) is None
@@ -84,7 +84,7 @@ def refusal_of_capability(capability: tuple[int, int], dtypes: Sequence[torch.dt
 
 
 def refusal_of(t: Tensors) -> str | None:
-    """Why no kernel can take these tensors; None where one may."""
+    """Why no kernel can take these tensors; None if one may."""
     x, residual, *vectors, tracked = t
     dense = [v for v in (*vectors, tracked) if v is not None]
     present = dense if residual is None else [residual, *dense]

@@ -38,7 +38,7 @@ class GroupNormSpec(NamedTuple):
     instance: bool = False
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
-        """The samples, unless statistics are updated that evaluation uses."""
+        """The samples, unless the call updates statistics that evaluation uses."""
         return () if self.instance and t.running_mean is not None else (0,)
 
     def output_dtype(self, x: torch.dtype) -> torch.dtype:
@@ -153,7 +153,7 @@ class GroupNormSpec(NamedTuple):
         """Update a call's running statistics by mean and biased var of its groups, (N, groups).
 
         An InstanceNorm takes each channel's mean and *unbiased* variance, averaged over the
-        samples, as torch does. A GroupNorm's statistics are scalars that are only watched: they
+        samples, like torch's. A GroupNorm's statistics are scalars that are only watched: they
         take the mean and biased variance, averaged over all groups.
         """
         if self.instance:

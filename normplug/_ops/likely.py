@@ -1,7 +1,7 @@
 """Guess the calls that follow a model's first call of a norm.
 
 `swap` and `fuse` record the layers, but do not know the sizes and dtypes of their inputs. When the
-first layer of a family runs, the others' are guessed from it, so that worker processes can compile
+first layer of a family runs, the others' sizes are guessed, so that worker processes can compile
 their kernels in the meantime. Most sizes share a kernel. A wrong guess costs only its compilation.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Size of a layer's input, relative to the first layer's. Halving leaves an eighth of a volume.
 _SMALLEST, _SMALLEST_VOLUME, _LARGEST = 1 / 16, 1 / 4096, 4
 
-# Layer -> what `fuse` runs in one call with it, and after which first calls it has been guessed.
+# Layer -> what `fuse` runs in one call with it, and the first calls after which it was guessed.
 _layers: WeakKeyDictionary[Any, tuple[str, set[Any]]] = WeakKeyDictionary()
 
 
@@ -75,9 +75,9 @@ def jobs_after(plan: Plan, t: Tensors, keep: bool) -> list[Job]:
 def _calls(layer: Any, label: str, t: Tensors, spec: Any) -> Iterator[tuple[Tensors, Any]]:
     """The likely calls of a layer if it is of the family of `spec`, whose call with t came first.
 
-    Under autocast the branches of a model have its dtype. The stream that they are added to has the
-    dtype of x, or from the first norm on the branches' dtype. The latter holds for all sums if the
-    first norm follows a sum.
+    Under autocast the branches of a model have autocast's dtype. The stream that they are added to
+    has the dtype of x, or from the first norm on the branches' dtype. If the first norm follows a
+    sum, all sums have the branches' dtype.
     """
     adds, adds_bias, row = "add" in label, label.startswith("bias"), layer._affine_shape()
     activation = _activations.of_label(label)
@@ -107,8 +107,8 @@ def _calls(layer: Any, label: str, t: Tensors, spec: Any) -> Iterator[tuple[Tens
 def _inputs(x: Tensor, row: Sequence[int], first_row: Sequence[int]) -> Iterator[Tensor]:
     """Inputs with rows or channels of the shape `row`, on the meta device.
 
-    They have the batch size and layout of x, and its spatial size. Images and volumes may also have
-    half of that along each axis, any number of times.
+    They have the batch size, layout and spatial size of x. Images and volumes may also be half as
+    large along each axis, any number of times.
 
     first_row: the shape of the rows of x; () if x has channels at dimension 1.
     """

@@ -3,7 +3,7 @@
 Eager calls do not use them: dispatching an operator costs more than launching a kernel.
 
 `torch.library.custom_op` runs Python code of its own before each call, and more if the operator has
-gradients, so that a dispatch takes twice the time. Here an operator is only a function and its fake
+gradients, so a dispatch takes twice the time. Here an operator is only a function and its fake
 implementation. Its gradients come from an `autograd.Function` around it. That function is
 registered as a second operator, a composite one, which compilers decompose.
 """
@@ -157,7 +157,7 @@ class _Differentiable(torch.autograd.Function):
         )
         dx: Tensor = through
         if operators.has_total:
-            # Both gradients come from one, since an operator's results must not share memory.
+            # One result serves both gradients: an operator's results must not share memory.
             dx = through.to(ctx.dtypes[0])
             dresidual = through.to(ctx.dtypes[1])
         elif alias:

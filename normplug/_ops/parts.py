@@ -1,9 +1,9 @@
 """Inputs that are made of other tensors: DTensors, and nested tensors of the older layout.
 
-Of a DTensor, each process normalises its own shard, by the same routes as any tensor. This is exact
+Each process normalises its own shard of a DTensor, by the same routes as any tensor. This is exact
 where x is sharded along dimensions that no statistic reduces, such as the rows of a LayerNorm.
-Along all others, x is gathered first, as PyTorch's own layer_norm does. Of a nested tensor, the
-rows of all components are normalised as one dense tensor.
+Along all other dimensions, x is gathered first, as PyTorch's layer_norm does. The rows of all
+components of a nested tensor are normalised as one dense tensor.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def rows(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def run_nested(t: Tensors, shape: Sequence[int], call: Callable[[Tensors], Tensor]) -> Any:
-    """Run a call whose x is a nested tensor of the older layout, as one of all its rows."""
+    """Run a call whose x is a nested tensor of the older layout, as one call on all its rows."""
     total = t.x if t.residual is None else t.x + t.residual
     y = _of_rows(call(t._replace(x=rows(total, shape), residual=None)), total)
     return y if t.residual is None else (y, total)

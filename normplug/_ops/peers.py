@@ -25,15 +25,15 @@ NO_SECOND_DERIVATIVE = (
     "Leave create_graph=True out, or train without sync=True."
 )
 _MOST_PROCESSES = 16
-_TIMEOUT = timedelta(minutes=10)  # of a group that does not say
+_TIMEOUT = timedelta(minutes=10)  # of a group without one
 
 
 class _Turn:
     """Which stream of a device has the latest exchange.
 
     Exchanges run one after another, in the order of their calls, also on several streams and in
-    several groups. Else two kernels could count the exchanges of a channel at once. Or kernels of
-    two streams could fill the GPUs of two processes in different orders, and wait for one another.
+    several groups. Otherwise two kernels could count the exchanges of a channel at once. Or kernels
+    of two streams could fill two processes' GPUs in different orders, and wait for each other.
 
     Attributes:
         address: of the stream's handle, for the C++ host path.
@@ -47,7 +47,7 @@ class _Turn:
     def pass_to(self, stream: int) -> None:
         """Make `stream`, the current one, wait for the exchanges on the latest one.
 
-        Inside and outside of a CUDA graph's capture, streams cannot wait for one another.
+        A stream inside a CUDA graph's capture and a stream outside cannot wait for each other.
         """
         latest = int(self._stream)
         if stream == latest:
@@ -73,7 +73,7 @@ class Peers:
         inboxes: the addresses of all processes' inboxes, zeros at first, in the order of the ranks.
         device: of this process.
         timeout: after how many seconds a wait for another process ends.
-        keep: what the addresses belong to.
+        keep: the owners of the addresses.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ def by_number(number: int) -> Peers | None:
 
 
 def number_of(group: str, device: torch.device) -> int:
-    """The number of what `of` returns, for compilers; 0 for None. They take the group's name."""
+    """The number of a group's peers, or 0; for compilers, which take the group's name."""
     peers = of(group_of_name(group), device)
     return 0 if peers is None else peers.number
 
@@ -157,13 +157,13 @@ _agreements: dict[tuple[Any, torch.device], _Agreement] = {}
 
 
 def known(group: Any, device: torch.device) -> Peers | None:
-    """The peers that the first call of `of` has found; None before it."""
+    """The peers that `of` has returned before; None before its first call."""
     found = _agreements.get((group, device))
     return None if found is None else found.peers
 
 
 def of(group: Any, device: torch.device) -> Peers | None:
-    """The peers of a process; None if its group uses collectives. Waits for all at the first call.
+    """The peers of a process; None if its group uses collectives. The first call waits for all.
 
     group: with more than one process.
     """
@@ -236,7 +236,7 @@ def _apart(facts: list[Any], device: torch.device) -> str | None:
 
 
 def _gather(group: Any, own: Any) -> list[Any]:
-    """The `own` of each process."""
+    """What each process has passed as `own`."""
     found = [None] * group.size()
     dist.all_gather_object(found, own, group=group)
     return found

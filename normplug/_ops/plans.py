@@ -100,7 +100,7 @@ class Program:
         launches: The launches, in order, each with a map from the kernel's argument to the slot
             for tensors whose slot has another name.
         results: The slots that are returned, each alone or with a dtype to cast to.
-        saved: The slots that the backward will need, in the order of `Plan`.
+        saved: The slots that the backward will need, in the order that `Plan` documents.
         copies: Slots whose tensors are copied first, and the strides they must have.
         updates: The slots whose tensors the launches update in place.
         counts: Whether to increment `tracked` first.
@@ -137,7 +137,7 @@ class Program:
         self.counts, self.scratch = counts, scratch
 
     def run(self, slots: list[Any], plan: Plan) -> None:
-        """Run the program of a plan, which fills the slots; they are as many as `SLOTS`."""
+        """Run the program of a plan, which fills the slots: a list as long as `SLOTS`."""
         device = plan.device
         if plan.gpu is not None and plan.gpu != current_device_index():
             with torch.cuda.device(device):
@@ -210,7 +210,7 @@ class Plan:
     """
 
     state: ClassVar[tuple[str, ...]]
-    # The address of the mark by which kernels say that they have given up; 0 if they never do.
+    # The address of the mark that kernels set if another process stops; 0 if they wait for none.
     mark = 0
     # Whether the forward returns (y, x + residual).
     has_total = False
@@ -302,16 +302,16 @@ class Plan:
 
         jobs = [*forward.jobs(self.acc)[1:], *self.backward_jobs(t, forward, keep)]
         begun = [ahead.expect(job) for job in jobs]
-        # If they are all compiled already, so are the others in all likelihood.
+        # If these are all compiled already, the others probably are, too.
         if any(begun) or not jobs:
             for job in likely.jobs_after(self, t, keep):
                 ahead.expect(job)
 
     def backward_jobs(self, t: Tensors, forward: Program, keep: bool) -> list[ahead.Job]:
-        """The kernels of a forward's backward, if that computes all gradients.
+        """The kernels of a forward's backward, if it computes all gradients.
 
-        Dy lies like y, or like an input whose rows lie in another order, as after an attention. The
-        total often has no gradient, as nothing else reads it. keep: see `forward_program`.
+        It assumes that dy has the strides of y, or of an input with its rows in another order, as
+        after an attention. The total often has no gradient. keep: see `forward_program`.
         """
         jobs: list[ahead.Job] = []
         needs = tuple(a is not None and a.requires_grad for a in t[:_INPUTS])
@@ -392,7 +392,7 @@ class Plan:
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
         if self.mark:
             self.spec.peers.take_turn(stream)
-        if stream != 0 or self.gpu is None or recordings:  # it may be of fake tensors
+        if stream != 0 or self.gpu is None or recordings:  # recordings use fake tensors
             return stream, Workspace(self.device, self.acc, *scratch)
         work = self._workspaces.get(scratch)
         if work is None:
@@ -411,7 +411,7 @@ class Plan:
 
 
 def unwrapped(t: Tensors) -> Tensors:
-    """The call, without wrappers that a torch.func transform has left on its tensors at its end."""
+    """The call, without the wrappers that a finished torch.func transform left on its tensors."""
     x = unwrap_if_dead(t.x)
     residual = None if t.residual is None else unwrap_if_dead(t.residual)
     if x is t.x and residual is t.residual:
@@ -420,7 +420,7 @@ def unwrapped(t: Tensors) -> Tensors:
 
 
 class _Norm(torch.autograd.Function):
-    # Each tensor argument costs host time, so those without gradients are only in `call`.
+    # Each tensor argument costs host time, so tensors without gradients are only in `call`.
     @staticmethod
     def forward(
         ctx: Any,

@@ -42,7 +42,7 @@ class LayerNormSpec(NamedTuple):
 
     eps: None only for an RMSNorm: see `reference.rms_eps`.
     autocast: the dtype that autocast has set on the device, or None where it is off or ignored.
-    autocast_output: "float32", or "low" to return that dtype.
+    autocast_output: "float32", or "low" to return the autocast dtype.
     centred: whether the rows' mean is subtracted: True for LayerNorm, False for RMSNorm.
     weight_offset: added to the weight, in the accumulator dtype. Without a weight it has no effect.
     rounding: where an RMSNorm rounds. None: where `torch.rms_norm` does. "output": once, at the
@@ -63,7 +63,7 @@ class LayerNormSpec(NamedTuple):
     rounding: str | None = None
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
-        """The dimensions of the rows. Watched statistics then describe a part."""
+        """Dimensions along which rows are independent; watched statistics describe one shard."""
         return tuple(range(t.x.dim() - len(self.normalized_shape)))
 
     def eps_of(self, total: torch.dtype) -> float:
@@ -81,7 +81,7 @@ class LayerNormSpec(NamedTuple):
         return weight if self.rounding == "weight" and is_half else None
 
     def output_dtype(self, total: torch.dtype, weight: torch.dtype | None = None) -> torch.dtype:
-        """The dtype of the result; arguments: see `rounds_to`."""
+        """The dtype of the result. `rounds_to` explains the arguments."""
         under_autocast = autocast_result(total, self.autocast, self.autocast_output)
         if under_autocast is not None:
             return under_autocast
@@ -185,7 +185,7 @@ class LayerNormSpec(NamedTuple):
         if t.residual is not None:  # Inductor fuses this too, forward as fast, backward slower
             return size >= _ADD_OPERATOR_BYTES
         # Inductor fuses a LayerNorm with the residual add before it. Over the channels of
-        # channels_last images it is still slower than the kernels (docs/speed.md).
+        # channels_last images its code is still slower than the kernels (docs/speed.md).
         slow = isolated and t.x.is_contiguous()
         return (t.input_bias is not None or slow) and size >= _OPERATOR_BYTES
 
@@ -251,10 +251,9 @@ def _row_statistics(
 ) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of a row, averaged over all rows.
 
-    The variance is computed from rstd, which reads the rows' statistics but not `h`. For
-    half-precision input the CPU kernel returns rstd in half precision, too coarse for that, so both
-    are computed from `h`. So they are for a nested tensor, which may have rows that belong to no
-    component.
+    The variance is computed from rstd, without another read of `h`. For half-precision input the
+    CPU kernel returns rstd in half precision, which is too coarse, so both are computed from `h`.
+    The same holds for a nested tensor, which may have rows that belong to no component.
     """
     if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
         return mean.mean(), stock.variance_of(rstd, eps).mean()
@@ -290,10 +289,10 @@ _plain, _add = PLAIN.differentiable, ADD.differentiable
 
 
 class LayerNormPlan(Plan):
-    """The launches of a LayerNorm or RMSNorm, with a residual or an input bias: one a direction.
+    """The launches of a LayerNorm or RMSNorm, with a residual or an input bias: one per direction.
 
-    State: stats, mean and rstd of the rows, (2 * rows,), or for RMSNorm rstd alone, (rows,). The
-    total, x + residual, is what is normalised; without a residual it is x.
+    State: stats, mean and rstd of the rows, (2 * rows,), or for RMSNorm rstd alone, (rows,). With a
+    residual, the total x + residual is normalised.
     """
 
     spec: LayerNormSpec
@@ -341,7 +340,7 @@ class LayerNormPlan(Plan):
             for each in (x, residual)
         ]
         self._x_spacing, self._residual_spacing = spacings
-        # Of the total, which is allocated contiguous.
+        # Row spacing of what is normalised: x, or the total, which is allocated contiguous.
         self._normalised = self._x_spacing if residual is None else self._width
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
@@ -523,8 +522,8 @@ def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> S
             levels.append((size, step))
     if len(levels) == 3:
         (inner, step), (heads, middle), (_, apart) = levels
-        # Only heads within a token: `heads` and `middle` are compiled into the kernel, and others
-        # may change from call to call.
+        # Only heads within a token: the two are compiled into the kernel, and other layouts may
+        # change them from call to call.
         return Levels(inner, apart, step, heads, middle) if 0 < middle < step else None
     if len(levels) == 2:
         (inner, step), (_, apart) = levels
@@ -544,7 +543,7 @@ def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
 
 
 def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spacing | None:
-    """The row spacing; None if no launch can take it together with those `before`."""
+    """The row spacing of t; None if no launch can take it together with the spacings `before`."""
     if t.is_contiguous():
         return width
     from normplug._kernels.layer_norm.launches import Levels

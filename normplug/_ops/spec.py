@@ -82,9 +82,9 @@ def autocast_result(
 class Spec(Protocol):
     """A norm: what it checks, and each way to run its calls.
 
-    It is a named tuple of a call's non-tensor arguments, hashable, since it is part of the key by
-    which calls are stored. `call.call` takes the methods from here. A spec may have a `pool`, and
-    then `without_pool`, the spec of the norm alone.
+    It is a named tuple of a call's non-tensor arguments. It is hashable, since it is part of the
+    key by which calls are stored. A spec may have a `pool`, and then `without_pool`, the spec
+    of the norm alone.
     """
 
     def check(self, caller: str, t: Tensors) -> None:
@@ -106,7 +106,7 @@ class Spec(Protocol):
         """The `plans.Plan` of a call that is laid out."""
 
     def operator_pays(self, t: Tensors, isolated: bool) -> bool:
-        """Whether a compiler shall call the operator where the kernels can run."""
+        """Whether a compiler should call the operator where the kernels can run."""
 
     def operator(self, t: Tensors) -> Any:
         """Run a call by the kernels, as an operator: see `operators.NormOperators`."""

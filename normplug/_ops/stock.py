@@ -31,7 +31,7 @@ def scaled(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor | None:
-    """The weight times sqrt(target_variance). If it is None, `shape` to `device` describe ones."""
+    """The weight times sqrt(target_variance); if there is no weight, ones of `shape` times it."""
     if target_variance == 1.0:
         return weight
     root = math.sqrt(target_variance)
@@ -41,7 +41,7 @@ def scaled(
 def scaled_channels(t: Tensors, target_variance: float, like: Tensor | None) -> Tensor | None:
     """The weight of each channel times sqrt(target_variance).
 
-    like: where there is neither weight nor bias, it gives the dtype, if it is not None.
+    like: gives the dtype if there is neither weight nor bias; None for the accumulator dtype.
     """
     if target_variance == 1.0:
         return t.weight
@@ -116,8 +116,8 @@ def empty_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def variance_of(rstd: Tensor, eps: float) -> Tensor:
     """The variance, recovered from rstd = 1 / sqrt(var + eps).
 
-    It has an error of about 1e-7 * (var + eps) in float32. So it is clamped at 0: an error below
-    would make a variance near 0 negative.
+    It has an error of about 1e-7 * (var + eps) in float32. So it is clamped at 0: the error could
+    make a variance near 0 negative.
     """
     return rstd.pow(-2).sub_(eps).clamp_min_(0)
 
@@ -131,8 +131,8 @@ def update_running(
 ) -> None:
     """Count a batch, and move a call's running statistics one step towards its values.
 
-    Counting and moving belong together: the recomputation of activation checkpointing ends at the
-    last tensor that is saved for the backward, and must not do one without the other.
+    One function does both, since activation checkpointing must not repeat one without the other: it
+    recomputes a forward up to the last tensor that is saved for the backward.
 
     Args:
         t: the call's tensors. Its num_batches_tracked is incremented, if it has one.
@@ -149,7 +149,7 @@ def update_running(
     if momentum is not None:
         step = momentum if counts is None else counts.to(running_var.dtype) * momentum
     else:
-        # torch.nn makes it a float, for which the host has to wait for the GPU.
+        # In torch.nn it is a float, for which the host has to wait for the GPU.
         assert tracked is not None
         step = tracked.to(running_var).clamp(min=1).reciprocal()
         step = step if counts is None else counts * step
@@ -160,7 +160,7 @@ def update_running(
 
 def _move(running: Tensor, value: Tensor, step: float | Tensor) -> None:
     if running.dim() == 0 and running.dtype == torch.float64:
-        # On the CPU, torch.compile of torch 2.8 to 2.13 drops writes to such a tensor, but not
-        # those to a view of it.
+        # On the CPU, torch.compile of torch 2.8 to 2.13 drops writes to such a tensor, but keeps
+        # writes to a view of it.
         running = running.view(1)
     running.lerp_(value.to(running.dtype), step)

@@ -82,7 +82,7 @@ def warm_up(model: nn.Module, *batch: Any, **named: Any) -> WarmUp:
 
 
 def _refusal(x: Tensor | None) -> str | None:
-    """Why no kernel can be compiled for x, or none is needed; None if some may be."""
+    """Why no kernel can be compiled for x, or none is needed; None otherwise."""
     if x is None:
         return "there is no tensor"
     if (why := eligible.refusal_now() or eligible.refusal_of_device(x)) is not None:
@@ -132,7 +132,7 @@ def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, Job], s
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Undo at the end what a forward stores in its modules, and in dictionaries of theirs."""
+    """Undo at the end what a forward stores in its modules and in their dictionaries."""
     own = [vars(module) for module in model.modules()]
     own += [each for attributes in own for each in attributes.values() if isinstance(each, dict)]
     before = [(attributes, dict(attributes)) for attributes in own]
