@@ -1,4 +1,4 @@
-"""The host path in C++. `_ops` and `functional` call it; other code only asks for its `status`.
+"""The host path in C++. `_kernels`, `_ops` and `modules` call it; others only read its `status`.
 
 In Python, a norm call costs the host 25 us before its kernel runs, and a Python autograd function
 as much again. `host_path.cpp` does the same work without Python. It runs the same programs, so the
@@ -192,7 +192,7 @@ def _set_status(status: Status, level: int = logging.WARNING) -> None:
     _status = status  # last, so that the log line is there when others see the status
 
 
-# --- What `_kernels`, `_ops` and `functional` call ---
+# --- What `_kernels`, `_ops` and `modules` call ---
 
 
 def counts_in(kernels: Mapping[str, int]) -> None:
@@ -207,7 +207,7 @@ def say_group(text: str) -> None:
 
 
 def call(spec: Any, backend: Any, t: Any) -> Any:
-    """Run a call like one that `keep` has stored, and return its result; None for others."""
+    """Run a call if `keep` has stored its key, and return the result; None otherwise."""
     return None if _extension is None else _extension.call(spec, backend, t)
 
 
@@ -221,7 +221,7 @@ def keep(spec: Any, backend: Any, t: Any, ready: Any, bound: Any) -> None:
 
 
 def forward(module: Any, *inputs: Any) -> Any:
-    """Run a module call like one that `learn` has stored; None for others.
+    """Run a module call if `learn` has stored its key, and return the result; None otherwise.
 
     Args:
         module: its `_call_reads` names the statistics and attributes that a call depends on.
@@ -235,12 +235,7 @@ def forward(module: Any, *inputs: Any) -> Any:
 def learn(module: Any, spec: Any, backend: Any, t: Any, *inputs: Any) -> None:
     """Store a module call for `forward` to run, if `keep` has stored the call that it makes.
 
-    Args:
-        module: as in `forward`.
-        spec: as in `call`.
-        backend: as in `call`.
-        t: as in `call`.
-        *inputs: as in `forward`.
+    module and inputs are the arguments of `forward`; spec, backend and t describe the call.
     """
     reads = getattr(module, "_call_reads", None)  # None if another thread has unswapped the layer
     if _extension is not None and reads is not None:
@@ -253,7 +248,7 @@ def run(plan: Any, t: Any) -> Any:
 
 
 def forget() -> None:
-    """Drop all stored calls and plans, as the Python cache does when it is full."""
+    """Drop all stored calls and plans, since the full Python cache has dropped its own."""
     _plans.clear()
     if _extension is not None:
         _extension.forget()

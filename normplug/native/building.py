@@ -135,7 +135,7 @@ def failure(target: Path) -> str | None:
 
 
 def load(path: Path) -> ModuleType:
-    """Import the compiled file. It is opened once: the file that is checked is the one loaded.
+    """Import the compiled file. It is opened once, so that the checked file is the loaded one.
 
     Raises:
         FileNotFoundError: there is none.
@@ -174,7 +174,7 @@ def _import(path: str) -> ModuleType:
 
 
 def _compilation(target: Path) -> subprocess.Popen[bytes]:
-    """Start the compiler. Its output is renamed to `target` when complete: nobody loads half."""
+    """Start the compiler. A complete output is renamed to `target`, so that nobody loads half."""
     part = target.with_name(f"{target.name}.{uuid4().hex}.part")
     note = _failure_file(target)
     try:

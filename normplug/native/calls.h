@@ -19,7 +19,7 @@ namespace normplug {
 
 using Signature = c10::SmallVector<int64_t, 64>;
 
-// Whether something observes torch's operations, and would miss a kernel: `_torch.interposed`.
+// Whether something observes torch's operations, and would miss a kernel: see `_torch.interposed`.
 inline bool interposed() {
   return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
          c10::impl::tls_is_dispatch_key_included(at::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
@@ -220,7 +220,7 @@ inline bool read_module(PyObject* const* args, Py_ssize_t count, Reading& readin
   return true;
 }
 
-// Whether a value is a tensor or has one, whose elements may change.
+// Whether a value is or contains a tensor, whose elements may change.
 inline bool has_tensor(PyObject* value) {
   if (THPVariable_Check(value)) return true;
   if (!PyTuple_Check(value)) return false;
@@ -230,8 +230,8 @@ inline bool has_tensor(PyObject* value) {
   return false;
 }
 
-// Which of the tensors of a module call the plan takes: all that are not None in `tensors`. Nothing
-// if the call cannot be stored: a tensor is not in the module, or a setting is or has a tensor.
+// Which tensors of a module call the plan takes: all that are not None in `tensors`. nullopt if the
+// call cannot be stored: a tensor is not in the module, or a setting is or contains a tensor.
 inline std::optional<uint8_t> used_of(const Reading& reading, PyObject* tensors) {
   uint8_t used = 0;
   for (size_t i = 0; i < kTensors; ++i) {

@@ -2,8 +2,8 @@
 //
 // A Python plan (`normplug._ops.plans`) describes its work as programs: which tensors to allocate,
 // which compiled kernels to launch on which tensors, which tensors to save. This module runs the
-// programs without Python, and creates the autograd node. It knows no norm by name. It calls Python
-// to build a program, to launch a kernel for the first time, and for second derivatives.
+// programs without Python, and creates the autograd node. No code here is for one norm only. It
+// calls Python to build a program, for a kernel's first launch, and for second derivatives.
 //
 // No CUDA headers are needed. The driver's functions are looked up when the module is loaded.
 

@@ -164,7 +164,7 @@ struct Plan {
   at::Device device = at::kCPU;
   at::ScalarType accumulator;
   bool has_total, is_recomputable;
-  // By which kernels say that they have given up waiting for another process; null if none waits.
+  // Kernels set it if they stop waiting for another process; null if none waits.
   const volatile int64_t* mark;
   const volatile int64_t* turn = nullptr;  // the stream of the device's latest such kernel
   std::vector<uint8_t> saved_slots;
@@ -343,7 +343,7 @@ inline void launch(const Plan& plan, Step& step, void* stream, const Slots& slot
   launch_by_python(plan, step, stream, slots);
 }
 
-// Have kernels that wait for other processes run one after another; an error if one has given up.
+// Have kernels that wait for other processes run one after another; an error if a wait has ended.
 inline void take_turn(const Plan& plan) {
   auto stream = reinterpret_cast<int64_t>(stream_of(plan));
   if (*plan.mark == 0 && *plan.turn == stream) return;
