@@ -1,26 +1,26 @@
 """BatchNorm over rows of adjacent channels: (N, C), channels_last, and small contiguous planes.
 
 The tensor is ROWS rows of W columns. A channel is HW adjacent columns: one for (N, C) and for
-channels_last; a whole plane for a contiguous tensor with small planes. A slab is CHANNELS
-adjacent channels. Its columns are padded to BC, of which the first LIVE exist. A tile of a slab is
-U * BT rows of BC columns: BT lanes, each of which takes every BT-th row, in U steps (see `tiles`).
+channels_last; a whole plane for a contiguous tensor with small planes. A slab is CHANNELS adjacent
+channels. Its columns are padded to BC, of which the first LIVE exist. A tile of a slab is U * BT
+rows of BC columns: BT lanes, each of which takes every BT-th row, in U steps (see `tiles`).
 
 The sums of a slab come from GATHERS items of ROWS_EACH rows, one program per item. The programs
-publish their parts. Whichever arrives last merges them, in the order of the rows and in two levels
+publish their parts. The last one to arrive merges them, in the order of the rows and in two levels
 (`merging.publish_part`).
 
-Each slab is read twice. Forward, the first read gives its
-moments, and the second normalises it. Backward, the first gives two sums per channel, and the
-second writes dx. There are two ways to order the reads, described for the forward:
+Each slab is read twice. Forward, the first read gives its moments, and the second normalises it.
+Backward, the first gives two sums per channel, and the second writes dx. There are two ways to
+order the reads, described for the forward:
 
 - In phases. GATHERS items gather a slab's moments, and WRITES items of one tile each normalise it.
-  Slabs are taken GROUP at a time: first all the items that gather a group, then those that
+  Slabs are taken GROUP at a time: first all the items that gather a group, then the items that
   normalise it. These go in *reverse* order, since the L2 cache still holds what was read last. The
   first HEAD items of the next group come before them, so that the GPU has work while the last
   moments are merged.
-- OWN: each program keeps to its own rows. It reads them downwards for the moments, and back upwards
-  to normalise. The programs of a slab wait for each other, so they must all run at once (a
-  cooperative launch). If a single program takes each slab, SOLO, none waits.
+- OWN: each program writes the rows that it has read. It reads them downwards for the moments, and
+  back upwards to normalise. The programs of a slab wait for each other, so they must all run at
+  once (a cooperative launch). SOLO: a single program takes each slab, and none waits.
 """
 
 import triton
@@ -76,11 +76,11 @@ from normplug._kernels.waiting import arrive, wait
 
 @triton.jit
 def assignment(t, SLABS, GATHERS, WRITES, GROUP, HEAD):
-    """Program t's slab and item, and whether it writes the item (or else gathers it).
+    """Program t's slab and item, and whether it writes the item or gathers it.
 
     First come the gathers of the first group. Then, for each group: HEAD gathers of the next group,
-    the writes of this one in reverse order, and the other gathers of the next. A slab may come out
-    as SLABS or more; then there is nothing to do.
+    the writes of this one in reverse order, and the other gathers of the next. A slab may
+    come out as SLABS or more: there is none, and nothing to do.
     """
     gathers = GROUP * GATHERS
     writes = GROUP * WRITES

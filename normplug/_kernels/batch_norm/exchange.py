@@ -88,8 +88,8 @@ def _missing(messages_ptr, mask, flag, ACC: tl.constexpr):
 def _agreed(place_ptr, late, ended, rounds):
     """The time in nanoseconds. Its low bits say if words are late, and if a wait has ended before.
 
-    Warps may hold copies of one tensor, and see a word arrive at different times. Whatever decides
-    how often they loop must be equal for all, so one thread decides.
+    Warps may hold copies of one tensor, and see a word arrive at different times. But they must all
+    loop equally often, so they take the decision of one thread.
     """
     if _CLOCK:
         time = tl.extra.cuda.globaltimer()

@@ -46,7 +46,7 @@ class Flags:
 
     @property
     def bits(self) -> bool:
-        """Whether the forward saves relu's signs, so that the residual need not be kept."""
+        """Whether the forward saves relu's signs, so that the residual need not be saved."""
         return self.residual and self.activation == "relu" and not self.given
 
 

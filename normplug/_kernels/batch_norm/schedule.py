@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from normplug._kernels import floor_2, needs_int64, power_of_2, unit_of
 
-_SMALL_PLANE = 100  # values; contiguous planes of at most so many are treated as columns
+_SMALL_PLANE = 100  # values; contiguous planes of at most this size are columns
 _LAG_BYTES = 24 << 10  # read per multiprocessor between a tile's first read and its second
 _PHASED_SLAB = 64 << 20  # bytes from which items are faster than programs with rows of their own
 _ITEM_BYTES = 128 << 10  # times the itemsize: bytes that an item gathers
@@ -278,6 +278,6 @@ def pixels(rows: int, width: int, c: int, itemsize: int) -> Pixels:
     def at_once(warps: int) -> int:
         return max(warps * 32 * min(16 // itemsize, unit) // bc, 1)
 
-    # Whichever wastes the fewest pixels past the end of a row.
+    # The choice that wastes the fewest pixels past the end of a row.
     warps = min((4, 2), key=lambda warps: -width % at_once(warps))
     return Pixels(rows, width, c, unit, bc, at_once(warps), warps)

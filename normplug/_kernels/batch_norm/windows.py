@@ -84,8 +84,8 @@ def batch_norm_pool_forward(
             line = tl.minimum(tl.maximum(top + kh, 0), H - 1)
             line_ptr = x_ptr + (image * H + line).to(tl.int64) * stride
             for kw in tl.static_range(KW):
-                # Likewise: all loads are in bounds, and a value that is seen twice is not higher
-                # than itself.
+                # The same for columns: all loads are in bounds, and a value that is seen twice is
+                # not higher than itself.
                 first_place = (line - top) * KW
                 column = tl.minimum(tl.maximum(left + kw, 0), W - 1)
                 offsets = column[:, None] * C + channels[None, :]

@@ -26,7 +26,7 @@ from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar, su
 from normplug._kernels.tiles import LANE_AXIS, STEP_AXIS, load, store, tile_of_zeros
 from normplug._kernels.waiting import arrive, meet, publish, wait
 
-# The arguments of both kernels that `shared` does not explain.
+# The arguments that `shared` does not explain.
 #   PROGRAMS             programs that take tiles
 #   R, U, BC             a tile: R rows of U * BC columns
 #   VECTOR               adjacent values that a thread takes at a time

@@ -33,7 +33,7 @@ Constants: what the call has or asks for.
     WEIGHT, BIAS, INPUT_BIAS, RESIDUAL, DTOTAL: there is one.
     GIVEN: the rows' statistics are read from stats. STATS: they are written there.
     RUNNING: the running statistics are updated, with CUMULATIVE as averages over `tracked` batches
-        and else by momentum. TRACKED: `tracked` is incremented.
+        otherwise by momentum. TRACKED: `tracked` is incremented.
     DX, DWEIGHT, DBIAS, DINPUT_BIAS: this gradient is wanted.
     DX_AS_X: the rows of dx have the strides of x; else they are contiguous.
 """

@@ -28,7 +28,7 @@ from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, publish, wait
 
-# The arguments of both kernels that `shared` does not explain.
+# The arguments that `shared` does not explain.
 #   K                    tiles of a row or, backward, of a block of rows
 #   LAG                  programs between a tile's first read and its second; 0 if it is read once
 #   BLOCK                values of a tile
