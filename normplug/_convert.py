@@ -19,7 +19,7 @@ from normplug._ops import likely
 from normplug._torch import is_class_patched, is_patched
 from normplug.modules.base import Settings, TargetVarianceNorm
 
-# The one table of norms: torch's classes, and normplug's of the same names. `register` adds rows.
+# The one table of norms: stock class -> normplug class. `register` adds rows for other libraries.
 REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
     getattr(nn, name): getattr(modules, name) for name in modules.__all__ if hasattr(nn, name)
 }

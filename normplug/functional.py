@@ -489,9 +489,9 @@ def instance_norm(
         `input` if that is contiguous or channels_last; from PyTorch it is contiguous.
 
     Raises:
-        ValueError: mismatched shapes or devices; a single spatial position, whose variance is
-            always 0; no running statistics without `use_input_stats`; an unknown mode, activation
-            or backend.
+        ValueError: mismatched shapes or devices; one running statistic without the other, or none
+            without `use_input_stats`; a single spatial position, whose variance is always 0; an
+            unknown mode, activation or backend.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run.
 
