@@ -94,7 +94,7 @@ def label(activation: ActivationLike) -> str:
 
 
 def of_label(text: str) -> ActivationLike:
-    """The activation that is named in a text by its `label`, with the default slope, or None."""
+    """The activation whose `label` is in a text, with the default slope; None if there is none."""
     words = text.replace(",", "").split()
     names = (a.name for a in ACTIVATIONS.values() if a.module.__name__ in words)
     return joined(next(names, None), SLOPE)

@@ -23,7 +23,7 @@ from normplug import _activations
 from normplug.modes import shown
 
 BACKENDS = ("auto", "triton", "torch")
-_LARGEST = sys.float_info.max  # torch.compile of torch 2.6 cannot read it there
+_LARGEST = sys.float_info.max  # torch.compile of torch 2.6 cannot read it in `sys`
 _LAYOUTS = (torch.strided, torch.jagged)
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # read once: calls take microseconds
 
@@ -174,9 +174,9 @@ def number(caller: str, name: str, value: Any) -> None:
 
 
 def as_number(value: Any) -> Any:
-    """The float in a tensor of no dimensions, which torch takes for a number; others unchanged.
+    """Return the float in a tensor of no dimensions, which torch takes for a number.
 
-    Not if torch refuses it: a complex tensor, or one that requires a gradient or has no value.
+    Unchanged: other values, and tensors that torch refuses (bool, complex, meta, with a gradient).
     """
     if (
         not isinstance(value, Tensor)
@@ -191,9 +191,9 @@ def as_number(value: Any) -> Any:
 
 
 def eps(caller: str, value: Any, none: bool = False) -> None:
-    """Reject an eps that is not a number; any number is accepted, as by torch.
+    """Reject an eps that is not a number; like torch, accept any number.
 
-    none: allow None, as torch's RMSNorm does.
+    none: whether None is allowed, as the eps of an RMSNorm.
     """
     if not (none and value is None):
         number(caller, "eps", value)

@@ -19,7 +19,7 @@ from normplug._ops import likely
 from normplug._torch import is_class_patched, is_patched
 from normplug.modules.base import Settings, TargetVarianceNorm
 
-# The one table of norms: torch's classes, and normplug's of the same names. `register` adds rows.
+# The one table of norms: stock class -> normplug class. `register` adds rows for other libraries.
 REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
     getattr(nn, name): getattr(modules, name) for name in modules.__all__ if hasattr(nn, name)
 }
@@ -82,7 +82,7 @@ def _register_adapted(cls: type[nn.Module]) -> None:
 
 def _adapted(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
     """Ask the adapters for the normplug class of a library's class, or for why there is none."""
-    # By the name, too, `plan` finds norms of other libraries.
+    # `plan` also finds norms of other libraries by "norm" in the name.
     if "norm" in cls.__name__.lower() and cls.__module__.startswith(_LIBRARIES):
         return importlib.import_module("normplug.adapters").adapt(cls)  # not before it is needed
     return None
@@ -135,8 +135,8 @@ def convert(
     Args:
         module: a layer that has a `replacement`, or a normplug layer.
         target_variance: a float above 0.
-        backend: as in `normplug.functional`.
-        autocast_output: as in `normplug.functional.layer_norm`.
+        backend: "auto", "triton" or "torch".
+        autocast_output: "float32" or "low".
         track_running_stats: whether a stock layer gets statistics to watch; None leaves it to the
             layer's class.
         device: the device of new tensors if the layer has no weight.
@@ -224,12 +224,12 @@ def desynchronise(module: nn.Module) -> None:
 def assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Change a module's class; keep the private subclass that torch may have derived from it."""
     if not is_patched(module):
-        vars(module).pop("forward", None)  # the old class's
+        vars(module).pop("forward", None)  # the old class's method
     module.__class__ = _below(type(module), cls)
 
 
 def _below(private: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    """The class, with the private subclasses of another class derived from it."""
+    """A copy of the private subclass `private` that derives from `cls`; `cls` for other classes."""
     if not _is_private(private):
         return cls
     *others, base = private.__bases__

@@ -33,7 +33,7 @@ __all__ = [
     "tree_map_only",
 ]
 
-# Whether autocast has `F.rms_norm` return float32 on CUDA, as it does `F.layer_norm`: not in 2.11.
+# Whether autocast makes `F.rms_norm` return float32 on CUDA, like `F.layer_norm`; not in 2.11.
 RMS_NORM_AUTOCASTS: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
     "aten::rms_norm", "AutocastCUDA"
 )
@@ -63,7 +63,7 @@ def dispatch_modes() -> int:
 
 @contextmanager
 def recording(jobs: dict[str, Any]) -> Iterator[Any]:
-    """Within a `with` block, plans take fake tensors, whose launches are added to `jobs` instead.
+    """Inside the block, plans take fake tensors: their launches are added to `jobs`, not run.
 
     Yields the active mode of these tensors, which have shapes and no values. Compiled functions run
     uncompiled.
@@ -100,7 +100,7 @@ def in_forward_ad() -> bool:
 
 def interposed() -> bool:
     """Whether a transform, a mode or a tracer sees torch's operations, and would miss a kernel."""
-    # Calls of `in_forward_ad` and `is_tracing` would cost every call.
+    # Inline: every norm call runs this, so it does not call `in_forward_ad` and `is_tracing`.
     return (
         transforms_active()
         or forward_ad._current_level >= 0

@@ -243,7 +243,7 @@ def add_layer_norm(
 
     `x`, (*rows, *normalized_shape), is a block's output; `residual`, shaped like `x`, the stream
     that it is added to. If the rows of both have two strides, the kernels copy `residual` unless it
-    is laid out as `x`. `layer_norm` explains the other arguments and the errors; the running
+    has the layout of `x`. `layer_norm` explains the other arguments and the errors; the running
     statistics describe total.
 
     Returns:
@@ -251,7 +251,7 @@ def add_layer_norm(
         autocast: see `autocast_output`). y is the norm of the rounded total.
 
     Raises:
-        ValueError: as `layer_norm`, and if `residual` is not shaped like `x`.
+        ValueError: what `layer_norm` refuses, or a `residual` that is not shaped like `x`.
 
     Twice differentiable in `x`, `residual`, `weight` and `bias`. The kernels do both steps in one
     launch, and save `total` for the backward.
@@ -367,7 +367,7 @@ def add_rms_norm(
         autocast: see `autocast_output`). y is the norm of the rounded total.
 
     Raises:
-        ValueError: as `rms_norm`, and if `residual` is not shaped like `x`.
+        ValueError: what `rms_norm` refuses, or a `residual` that is not shaped like `x`.
 
     Twice differentiable in `x`, `residual` and `weight`. The kernels do both steps in one launch,
     and save `total` for the backward.
@@ -467,8 +467,7 @@ def instance_norm(
     With `use_input_stats`, mean and biased var belong to a channel of one sample. The running
     statistics, if given, are updated with the averages over samples of mean and *unbiased*
     variance, as in `torch.nn.functional.instance_norm`. Otherwise mean and var are the running
-    statistics, as in `batch_norm` in evaluation. An empty batch leaves the running statistics
-    unchanged.
+    statistics. An empty batch leaves the running statistics unchanged.
 
     Args:
         input: (N, C, *space); dtypes and layouts as in `group_norm`.
@@ -490,12 +489,13 @@ def instance_norm(
         `input` if that is contiguous or channels_last; from PyTorch it is contiguous.
 
     Raises:
-        ValueError: as in `group_norm`; a single spatial position, whose variance is always 0; no
-            running statistics without `use_input_stats`.
+        ValueError: mismatched shapes or devices; one running statistic without the other, or none
+            without `use_input_stats`; a single spatial position, whose variance is always 0; an
+            unknown mode, activation or backend.
         TypeError: an argument of another type, or tensors that are not floating point.
         NotImplementedError: `backend` is "triton" and the kernels cannot run.
 
-    Precision and gradients: see `group_norm`, with one group per channel. But the torch backend
+    Precision and gradients are `group_norm`'s, with one group per channel. But the torch backend
     does not promote, since PyTorch accepts float32 parameters with a half `input`.
 
     Examples:
@@ -518,9 +518,9 @@ def instance_norm(
 
 
 def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
-    """Say in one line how a call of a norm would run: by which kernels, and why by these.
+    """Say in one line by which kernels a call of a norm would run, and why.
 
-    The arguments are checked as in the call. Nothing is computed, and no statistic is updated.
+    The arguments are checked. Nothing is computed, and no statistic is updated.
 
     Args:
         function: a function of this module, such as `normplug.functional.layer_norm`.
@@ -528,12 +528,12 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
         **kwargs: its named arguments.
 
     Returns:
-        The function's name, and then the reason why PyTorch's kernels would run; or normplug's
-        plan, its kernels with the number of warps of each, and whether C++ or Python launches them.
+        The function's name; then why PyTorch's kernels would run, or normplug's plan, the plan's
+        kernels with the number of warps of each, and whether C++ or Python launches them.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as in the call; or a ValueError if the function
-            cannot be explained.
+        ValueError, TypeError, NotImplementedError: the errors of the call itself; a ValueError also
+            for any other function.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Every formula of normplug in plain torch: the tests' oracle.
+"""Every formula of normplug in plain torch: the oracle of the tests and of `normplug.check`.
 
 Symbols: tv is the target variance, n the number of values that share a mean (all of a channel for
 BatchNorm, all of a row for LayerNorm, all of a sample's group of channels for GroupNorm, all of a

@@ -1,1 +1,1 @@
-"""Fusion of norms with the operations around them; `_swap` and `adapters` may import it."""
+"""Fuse norms with the operations around them: `normplug.fuse`, `unfuse` and `fusions`."""

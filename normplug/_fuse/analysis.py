@@ -34,14 +34,14 @@ class Analysis:
     Each module's forward is traced, innermost modules first. The trace inlines the forwards of the
     inner modules that could be traced themselves. A site whose nodes all come from one inner module
     belongs to that module. The other sites are the module's own. A module is fused only if it has
-    such sites, and its fused forward then inlines only the inner modules that they need. A forward
-    that cannot be traced, or is called with arguments that do not fit the trace, may run an edited
-    copy of its source instead.
+    sites of its own. Its fused forward inlines only the inner modules that these sites need. If a
+    forward cannot be traced, or is called with arguments that do not fit the trace, an edited copy
+    of its source may run instead.
 
     Attributes:
-        fusions: the modules to fuse, and their new forwards.
-        reasons: why the forwards that call other norms cannot be traced; may also have norms that
-            an outer module fuses.
+        fusions: module to fuse -> its new forwards.
+        reasons: norm -> why the forward that calls it is not fused. An outer module may still fuse
+            the norm.
     """
 
     def __init__(self, model: nn.Module, recompute: bool = False) -> None:
@@ -61,7 +61,7 @@ class Analysis:
             self._look(module, norms)
 
     def _look(self, module: nn.Module, norms: list[TargetVarianceNorm]) -> None:
-        """Find the sites that are a module's own, and fuse them; norms: the norms that it calls."""
+        """Find a module's own sites, and fuse them; norms: the norms that its forward may call."""
         name, untraced, traced = plain_class(module).__name__, "", None
         try:
             _check(module)
@@ -103,14 +103,14 @@ class Analysis:
         return edited if found else None
 
     def _trace(self, module: nn.Module) -> Traced | None:
-        """Trace a module's forward, and fuse the sites that are its own."""
+        """Trace a module's forward, and fuse its own sites."""
         traceable = {
             m
             for m in module.modules()
             if m is not module
             and m in self._reads
             and not has_hooks(m)
-            # A graph does not show whether an argument that it passes to them is a sequence.
+            # A graph does not show whether an argument of an inner module is a sequence.
             and not self._reads[m].sequences
         }
         trace = Trace(module, self._reads, traceable)
@@ -148,7 +148,7 @@ class Analysis:
 
 
 def _inner_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """The modules of a model, each once, and after all modules that are inside it."""
+    """Yield each module of a model once, after all modules inside it."""
     seen.add(module)
     for child in module.children():
         if child not in seen:
@@ -157,7 +157,7 @@ def _inner_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]
 
 
 def _norms_below(module: nn.Module) -> Iterator[TargetVarianceNorm]:
-    """The norms among a module's children, and inside the containers among them."""
+    """Yield the norms among a module's children, and inside children that are containers."""
     for child in module._modules.values():
         if isinstance(child, TargetVarianceNorm):
             yield child
@@ -166,7 +166,7 @@ def _norms_below(module: nn.Module) -> Iterator[TargetVarianceNorm]:
 
 
 def _check(module: nn.Module) -> None:
-    """Refuse a module whose forward is not its class's.
+    """Refuse a module that may not run the forward of its class.
 
     Raises:
         Untraceable: with the reason.
@@ -182,7 +182,7 @@ def _check(module: nn.Module) -> None:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """The children that edits of a module's forward concern: see `edit.Children`."""
+    """Yield the children that `edit` needs: a pair of name and kind for each."""
     for name, child in module._modules.items():
         if isinstance(child, TargetVarianceNorm):
             sites = None if refusal(child) else child._fusion_sites

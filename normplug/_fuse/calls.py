@@ -1,8 +1,8 @@
 """The functions that a fused forward calls, each in place of several calls.
 
 Each function decides at run time. It calls the modules one by one, as written, if no kernel can run
-the norm, if a module has hooks, if a layer is being measured, or if a residual does not match the
-tensor it is added to.
+the norm, if a module has hooks, if a `VarianceLogger` needs the norm's own forward, or if a
+residual does not match the tensor that it is added to.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def norm_add_activation(
     """Apply a norm, add a residual, and apply an activation.
 
     Args:
-        norm: the module that is called as a norm.
+        norm: a norm layer; in an edited forward, any module.
         x: its input.
         activation: a module, or a value that `functional.batch_norm` accepts as its activation.
-            In an edited forward it may have become None, or any function.
+            In an edited forward, also None or any function.
         between: the `nn.Identity` modules after the norm.
         residual: the tensor to add, or None.
         in_place: whether the addition is in place.
@@ -80,7 +80,7 @@ def norm_add_activation(
 
 
 def isolated_norm(norm: Any, x: Tensor) -> Tensor:
-    """Apply a norm whose result only a fused call reads: compilers can fuse it with nothing."""
+    """Apply a norm whose only reader is a fused call: a compiler has nothing to fuse it with."""
     if _may_run(norm, x, "addition"):
         return norm._fused(x, isolated=True)
     return norm(x)
@@ -93,9 +93,9 @@ def norm_max_pool(
     between: tuple[nn.Module, ...],
     pool: nn.Module | tuple[Any, ...],
 ) -> Tensor:
-    """Apply a norm, relu (or what the activation module computes by now) and max pooling.
+    """Apply a norm, an activation (relu, unless its module has changed) and max pooling.
 
-    pool: a module, or the settings of `F.max_pool2d`; the rest is as in `norm_add_activation`.
+    between: the `nn.Identity` modules after the norm. pool: a module, or `F.max_pool2d`'s settings.
     """
     window = _window(pool)
     if (
@@ -109,7 +109,7 @@ def norm_max_pool(
 
 
 def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm of a + b, and a + b."""
+    """Return the norm of a + b, and the sum."""
     if (
         _may_run(norm, a, "sum")
         and isinstance(b, Tensor)
@@ -126,9 +126,9 @@ def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def convolution_norm(
     norm: Any, convolution: Any, permute: Any, dims: tuple[int, ...], x: Tensor
 ) -> Tensor:
-    """A convolution, the permutation that moves its channels last, and a norm that adds its bias.
+    """Apply a convolution, move its channels last, and apply a norm that adds the bias.
 
-    permute: a module that permutes to `dims`; None if a function did.
+    permute: the module that permutes to `dims`; None if the forward calls a function.
     """
     # Without the kernels PyTorch's norm runs, and the convolution adds its bias at no cost.
     if (
@@ -146,7 +146,7 @@ def convolution_norm(
 
 
 def _name(activation: Any) -> ActivationLike:
-    """The name of an activation; None if a module computes another function by now."""
+    """The name of an activation; None for a module that now computes another function."""
     name: ActivationLike = (
         _activations.of_module(activation) if callable(activation) else activation
     )
@@ -154,7 +154,7 @@ def _name(activation: Any) -> ActivationLike:
 
 
 def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:
-    """The window of a max pooling; None if a module does more, or if there is a dilation."""
+    """The window of a max pooling; None if it has a dilation, or if a module does more."""
     if isinstance(pool, nn.Module):
         if type(pool) is not nn.MaxPool2d or pool.return_indices or has_hooks(pool):
             return None
@@ -169,15 +169,15 @@ def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:
 
 
 def _may_run(norm: Any, x: Any, operation: str, *modules: Any) -> bool:
-    """Whether kernels may run a norm with an operation, and no call does more than its forward.
+    """Whether one call may run a norm and an operation: a kernel may run, and nothing is skipped.
 
-    modules: what else the fused call replaces; what is not a module has no hooks.
+    modules: what else the fused call replaces. Anything but a module is ignored.
     """
     cls = type(norm)
     sites: FusionSites | None = getattr(cls, "_fusion_sites", None)
     if sites is None or not (operation in sites.before or operation in sites.after):
         return False
-    for name, method in sites.methods.items():  # a call of a function would be slower
+    for name, method in sites.methods.items():  # inline: calling a function is slower
         if getattr(cls, name) is not method:
             return False
     if norm._probe is not None and not sites.measures:
@@ -189,9 +189,9 @@ def _may_run(norm: Any, x: Any, operation: str, *modules: Any) -> bool:
 
 
 def _alike(x: Tensor, residual: Any) -> bool:
-    """Whether a residual has the shape, strides, dtype and device of the tensor it is added to.
+    """Whether a residual has the shape, strides, dtype and device of x, to which it is added.
 
-    With other strides, the order of the addition would decide the memory format of the sum.
+    With other strides, the memory format of the sum would depend on the order of the operands.
     """
     return (
         isinstance(residual, Tensor)

@@ -1,8 +1,8 @@
 """Copies of forwards in which a norm and the operation next to it are one call.
 
-A trace can replace a forward only while everything that it depends on is unchanged, and many
-forwards cannot be traced: they take keyword arguments and masks, keep caches, or test the type of a
-value. An edited forward is the original forward except for the statements of these patterns:
+A trace can replace a forward only while everything that it depends on is unchanged. Many forwards
+cannot be traced: they take keyword arguments and masks, keep caches, or test the type of a value.
+An edited forward is the original forward, except for statements of these patterns:
 
     y = self.norm(a + b)              x = a + b
                                       y = self.norm(x)
@@ -10,11 +10,11 @@ value. An edited forward is the original forward except for the statements of th
     y = self.act(self.norm(x))        x = self.norm(x)
                                       x = self.act(x)
 
-Both statements must be in the same block. If an `if` separates them, each of its branches gets a
-copy first. Nothing with a side effect may run between the two, and nothing but the activation may
-read the norm's result. So an edited forward takes any arguments, and depends on nothing but the
-function that it was made from. Each call decides at run time whether the two run as one. A forward
-with a `try` or a `match` is not edited.
+Both statements must be in the same block. If an `if` separates them, one of them is first copied
+into its branches. Nothing with a side effect may run between the two, and nothing but the
+activation may read the norm's result. So an edited forward takes any arguments, and depends on
+nothing but the function that it was made from. Each call decides at run time whether the two run as
+one. A forward with a `try` or a `match` is not edited.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _CALLED = {
     "_normplug_norm_activation": calls.norm_add_activation,
 }
 _ADD_NORM, _NORM_ACTIVATION = _CALLED
-# The variable that holds a norm's result from the addition to the statement that reads it.
+# The variable that holds a norm's result until a statement reads it.
 _RESULT = "_normplug_result"
 # After an exception, the second of two statements may not run. `except*` came with Python 3.11.
 _REFUSED = (ast.Try, getattr(ast, "TryStar", ast.Try), ast.Match)
 
 
-# The children of a module that edits concern: pairs of a name and "sum" (a norm that can be fused
-# with an addition before it), "norm" (one that can be fused with an activation) or "activation".
+# (name, kind) of each child that `edit` needs. The kinds: "sum", a norm that may be fused with an
+# addition before it; "norm", a norm that may be fused with an activation after it; "activation".
 Children = tuple[tuple[str, str], ...]
 # The tests of the `if` statements around a statement, each with the result that it must have.
 Branch = tuple[tuple[ast.expr, bool], ...]
@@ -74,9 +74,9 @@ class Edited:
 
     Attributes:
         original: the class's forward.
-        forward: that function, edited.
-        me: the name of the module itself in it, usually "self".
-        found: the edited calls of each norm, by its name.
+        forward: the edited forward.
+        me: the forward's name for the module, usually "self".
+        found: name of a norm -> its edited calls.
     """
 
     original: Any
@@ -85,7 +85,7 @@ class Edited:
     found: dict[str, list[Place]]
 
     def label(self, norm: str, module: nn.Module) -> str:
-        """The label of a norm, given by name, in a report; "" if it is not fused."""
+        """The label in a report of the norm with this name; "" if it is not fused."""
         state = {**module._modules, **vars(module)}
         for branch, activation in self.found.get(norm, ()):
             if not all(_may_be(*each, self.me, state) for each in branch):
@@ -104,11 +104,11 @@ def edit(cls: Any, forward: Any, children: Children) -> Edited:
 
     Args:
         cls: the class of a module.
-        forward: its forward.
-        children: the children that the edits concern.
+        forward: the class's forward.
+        children: the norms and activations among the module's children.
 
     Raises:
-        Untraceable: the source of the forward is not certain.
+        Untraceable: the forward cannot be edited; the message says why.
     """
     if cls.__getattribute__ is not nn.Module.__getattribute__:
         raise Untraceable("its class defines __getattribute__")
@@ -133,9 +133,9 @@ class _Editor:
 
     Attributes:
         cls: the class whose forward it is.
-        children: what each child is that edits concern, by its name.
-        definition: its definition, which `edit` changes.
-        found: the edited calls of each norm, by its name.
+        children: name of a child -> its kind.
+        definition: the forward's definition, which `edit` changes.
+        found: name of a norm -> its edited calls.
     """
 
     cls: type[nn.Module]
@@ -169,7 +169,7 @@ class _Editor:
                 self.edit(getattr(statement, name, []), (*branch, (test, name == "body")))
 
     def _into_branches(self, body: list[ast.stmt], i: int) -> None:
-        """Copy a sum or a norm before an `if` into its branches, and what reads one after it."""
+        """Move a sum or norm before an `if` into its branches, and what reads one after it."""
         if self._begins(body[i]) and self._may_follow(body[i], body[i + 1 : i + 2]):
             first, choice = body[i], body[i + 1]
             for block in (choice.body, choice.orelse):  # type: ignore[attr-defined]
@@ -200,9 +200,9 @@ class _Editor:
         return bool(self._child(first, "activation", "sum"))
 
     def _may_follow(self, statement: ast.stmt, following: list[ast.stmt]) -> bool:
-        """Whether an `if` comes next whose test does not depend on the statement, nor has effects.
+        """Whether an `if` follows whose test has no effects and does not read what is assigned.
 
-        Such a test is a variable or an attribute, or compares one with None.
+        Such a test is a variable or an attribute, or compares one by `is`.
         """
         if not following or not isinstance(following[0], ast.If):
             return False
@@ -264,10 +264,10 @@ class _Editor:
         self.found.setdefault(norm, []).append(Place(branch, activation))
 
     def _reader(self, following: list[ast.stmt], name: str, activates: bool) -> tuple[Any, Any]:
-        """The next call with a side effect, and its statement, if it reads a variable; else None.
+        """The next call with a side effect, and its statement, if it reads a variable; else Nones.
 
-        name: the variable, which may be assigned to others before. activates: whether the call must
-            be an activation and the only reader, and not a norm.
+        name: the variable; its value may be assigned to others before. activates: whether the call
+            must be an activation and the only reader; otherwise it must be a norm.
         """
         held = {name}
         for statement in following:
@@ -312,7 +312,7 @@ class _Editor:
         return isinstance(node, ast.Attribute) and is_name(node.value, {self.me})
 
     def _child(self, node: Any, *kinds: str) -> str:
-        """The child of one of these kinds that a node calls with one argument; "" if none."""
+        """The name of the child of these kinds that a node calls with one argument; "" if none."""
         if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
             return ""
         if isinstance(node.args[0], ast.Starred) or not self._is_own(node.func):
@@ -321,7 +321,7 @@ class _Editor:
         return name if self.children.get(name, "") in kinds else ""
 
     def _activates(self, statement: ast.stmt, node: Any, held: set[str]) -> bool:
-        """Whether a node activates a norm's result, in the variable that only this node reads."""
+        """Whether a node applies an activation to a variable that only this node reads."""
         if not self._child(node, "activation") or not is_name(node.args[0], held):
             return False
         name = node.args[0].id
@@ -353,7 +353,7 @@ def _may_be(test: ast.expr, result: bool, me: str, state: dict[str, Any]) -> boo
 
 
 def _expressions(statement: ast.stmt) -> Iterator[Any]:
-    """The expressions of a statement, without those of statements and functions inside it."""
+    """Yield a statement's expressions, but none inside nested statements and functions."""
     waiting: list[ast.AST] = [statement]
     while waiting:
         children = ast.iter_child_nodes(waiting.pop())
@@ -363,7 +363,7 @@ def _expressions(statement: ast.stmt) -> Iterator[Any]:
 
 
 def _assigned(node: ast.AST) -> tuple[Any, Any]:
-    """The variable to which a statement assigns a value, and the value; None if not exactly one."""
+    """The only variable that a statement assigns to, and the value; Nones for other statements."""
     if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
         return None, None
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -372,7 +372,7 @@ def _assigned(node: ast.AST) -> tuple[Any, Any]:
 
 
 def _reads(statement: ast.AST, name: str) -> list[ast.AST]:
-    """Where a statement reads a variable."""
+    """The nodes of a statement that read a variable."""
     nodes = list(ast.walk(statement))
     updated = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
     named = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]

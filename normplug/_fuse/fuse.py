@@ -43,12 +43,12 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     patched, so other threads can run other models meanwhile.
 
     `recompute=True` saves memory: the next layer's backward recomputes the norm's output, bit for
-    bit, instead of storing it. This costs one more read and write of the output. It applies to
-    BatchNorm with an activation, to an addition with LayerNorm or RMSNorm, and to every second
-    block in a chain of residual blocks, in forwards that are traced, if only modules and fused
-    additions read the output. It has no effect on the CPU, under torch.compile, and inside
-    activation checkpointing or other `torch.autograd.graph.saved_tensors_hooks`. The last call of
-    `fuse` decides.
+    bit, instead of storing it. This costs one more read and write of the output. It applies in
+    traced forwards, to outputs that only modules and fused additions read: of BatchNorm with an
+    activation, of an addition with LayerNorm or RMSNorm, and of every second block in a chain of
+    residual blocks. It has no effect on the CPU, under torch.compile, and inside activation
+    checkpointing or other `torch.autograd.graph.saved_tensors_hooks`. The last call of `fuse`
+    decides.
 
     Copies of a fused model are fused in the same way, and are not traced again. A pickle is not
     fused where it is loaded, and pickling says so once: call `fuse` there.
@@ -87,7 +87,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
             f"{report(model, {}, analysis).summary()}."
         )
     classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
-    release(m for m in fused_modules(model).values() if m not in classes)  # of an earlier call
+    release(m for m in fused_modules(model).values() if m not in classes)  # of earlier calls
     for module, fusion in analysis.fusions.items():
         vars(module)[FORWARDS] = fusion
         _convert.assign_class(module, classes[module])
@@ -99,8 +99,8 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
 def unfuse(model: nn.Module) -> nn.Module:
     """Undo `fuse`: every module gets back the class and the forward that it had.
 
-    What others have put around a fused forward since stays: a wrapper on the instance, or a class
-    that they derived from the module's. It then runs the forward that is not fused.
+    A wrapper that other code has put on an instance since stays, and so does a class that it has
+    derived from the fused class. Both then run the forward that is not fused.
 
     Args:
         model: any module.
@@ -148,8 +148,8 @@ def fused_modules(model: nn.Module) -> dict[str, nn.Module]:
 def release(fused: Iterable[nn.Module]) -> None:
     """Give modules their own class back.
 
-    A class that others have derived from a fused one stays: it then runs the module's own forward.
-    A wrapper around the forward on the instance stays, too.
+    A class that other code has derived from a fused class stays, and so does a wrapper around the
+    forward on the instance. Both then run the module's own forward.
     """
     for module in fused:
         vars(module).pop(FORWARDS, None)

@@ -1,4 +1,4 @@
-"""Fused modules: their class, their forwards, and when each of these runs."""
+"""Fused modules: their class, their forwards, and when each forward runs."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Guard:
     """What a traced forward depends on in one module that it reached, checked at each call.
 
     The check takes 1.5 us for each fused module of a ResNet-50. The loops are plain for speed.
-    It holds no reference to the module that holds it: a cycle would delay freeing the module.
+    A guard holds no reference to its own module: a cycle would delay freeing the module.
 
     Attributes:
-        reads: what its own forward depends on; of a container, only the class.
+        reads: what the module's forward depends on; for a container, only its class.
         names: the names of its children.
         children: the children themselves.
         called: whether the module was called, and not only read as a container.
@@ -45,7 +45,7 @@ class Guard:
     called: bool = False
 
     def holds(self, module: nn.Module, inside: bool = True) -> bool:
-        """Whether the module is unchanged; inside: whether it is part of another's forward."""
+        """Whether the module is unchanged; inside: False for the module that was traced itself."""
         reads, children = self.reads, module._modules
         if inside and type(module) not in (reads.cls, FUSED_CLASSES.get(reads.cls)):
             return False
@@ -82,9 +82,9 @@ class Traced:
 
     Attributes:
         forward: the function; it takes the module, then all that the module's own forward takes.
-        guard: of the module itself.
-        inner: every other module that the forward reaches and does not just call, with its guard.
-        labels: what each norm is fused with, by the norm's path in the module.
+        guard: the guard of the module itself.
+        inner: (module, guard) of each other module that the trace followed or read children of.
+        labels: path of a norm in the module -> what the norm is fused with.
     """
 
     forward: Callable[..., Any]
@@ -97,7 +97,7 @@ class Traced:
 
         Args:
             root: the module.
-            inputs: those of the call; () checks only whether the modules are unchanged.
+            inputs: the inputs of the call; () checks only whether the modules are unchanged.
         """
         reads = self.guard.reads
         for name, x in zip(reads.inputs, inputs, strict=False):
@@ -122,7 +122,7 @@ class FusedForwards:
     edited: Edited | None
 
     def labels(self, root: nn.Module) -> dict[nn.Module, str]:
-        """What each norm is fused with now, given the module; other norms are missing."""
+        """Fused norm -> what it is fused with now; root: the module."""
         found = dict[nn.Module, str]()
         if self.edited is not None and plain_class(root).forward is self.edited.original:
             for name in self.edited.found:
@@ -158,7 +158,7 @@ class FusedModule(nn.Module):
     """The first base of every fused class; the second is the module's own class."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        # A fused class is none of the subclasses that the module's class registers or changes.
+        # The module's class may register or change its subclasses, but must not see this one.
         if _convert.FUSED not in vars(cls):
             super().__init_subclass__(**options)
 
@@ -195,7 +195,7 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def has_fused_class(module: nn.Module) -> bool:
-    """Whether a module's class is a fused one, and not one that others derived from it."""
+    """Whether a module's class is a fused class, and not one that other code derived from it."""
     return _convert.FUSED in vars(_convert.plain_class(module))
 
 
@@ -211,7 +211,7 @@ def _made(cls: type[nn.Module]) -> type[nn.Module]:
 
     def choose(module: nn.Module, inputs: tuple[Any, ...], alone: bool) -> Any:
         now = type(module)
-        # A class that others derived from this one may have other attributes.
+        # A class that other code derived from this one may have other attributes.
         if now is made or (now.__module__.startswith("torch.") and made in now.__bases__):
             fusion: FusedForwards | None = module.__dict__.get(FORWARDS)
             if fusion is not None and cls.forward is original and not any(GLOBAL_HOOKS):
@@ -232,13 +232,13 @@ def _made(cls: type[nn.Module]) -> type[nn.Module]:
         "__doc__": cls.__doc__,
         "forward": _with_parameters_of(original, choose),
     }
-    # A metaclass of the user's may have effects, such as an entry in a registry.
+    # The user's metaclass may have effects, such as adding the class to a registry.
     meta = ABCMeta if isinstance(cls, ABCMeta) else type
     made: type[nn.Module] = meta.__new__(type(cls), cls.__name__, (FusedModule, cls), namespace)
     return made
 
 
-# `choose` gets the inputs that have no default, and whether the call gives no others.
+# `choose` gets the inputs without a default, and whether the call passes no other inputs.
 _FORWARD = """
 def around(_normplug_choose, {defaults}):
     def forward{parameters}:
@@ -248,11 +248,11 @@ def around(_normplug_choose, {defaults}):
 
 
 def _with_parameters_of(like: Any, choose: Callable[..., Any]) -> types.FunctionType:
-    """A forward that calls what `choose` returns, with the parameters of the function `like`.
+    """Make a forward with the parameters of the function `like` that calls what `choose` returns.
 
     Tools find the inputs of a model by the names of its parameters, also in `__code__`.
     """
-    # Without what a decorator says about the parameters.
+    # A copy without the `__wrapped__` and `__signature__` that a decorator may have set.
     bare = types.FunctionType(like.__code__, {}, None, like.__defaults__, like.__closure__)
     bare.__kwdefaults__ = like.__kwdefaults__
     given = list(inspect.signature(bare).parameters.values())

@@ -22,7 +22,7 @@ class Row(NamedTuple):
     """One norm layer, and what it is fused with.
 
     Attributes:
-        path: its name in the model; "" is the model itself.
+        path: its path in the model; "" is the model itself.
         kind: the name of its class.
         label: what it is fused with; None if it is not fused.
         owner: the module whose forward makes the fused call.
@@ -93,7 +93,7 @@ def report(model: nn.Module, fusions: dict[nn.Module, FusedForwards], analysis: 
 def _labels(
     fusions: dict[nn.Module, FusedForwards], paths: dict[nn.Module, str]
 ) -> dict[nn.Module, tuple[str, str]]:
-    """What each norm is fused with, and in which module. The outermost module is the one to run."""
+    """Norm -> what it is fused with, and the path of the outermost module that fuses it."""
     found: dict[nn.Module, tuple[str, str]] = {}
     for module, path in paths.items():
         if module in fusions:

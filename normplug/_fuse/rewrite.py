@@ -1,4 +1,4 @@
-"""Replace each site of a graph by one call, let modules recompute its result, and compile it."""
+"""Replace the sites of a graph by calls, let modules recompute results, compile the graph."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _attribute(graph: fx.Graph, call: fx.Node) -> fx.Node:
 
 
 def _replace(graph: fx.Graph, call: fx.Node, *nodes: fx.Node) -> None:
-    """Replace nodes, given in order, by a call whose result is that of the last one."""
+    """Replace nodes, given in order, by a call that returns the result of the last node."""
     nodes[-1].replace_all_uses_with(call)
     for node in reversed(nodes):
         graph.erase_node(node)
@@ -57,7 +57,7 @@ def recompute_results(graph: fx.Graph, root: nn.Module) -> None:
             continue
         for user in list(node.users):
             if user not in readers:
-                # If the result is not recomputed, the modules save it anyway, so the addition may.
+                # If the result is not recomputed, the modules save it, and the addition may, too.
                 user.kwargs = {"keeps_residual": True}
         for reader in readers:
             with graph.inserting_before(reader):
@@ -67,7 +67,7 @@ def recompute_results(graph: fx.Graph, root: nn.Module) -> None:
 
 
 def _adds(node: fx.Node, residual: fx.Node, root: nn.Module) -> bool:
-    """Whether a node is a norm that adds the residual, and whose backward does not read it."""
+    """Whether a node is a norm that adds the residual and does not read it in its backward."""
     added = node.target is calls.norm_add_activation and len(node.args) > 4
     if not added or node.args[1] is residual:
         return False

@@ -53,9 +53,9 @@ class Site:
         nodes: the nodes of the norm and the operations, in order. `isolated_norm` replaces only the
             norm.
         function: the function that runs them.
-        arguments: its arguments after the norm, given a function that returns a node for the module
-            that a node calls. They are read late, since a site may replace another one's input.
-        adds: whether the addition of a residual, after the norm, is among them.
+        arguments: makes the arguments after the norm. It takes a function: node that calls a module
+            -> node of that module. It is called late, since another site may replace an input.
+        adds: whether the addition of a residual, after the norm, is among the nodes.
         label: the operations, for a report; "" for none.
     """
 
@@ -101,7 +101,7 @@ def find(graph: fx.Graph, root: nn.Module) -> list[Site]:
 
 
 def refusal(norm: nn.Module) -> str:
-    """Why no call of a layer can be fused; "" if one may be."""
+    """Why the calls of a layer cannot be fused; "" if they may be."""
     declared: FusionSites | None = getattr(norm, "_fusion_sites", None)
     if declared is None:
         return f"no fusion for {type(norm).__name__}"
@@ -151,7 +151,7 @@ def _site_after(
     name: ActivationLike,
     pool: fx.Node | None = None,
 ) -> Site:
-    """The site of a norm, an addition or a pooling, and an activation, of this name."""
+    """The site of a norm with an addition, an activation of this name, or a pooling, if given."""
     labels = ["add"] * (add is not None) + ["max pool"] * (pool is not None)
     if activation is not None:
         labels.insert(0 if add is None else 1, _activations.label(name))
@@ -176,7 +176,7 @@ def _site_after(
 
 
 def _is_residual(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]) -> bool:
-    """Whether a node adds a residual to a norm's result, and the norm may run as late as it."""
+    """Whether a node adds a residual to a norm's result, and the norm may run just before it."""
     source = node.all_input_nodes[0]
     module = traced.module(source)
     fresh = module is not None and type(module).forward in _FRESH and len(source.users) == 1
@@ -189,7 +189,7 @@ def _is_residual(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.
 
 
 def _add_before(traced: Forward, node: fx.Node) -> Site | None:
-    """The site of a norm of a sum."""
+    """The site of a norm and the sum that it reads, or None."""
     add = node.all_input_nodes[0]
     if addition(add) is not operator.add:
         return None
@@ -200,7 +200,7 @@ def _add_before(traced: Forward, node: fx.Node) -> Site | None:
 
 
 def _bias_before(traced: Forward, node: fx.Node) -> Site | None:
-    """The site of a norm over a convolution's channels, if they are moved last."""
+    """The site of a norm over a convolution's channels, moved last; or None."""
     permute = node.all_input_nodes[0]
     dims = traced.permutation(permute)
     source: Any = permute.args[0] if dims else None
@@ -226,7 +226,7 @@ def _bias_before(traced: Forward, node: fx.Node) -> Site | None:
     return Site(node, nodes, convolution_norm, arguments, label=label)
 
 
-# Finders of the sites that a class declares in `before`.
+# Operation in `FusionSites.before` -> the function that finds its site.
 _BEFORE: dict[str, Callable[[Forward, fx.Node], Site | None]] = {
     "sum": _add_before,
     "convolution_bias": _bias_before,
@@ -258,7 +258,7 @@ class Forward:
         return [n for n, i in self._order.items() if self._order[first] < i < self._order[last]]
 
     def calls(self, nodes: Iterable[fx.Node], norm: fx.Node) -> bool:
-        """Whether any of the nodes calls a norm too, directly or in a module: order matters."""
+        """Whether one of the nodes calls the norm, too, directly or in a module: order matters."""
         layer = self.module(norm)
         called = (self.module(node) for node in nodes)
         return any(m is not None and any(part is layer for part in m.modules()) for m in called)
@@ -317,7 +317,7 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def reader(node: fx.Node) -> fx.Node | None:
-    """The only node that reads another; None if there are several, or none."""
+    """The only node that reads this one; None if there are several, or none."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
@@ -345,7 +345,7 @@ def reads_metadata(node: fx.Node) -> bool:
 
 
 def pool_settings(node: fx.Node) -> tuple[Any, ...] | None:
-    """Kernel, stride, padding, dilation and ceil_mode of a function's call, if these are all."""
+    """Kernel, stride, padding, dilation and ceil_mode of a call; None if it sets anything else."""
     settings: dict[str, Any] = {"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False}
     names = ("kernel_size", *settings)
     settings |= dict(zip(names, node.args[1:], strict=False)) | node.kwargs

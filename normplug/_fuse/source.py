@@ -57,11 +57,10 @@ class Reads:
     Attributes:
         cls: the class whose forward it is.
         inputs: the names of its required inputs.
-        sequences: those of them that are sequences of tensors.
-        values: the attributes that it reads, and their values.
-        proxies: the parameters and buffers that it reads, and the training flag if it reads that,
-            and whether each was not None.
-        methods: the forward, and the methods of the class that it calls.
+        sequences: the inputs that are sequences of tensors.
+        values: attribute that it reads -> its value.
+        proxies: parameter, buffer or training flag that it reads -> whether that was not None.
+        methods: name -> method, for the forward and the methods of the class that it calls.
     """
 
     cls: type[nn.Module]
@@ -73,7 +72,7 @@ class Reads:
 
 
 def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
-    """Find what a module's forward, which is that of `cls`, depends on.
+    """Find what the forward of a module, whose plain class is `cls`, depends on.
 
     Raises:
         Untraceable: if the forward does something that cannot be traced safely.
@@ -106,7 +105,7 @@ def _source(function: types.FunctionType) -> ast.FunctionDef:
 
 @functools.cache
 def _recorded() -> frozenset[Any]:
-    """The functions that torch.fx records: those with `__torch_function__`."""
+    """The functions whose calls torch.fx records, by `__torch_function__`."""
     functions = [f for group in get_overridable_functions().values() for f in group]
     return frozenset([*functions, traceable_assert])
 
@@ -169,7 +168,7 @@ class _Reader:
 
     def expression(self, node: ast.expr, scope: _Scope, module: bool = False) -> None:
         """Check an expression; module: whether it may be a module, to call or compare with None."""
-        text = getattr(node, "left", None) or getattr(node, "value", None)  # a `%`'s or `.format`'s
+        text = getattr(node, "left", None) or getattr(node, "value", None)  # of `%` or `.format`
         if isinstance(text, ast.Constant) and isinstance(text.value, str):
             raise Untraceable("its forward formats a string")  # the trace would freeze the text
         if not isinstance(node, _EXPRESSIONS):
@@ -194,7 +193,7 @@ class _Reader:
                 self.expression(child, scope, called or compared or picked or (looped and module))
 
     def attribute(self, node: ast.Attribute, scope: _Scope, module: bool) -> bool:
-        """Note an attribute of the module that is read; return whether all of it is checked."""
+        """Record an attribute that is read; return whether nothing inside it is left to check."""
         base: Any = node.value
         if is_name(base, {scope.me}):
             self.own(node.attr)
@@ -235,7 +234,7 @@ class _Reader:
                 reads.methods[name] = found
                 self.function(found, forward=False)
         elif name in module._modules:
-            return  # the trace notes which children it reaches
+            return  # the trace records which children it reaches
         elif name in module._parameters or name in module._buffers:
             reads.proxies[name] = getattr(module, name) is not None
         elif name in vars(module):
@@ -317,7 +316,7 @@ def definition(function: types.FunctionType) -> ast.FunctionDef:
     """Parse the definition of a function, without its decorators.
 
     Raises:
-        Untraceable: it does not compile to the function's code, as after an edit of the file.
+        Untraceable: the source is missing, or does not compile to the function's code.
     """
     name, code = function.__name__, function.__code__
     try:
@@ -360,7 +359,7 @@ def compiled(
     Args:
         function: the function.
         found: the definition.
-        enclosing: enclosing variables that it may use, besides those of the function.
+        enclosing: more enclosing variables that the definition may use.
     """
     code = function.__code__
     around = ast.parse(f"def around({', '.join((*code.co_freevars, *enclosing))}): pass")

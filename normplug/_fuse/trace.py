@@ -47,14 +47,14 @@ class Trace(fx.Tracer):
     """A module's forward as a graph, recorded on proxies, with stand-ins for the modules.
 
     `fx.Tracer.trace` patches `nn.Module` while it runs, and every thread of the process sees that.
-    Here nothing is patched. A stand-in has the class of its module, so that the same forward runs,
-    and dicts of its own, in which children are stand-ins, and parameters and buffers are proxies.
-    The training flag is a proxy, too: so a forward can pass it on, but not branch on it.
-    So other threads can run the model meanwhile.
+    Here nothing is patched, so other threads can run the model meanwhile. A stand-in has the class
+    of its module, so that the same forward runs. In its own dicts, children are stand-ins, and
+    parameters and buffers are proxies. The training flag is a proxy, too: a forward can pass it on,
+    but not branch on it.
 
     Args:
         root: the module.
-        reads: the results of `source.read` for it and for each of `inner`.
+        reads: module -> what `source.read` returned, for the root and each of `inner`.
         inner: the modules whose forward is inlined; a call of any other is one node.
 
     Raises:
@@ -64,8 +64,8 @@ class Trace(fx.Tracer):
         graph: the graph. It calls modules by the paths that the forward took to them.
         scopes: for each node, the modules whose forward made it, outermost first.
         followed: the modules whose own forward is part of the graph, in order.
-        reached: the modules on whose children the graph depends: the root, those followed, and the
-            containers that the forward read.
+        reached: the modules on whose children the graph depends: the root, the followed modules,
+            and the containers that the forward read.
     """
 
     def __init__(

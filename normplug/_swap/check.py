@@ -1,4 +1,4 @@
-"""Verify that no layer of a swapped model is lost, bypassed, or computes something else."""
+"""Verify that no layer of a swapped model is lost or bypassed, or computes something else."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Report:
         model: any module that was swapped, or has normplug layers.
         *batch: what a training step passes to the model: its arguments, or a single tuple, list or
             mapping of them. If the model does not take a single tuple or list as it is, it gets the
-            elements, or else only the first, as of (inputs, labels). If it does not take a mapping
-            as it is, it gets the values as keywords, or else only those that its forward names.
-            With a batch, the model's output is also compared with that of the unswapped model in
-            the same three settings, which shows whether anything besides the layers themselves
+            elements, or else only the first (the inputs of a pair with labels). If it does not take
+            a mapping as it is, it gets the values as keywords, or else only the values that its
+            forward names. With a batch, the outputs of the model and of the unswapped model are
+            also compared in the same three settings. That shows whether anything besides the layers
             reads their weights. This runs copies of the model, with their hooks.
         **keywords: arguments that the model takes by keyword.
 
@@ -224,7 +224,7 @@ def _stand_in(
 
 
 def _copied(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, with its buffers and those of its descendants cloned."""
+    """A module's attributes, with clones of its buffers and of its descendants' buffers."""
     state = dict(vars(module))
     if not is_patched(module):
         state.pop("forward", None)  # bound to the module
@@ -264,7 +264,7 @@ def _distance(got: Tensor, expected: Tensor, tolerance: float) -> tuple[float, f
 
 
 def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> list[str]:
-    """The settings in which the whole model's output differs from that of an unswapped copy."""
+    """A message for each setting in which an unswapped copy of the model gives another output."""
     args, keywords = _as_taken(model, args, keywords)
     ours = _outputs(_duplicate(model), args, keywords)
     differ = _differences(ours, _outputs(unswap(_duplicate(model)), args, keywords))
@@ -286,7 +286,7 @@ def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> li
 
 
 def _as_taken(model: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The first form of the batch that the model takes; see `check`."""
+    """The first form of the batch that the model takes, of the forms that `check` lists."""
     ways = [(args, keywords)]
     if len(args) == 1 and isinstance(args[0], Mapping):
         named = inspect.signature(model.forward).parameters
@@ -303,7 +303,7 @@ def _as_taken(model: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[An
 
 
 def _duplicate(thing: Any) -> Any:
-    """A deep copy of a model or a batch, even if it has computed tensors, as by `weight_norm`."""
+    """A deep copy of a model or a batch, even with computed tensors (`weight_norm` makes some)."""
     inside = [vars(m) for m in thing.modules()] if isinstance(thing, nn.Module) else thing
     tensors = [t for t in tree_leaves(inside) if isinstance(t, Tensor)]
     try:
@@ -356,7 +356,7 @@ def _call(model: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
 def _differences(
     got: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]
 ) -> dict[str, tuple[float, float]]:
-    """By setting, the largest difference that rounding does not explain, and what it explains."""
+    """Setting -> the largest difference, and what rounding explains, if that is less."""
     found = {}
     for name, outputs in got.items():
         worst = torch.inf, 0.0

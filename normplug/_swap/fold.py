@@ -19,17 +19,17 @@ from normplug._table import shown
 
 _NO_TENSOR = torch.empty(0)  # where no tensor tells the dtype of a norm's input
 
-# The layers whose weights are scaled, and by what: not by 1. A missing weight counts as all ones.
+# Layer -> the factor of its weight, which is not 1. A missing weight counts as all ones.
 Factors: TypeAlias = dict[nn.Module, float]
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Whether a norm has counted batches, or has a parameter that is not one constant."""
+    """Whether a norm has counted batches, or has a parameter whose values differ."""
     return any(map(_has_moved, (module._buffers.get("num_batches_tracked"), *module.parameters())))
 
 
 def _has_moved(t: Tensor | None) -> bool:
-    """Whether a count is not 0, or a parameter not one constant."""
+    """Whether a count is not 0, or the values of a parameter differ."""
     if t is None or is_lazy(t):
         return False
     t = parts.own_part(t.detach())
@@ -123,9 +123,9 @@ def writing_to(weight: Tensor) -> Iterator[None]:
 def neighbour(inventory: Inventory, layer: nn.Module) -> Tensor:
     """Find the tensor whose dtype and device new tensors of a layer take.
 
-    It is one of the layer's own; else the nearest parameter before it in the order of
-    `named_modules`, as what comes before a layer produces its input; else the nearest after it;
-    else a buffer; else `_NO_TENSOR`.
+    It is one of the layer's own; else the nearest parameter before the layer in the order of
+    `named_modules`, since what comes before a layer produces its input; else the nearest parameter
+    after it; else a buffer; else `_NO_TENSOR`.
     """
     modules = list(inventory.names)
     place = modules.index(layer)
@@ -137,7 +137,7 @@ def neighbour(inventory: Inventory, layer: nn.Module) -> Tensor:
 
 
 def _tells_the_dtype(t: Tensor) -> bool:
-    """Whether a norm near this tensor has input of its dtype: not an index, scale or code."""
+    """Whether the input of a norm nearby likely has this dtype: no index, scale or code."""
     return t.is_floating_point() and t.dtype.itemsize > 1 and (is_lazy(t) or t.dim() > 0)
 
 

@@ -63,10 +63,10 @@ def _is_norm(module: nn.Module) -> bool:
     name = name_of(module)
     if "norm" not in name.lower() or name.startswith("_"):
         return False
-    # A leaf, or a norm that contains an activation.
+    # A norm is a leaf, or contains an activation.
     children = list(module.children())
     if any(map(has_tensors, children)):
-        # Or one that computes its scale with child layers, but not a block that contains norms.
+        # Or its child layers compute its scale. A block that contains norms is no norm.
         inner = chain.from_iterable(child.modules() for child in children)
         return "eps" in vars(module) and not any(map(_is_norm, inner))
     return not children or "weight" in {**module._parameters, **module._buffers}

@@ -37,7 +37,7 @@ Modes: TypeAlias = dict[nn.Module, Assigned]
 
 
 class LayerModes:
-    """A rule that gives each layer its mode; `name` is how messages call it."""
+    """A rule that gives each layer its mode; `name` is its name in messages."""
 
     name: str
 
@@ -168,8 +168,8 @@ def by_depth(schedule: str | Schedule) -> ByDepth:
 
     Raises:
         ValueError: an unknown schedule. When used: the model has no sequence of blocks, or several
-            side by side, such as those of an encoder and a decoder; a norm is shared by two blocks;
-            the schedule returns no valid mode.
+            side by side, such as an encoder's and a decoder's; a norm is shared by two blocks; the
+            schedule returns no valid mode.
         TypeError: `schedule` is neither a string nor a callable.
 
     Examples:
@@ -219,14 +219,14 @@ class ByDepth(LayerModes):
 class _Blocks:
     """Finds the sequence of blocks in a model's module tree; a block is given by its path.
 
-    What the numbered children of a module are, without units: modules of one norm and plain layers.
+    A unit is a module of one norm and plain layers. What a module's other numbered children are:
 
         each contains a sequence, and no norm of its own   stages: their blocks are one sequence
         none contains a sequence                           blocks
         none, and they are inside another numbered module  if they are a list and alike: blocks
                                                            if they are unlike: its parts
 
-    Units are blocks only if there are no others. Anything else is refused.
+    Units are blocks only if there are no other blocks. Anything else is refused.
     """
 
     def __init__(self, inventory: Inventory) -> None:
@@ -289,7 +289,7 @@ class _Blocks:
         return [path for sequence in stages.values() for path in sequence]
 
     def _parts_or_blocks(self, parent: str, children: list[str], blocks: list[str]) -> list[str]:
-        """`blocks`; [] if they are parts of the numbered module, as attention and MLP are."""
+        """`blocks`; [] if they are parts of the numbered module, such as attention and MLP."""
         modules = [self._modules[path] for path in blocks]
         repeats = sum(any(_alike(a, b) for b in modules if b is not a) for a in modules)
         listed = self._is_list(parent)

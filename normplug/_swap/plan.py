@@ -103,13 +103,13 @@ def plan(
 
     Args:
         model: any module.
-        mode: as in `normplug.swap`, to list the mode of each layer too, and its block if the mode
-            is a `normplug.by_depth`; None leaves them out.
+        mode: a `mode` of `normplug.swap`: the plan then has the mode of each layer, and its block
+            if the mode is a `normplug.by_depth`. None leaves them out.
         include: take only layers that match: a glob on the layer's path ("layer1.*"), a pattern
             "re:..." that the whole path must match, a class, a callable (path, module) -> bool,
             or a list of these; None takes all.
         exclude: leave layers that match, whatever `include` says.
-        sync: as in `normplug.swap`: BatchNorms become SyncBatchNorms.
+        sync: whether BatchNorms become SyncBatchNorms.
 
     Returns:
         A `Plan`: print it, or iterate over its rows, one `PlanRow` per norm layer.

@@ -1,4 +1,4 @@
-"""The record of its layers that a swap leaves on a model, so that `check` finds lost layers.
+"""The record of a model's layers that a swap stores in it, so that `check` finds lost layers.
 
 The swapped module keeps an entry for each path, and the layer keeps the same entry. So the record
 follows copies and pickles of the model, and survives wrapping the model or moving a layer within
@@ -19,8 +19,8 @@ from normplug._torch import is_class_patched
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 
-_RECORD = "_normplug_record"  # the swapped module's: its entries by path
-_ENTRY = "_normplug_entry"  # a layer's
+_RECORD = "_normplug_record"  # in the swapped module: path -> entry
+_ENTRY = "_normplug_entry"  # in a layer: its entry
 
 
 class Entry:
@@ -60,7 +60,7 @@ def is_recorded(inventory: Inventory) -> bool:
 
 
 def take(inventory: Inventory) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Return every record and entry in a model, as `put` takes them."""
+    """Return every record and entry in a model, for `put` to restore."""
     names = (_RECORD, _ENTRY)
     return [(m, {n: vars(m)[n] for n in names if n in vars(m)}) for m in inventory.names]
 

@@ -27,8 +27,8 @@ from normplug.modules import TargetVarianceNorm
 
 # The containers among a layer's attributes that a conversion mutates in place.
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
-# The module of each tool's registries, and their names in it. They map classes to what the tool
-# does with their layers. A tool that is imported later is registered with by the next swap.
+# Module of a tool -> the names of its registries, which map a class to what the tool does with its
+# layers. For a tool that is imported later, the next swap adds the entries.
 _REGISTRIES = {
     "captum.attr._core.lrp": ("SUPPORTED_LAYERS_WITH_RULES",),
     "opacus.validators": ("ModuleValidator.VALIDATORS", "ModuleValidator.FIXERS"),
@@ -56,10 +56,10 @@ def swap(
 
     The swap is in place, by assignment to each layer's `__class__`: modules, parameters and buffers
     stay the same objects. So hooks, aliases, shared layers and existing optimizers stay valid.
-    Layers that are normplug's already get the new mode. Subclasses of the torch classes stay as
-    they are, since they may have their own forward, and so do layers whose class or instance has
-    had its forward replaced; known norms of timm, torchvision, transformers and diffusers are
-    swapped. `normplug.plan` lists which layers are swapped and which stay.
+    Layers that are normplug's already get the new mode. Known norms of timm, torchvision,
+    transformers and diffusers are swapped, too. Other subclasses of the torch classes stay as they
+    are, since they may have their own forward. So do layers whose forward was replaced, on the
+    class or the instance. `normplug.plan` lists which layers are swapped and which stay.
 
     On CUDA, Triton compiles a kernel for each class of shapes at the first step that needs it, and
     caches it in `~/.triton/cache` or `TRITON_CACHE_DIR`. With an empty cache the first step takes
@@ -71,8 +71,8 @@ def swap(
             mode per layer: `normplug.by_depth(schedule)`; a callable (path, module) -> mode; or a
             mapping from filters, as for `include`, to modes. The first filter that matches a layer
             wins.
-        include: take only layers that match, as in `normplug.plan`.
-        exclude: leave layers that match, as in `normplug.plan`; wins over `include`.
+        include: take only layers that match; `normplug.plan` lists what a filter may be.
+        exclude: leave layers that match, whatever `include` says.
         track_running_stats: whether LayerNorm, RMSNorm and GroupNorm get running statistics to
             watch; None gives them to LayerNorm only. BatchNorm and InstanceNorm keep their own
             setting.
@@ -165,8 +165,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
     Each weight is multiplied by sqrt(tv), so the model computes what it did before. It can then be
     loaded, exported, fused or quantised without normplug. A layer without a weight gets a frozen
-    one, as from `swap(preserve_output=True)`. Running statistics that are only watched are removed.
-    This also undoes `normplug.fuse`.
+    one. Running statistics that are only watched are removed. This also undoes `normplug.fuse`.
 
     Args:
         model: any module.
@@ -232,14 +231,14 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
 
     Args:
         model: any module.
-        mode: as in `normplug.swap`.
-        **options: those of `normplug.swap`.
+        mode: a `mode` of `normplug.swap`.
+        **options: the other options of `normplug.swap`.
 
     Yields:
         `model` itself.
 
     Raises:
-        ValueError, TypeError: as `normplug.swap` does.
+        ValueError, TypeError: `normplug.swap` refuses the arguments.
 
     Examples:
         >>> model = nn.Sequential(nn.LayerNorm(8))
@@ -286,7 +285,7 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
 
     Args:
         model: any module.
-        mode: as in `normplug.swap`: one mode, or one for each normplug layer.
+        mode: a `mode` of `normplug.swap`: one mode, or one for each normplug layer.
 
     Returns:
         `model` itself.
@@ -356,7 +355,7 @@ def _tell_tools() -> None:
                     quantised = hasattr(entry, "from_float")
                     registry.setdefault(ours, _Unswapped(entry) if quantised else entry)
     if (opacus := sys.modules.get("opacus.validators")) is not None:
-        # Running statistics that are only watched are not private.
+        # Watched statistics are not differentially private, so Opacus's fixer removes them.
         for ours in _convert.REPLACEMENTS.values():
             opacus.ModuleValidator.FIXERS.setdefault(ours, _without_watching)
 

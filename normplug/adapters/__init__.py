@@ -1,10 +1,10 @@
 """Normplug classes for norms of other libraries, made when `swap` finds or pickle loads a layer.
 
 `_NORMS` has a row for each class; `rms_norms` finds RMSNorms by what their forward computes. `swap`
-imports no library for this: a layer has its class.
+imports no library for this: where there is a layer, its class has been imported.
 
-The output's dtype under autocast is what `swap(autocast_output=...)` says, for these layers too,
-whether or not timm's fast norm is on.
+`swap(autocast_output=...)` sets the output's dtype under autocast for these layers, too, whether or
+not timm's fast norm is on.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class FusedActivation(TargetVarianceNorm):
 
 
 def _activation_of(*modules: nn.Module) -> _activations.ActivationLike:
-    """The activation that the modules amount to, by name; None if they must be called."""
+    """The one activation that all the modules together compute; None if they must be called."""
     *others, act = modules
     if any(GLOBAL_HOOKS) or any(map(has_hooks, modules)):
         return None
@@ -126,7 +126,7 @@ class RoundingRMSNorm(TimmRMSNorm):
 
 
 class RoundingRMSNorm2d(ChannelsFirst, TimmRMSNorm):
-    """Of channels-first images; it rounds with timm's fast norm, too."""
+    """An RMSNorm of channels-first images, which rounds with timm's fast norm, too."""
 
     _rounding = "input"
 
@@ -135,14 +135,14 @@ class OneNode:
     """Makes the whole layer one node for torch.fx, for a class whose forward calls LayerNorm's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the library's class."""
+        """Run the library's forward; make one node of it if torch.fx traces."""
         if args and isinstance(args[0], fx.Proxy):
             return self._as_leaf(args[0])  # type: ignore[attr-defined]
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 _NO_MEAN = "it divides by the standard deviation about a mean that it does not subtract"
-# transformers' LayerNorms of images, which permute if they are channels first: class and model.
+# transformers' LayerNorms of images, which permute channels-first input: class -> model.
 _OF_MODELS = {
     "ConvNextLayerNorm": "convnext",
     "ConvNextV2LayerNorm": "convnextv2",
@@ -165,9 +165,9 @@ _OF_MODELS = {
     "SegGptLayerNorm": "seggpt",
     "UnlimitedOcrSamLayerNorm": "unlimited_ocr",
 }
-# The module here in which pickle looks a class up, and the library's module. Then by the name of
-# the class: what its normplug class inherits from before it, or why its layers stay. `OneNode`
-# comes before the library's class, and LayerNorm after it.
+# (module here, in which pickle looks a class up; the library's module) -> name of a class -> the
+# bases of its normplug class before the class itself, or why its layers stay. For `OneNode`,
+# LayerNorm is another base, after the library's class.
 _NORMS: dict[tuple[str, str], dict[str, Any]] = {
     ("diffusers_models", "diffusers.models.normalization"): {
         "FP32LayerNorm": (Float32, LayerNorm),
@@ -228,7 +228,7 @@ _NORMS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def adapt(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
-    """The normplug class for exactly this class of a library; why its layers stay; or None."""
+    """The normplug class for exactly this class of a library, or why its layers stay, or None."""
     for (place, module), norms in _NORMS.items():
         if cls.__module__ == module and cls.__name__ in norms:
             row = norms[cls.__name__]
@@ -255,7 +255,7 @@ def _made(cls: Any, place: str, row: Any) -> Any:
 
 
 class _Place(ModuleType):
-    """The module of the classes of some rows; each is made when pickle first looks it up."""
+    """A module whose classes, from rows of `_NORMS`, are made when pickle first looks them up."""
 
     def __getattr__(self, name: str) -> Any:
         kind = name.removeprefix("Sync")

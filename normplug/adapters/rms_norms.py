@@ -25,8 +25,8 @@ from normplug._ops.row_norms import LayerNormSpec, composed_rms_norm
 from normplug.modules.base import eps_property
 from normplug.modules.row_norms import _RMSNorm
 
-# The attributes where libraries keep eps, with different values in a probe: the result shows which
-# of them the forward reads.
+# The attributes in which libraries store eps, each with another value in a probe: the result shows
+# which of them the forward reads.
 _EPS = {"variance_epsilon": 0.25, "eps": 0.5, "epsilon": 0.75}
 # Options that a forward may read from its instance, each with its value in a probe.
 _OPTIONS: dict[str, Any] = {

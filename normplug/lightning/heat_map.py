@@ -91,7 +91,7 @@ def colour_bar(figure: Figure, mesh: QuadMesh, values: Floats, axes: Any, **opti
 
 
 def colour_scale(values: Floats, least: float = 2) -> LogNorm:
-    """A log scale over the middle 98% of all values; see `log_span` for `least`."""
+    """A log scale over the middle 98% of all values; its ends have at least the ratio `least`."""
     return LogNorm(*log_span(values, 1, least))
 
 

@@ -28,9 +28,9 @@ class SwapNorms(Callback):
     """Swap the norms of a LightningModule before its optimizer is built, and fuse them if asked.
 
     Checkpoints record the mode of each layer; resuming with other modes is refused. A tool that
-    rebuilds norms silently drops the target variance. So at the start of fit, validate and test,
-    the layers are compared with the record of the swap.
-    `Trainer(sync_batchnorm=True)` is such a tool and is refused at once; use `SyncNorms` instead.
+    rebuilds norms silently drops the target variance. So the layers are compared with the record of
+    the swap when fit, validate and test start. `Trainer(sync_batchnorm=True)` is such a tool and is
+    refused at once; use `SyncNorms` instead.
 
     Args:
         mode: one mode, or a mode for each layer, for `normplug.swap`.
@@ -85,14 +85,14 @@ class SwapNorms(Callback):
             self._refuse_torchs_sync(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Swap layers that `configure_model` created; verify that swapped layers still are."""
+        """Swap layers that `configure_model` created; verify the swapped layers."""
         self._verify(pl_module)
         self._refuse_torchs_sync(trainer, pl_module)
         if self.warm_up:
             _warm_up(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Verify that swapped layers still are."""
+        """Verify the swapped layers."""
         self._verify(pl_module)
 
     on_test_start = on_validation_start

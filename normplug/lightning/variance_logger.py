@@ -59,19 +59,19 @@ class VarianceLogger(Callback):
 
     For each norm it logs the variance of the input, of the output before weight and bias (which the
     mode sets) and of the output after them, and the root mean square of the weight. The variance
-    before weight and bias is computed from the input's: tv * var / (var + eps). A variance is that
-    of the values that are normalised together, averaged over all channels (BatchNorm), rows
-    (LayerNorm), or groups of channels of each sample (GroupNorm, InstanceNorm). For a norm that
-    does not centre (RMSNorm) it is the second moment, as the column `measure` says. A layer that
-    does not run, or whose batch is empty, has nan.
+    before weight and bias is computed from the input's: tv * var / (var + eps). Each variance is
+    taken over the values that are normalised together, and averaged over all channels (BatchNorm),
+    rows (LayerNorm), or groups of channels of each sample (GroupNorm, InstanceNorm). For a norm
+    that does not centre (RMSNorm), the second moment takes its place, and the column `measure` says
+    so. A layer that does not run, or whose batch is empty, has nan.
 
     The layers measure in their forward, on logged steps only. At the end of the step, the values of
     all layers are averaged together and copied to the host in one transfer. Under `torch.compile`
     logged steps have a second graph. Stock norms are measured too: for a logged step they act as
     normplug layers of mode standard, which compute the same. Torch's own SyncBatchNorm is not
-    measured, as one process cannot change what it sends; `swap(model, "standard")` turns it into a
-    layer that is. Under a distributed strategy only rank 0 measures, on its own part of the batch;
-    the columns `rank` and `world_size` record this.
+    measured, since one process cannot change what it sends; `swap(model, "standard")` makes it a
+    layer that can be measured. Under a distributed strategy only rank 0 measures, on its own part
+    of the batch; the columns `rank` and `world_size` record this.
 
     It writes `variance.csv` during the fit, `variance.png` (a heat map, layer by step) at its end,
     and to the Trainer's loggers `variance/<layer>/{input,output,affine}` and

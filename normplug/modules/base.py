@@ -22,13 +22,13 @@ from normplug.modes import target_variance as variance_of
 from normplug.modules.probe import Probe
 from normplug.reference import rms_eps
 
-# (target variance, whether for float64) -> its root as a tensor, by which autograd multiplies in
-# half the time that it takes for a float. The products have the same bits.
+# (target variance, whether for float64) -> its root as a tensor. Autograd multiplies by a tensor in
+# half the time that a float takes, with the same bits.
 _ROOTS: dict[tuple[float, bool], Tensor] = {}
 
 
 class Settings(NamedTuple):
-    """What normplug stores in a layer, whole, as its attribute `_normplug`.
+    """The settings that normplug stores in a layer, as one attribute: `_normplug`.
 
     Attributes:
         target_variance: a float above 0.
@@ -61,15 +61,15 @@ def _setting(name: str, check: Callable[[str, Any], object]) -> Any:
 
 
 class HiddenEps(float):
-    """An eps to look at: its text is the true eps, and its value is nan.
+    """An eps whose text is the true eps and whose value is nan.
 
-    Tools that fold, rebuild or recompute a norm read its eps, and drop the target variance: every
-    output would be scaled by 1/sqrt(tv). So a layer whose target variance is not 1 shows this one.
+    Tools that fold, rebuild or recompute a norm read its eps and drop the target variance: every
+    output would be scaled by 1/sqrt(tv). So a layer whose target variance is not 1 shows this eps.
+    Then the readers of an eps print the true one, give nan, or skip what would be wrong:
     FrozenBatchNorm2d with load_state_dict, convert_sync_batchnorm, fuse_conv_bn_eval, timm's
     reparameterize and freeze, a rebuilt GroupNorm, `nn.LayerNorm.forward(layer, x)`, a copied
     `__dict__`, TransformerEncoderLayer's fast path (no two are equal), Dynamo, export, ONNX,
-    printers and inventories then print the eps, and give nan or skip what would be wrong. `check`
-    names a layer that has been rebuilt.
+    printers and inventories. `check` names a layer that has been rebuilt.
     """
 
     true: float | None  # None is an RMSNorm's default
@@ -92,7 +92,7 @@ class HiddenEps(float):
         return not self._equals(other, sys._getframe(1).f_code)
 
     def _equals(self, other: object, reader: CodeType) -> bool:
-        """False, except for the encoder: if two are equal, it removes padding, and no more."""
+        """False, except for `nn.TransformerEncoder`, which removes padding if two are equal."""
         encoder = (nn.TransformerEncoder.__init__, nn.TransformerEncoder.forward)
         if all(reader is not getattr(method, "__code__", None) for method in encoder):
             return False
@@ -135,7 +135,7 @@ class FusionSites(NamedTuple):
         before: operations before the layer: "sum" (of two tensors), which `_fused_add` runs, and
             "convolution_bias", which `_fused_bias` runs. The latter is for layers with a
             `normalized_shape`.
-        measures: whether these methods measure for a `VarianceLogger`, as the forward does.
+        measures: whether the fused methods, too, measure for a `VarianceLogger`.
     """
 
     methods: dict[str, Callable[..., Any]]
@@ -152,14 +152,14 @@ class TargetVarianceNorm(nn.Module):
     name. `docs/add-a-norm.md` walks through an example.
     """
 
-    # Replaced whole, so that a call in another thread reads settings of one time. Other tools set
-    # attributes of a layer under many names, and this is the only one that a call depends on.
+    # Replaced as a whole, so that a call in another thread never mixes old and new settings. Of the
+    # attributes that normplug adds, the result of a call depends on this one only.
     _normplug: Settings = Settings()
-    # For `_record` to fill while a `VarianceLogger` measures, else None.
+    # `_record` fills it while a `VarianceLogger` measures; else it is None.
     _probe: Probe | None = None
 
-    # What the result of a call depends on besides weight and bias: the names of three buffers, the
-    # statistics, and then of attributes.
+    # What the result of a call depends on besides weight and bias, by name: three buffers, which
+    # are the statistics, and then attributes.
     _call_reads: ClassVar[tuple[str, ...]] = (
         "running_mean",
         "running_var",
@@ -171,7 +171,7 @@ class TargetVarianceNorm(nn.Module):
     _function: ClassVar[str]
     # The operations that `fuse` may run in one call with a layer, by its `_fused*` methods.
     _fusion_sites: ClassVar[FusionSites | None] = None
-    # The stock class's name for its eps. A class with another name defines an `eps_property` of it.
+    # The stock class's name for its eps. Another name than "eps" needs an `eps_property`.
     _eps_name: ClassVar[str] = "eps"
     # Added to the weight in the formula. `unswap` and `preserve_output` scale the sum of the two.
     _weight_offset: ClassVar[float] = 0.0
@@ -209,7 +209,7 @@ class TargetVarianceNorm(nn.Module):
 
     @mode.setter
     def mode(self, mode: ModeLike | None) -> None:
-        if mode is not None:  # from a tool that replaces a forward, such as Liger
+        if mode is not None:  # tools that replace a forward, such as Liger, set None
             self.target_variance = mode
 
     def _set(self, **changes: Any) -> None:
@@ -243,12 +243,12 @@ class TargetVarianceNorm(nn.Module):
         """Remove what `_adopt` added, after `unswap` has changed the class back."""
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        """The formula in plain torch, for `check`; a subclass overrides it with its forward."""
+        """The formula in plain torch, for `check`; a class with another forward overrides it."""
         raise NotImplementedError
 
     @classmethod
     def _forward_is_expected(cls) -> bool:
-        """Whether the class that defines `_expected` also has this class's forward."""
+        """Whether this class has the forward of the class that defines its `_expected`."""
         names = cls._fusion_sites.methods if cls._fusion_sites else ("forward",)
         owner = next(base for base in cls.__mro__ if "_expected" in vars(base))
         return all(getattr(cls, name) is getattr(owner, name) for name in names)
@@ -262,7 +262,7 @@ class TargetVarianceNorm(nn.Module):
         raise NotImplementedError
 
     def _divisor(self, variance: Tensor) -> Tensor:
-        """The `_measure` that an input is normalised by, given its own, for `VarianceLogger`."""
+        """What an input with this `_variance` is normalised by, for `VarianceLogger`."""
         return variance
 
     def group_to_join(self) -> Any:
@@ -294,7 +294,7 @@ class TargetVarianceNorm(nn.Module):
         Args:
             *reading: what a call depends on besides `_call_reads`: the input, the residual, the
                 input bias, and others.
-            isolated: see `call`.
+            isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
         """
         y = None if torch.compiler.is_compiling() else native.forward(self, *reading)
         if y is None:
@@ -315,17 +315,17 @@ class TargetVarianceNorm(nn.Module):
         return y
 
     def _by_torch(self, *reading: Any) -> Tensor | None:
-        """The call by PyTorch's function; None if it takes a kernel, or more than the function."""
+        """The result of PyTorch's function; None if a call takes a kernel, or more than that."""
         raise NotImplementedError
 
     def _call(self, *reading: Any) -> tuple[Tensors, Any]:
-        """The tensors of a call, and its spec; also of likely calls, on the meta device."""
+        """The tensors and the spec of a call; `likely` asks with tensors on the meta device."""
         raise NotImplementedError
 
     def _runs_torch(self, x: Tensor, weight: Tensor | None) -> bool:
         """Whether a call runs no kernel, so that its forward may call torch's function at once.
 
-        With this weight, it is the function of a stock layer whose weight is `_scaled(weight)`.
+        The function then takes `_scaled(weight)` in place of this weight.
         """
         own = self._normplug
         backend = _checks.DEFAULT_BACKEND if own.backend == "auto" else own.backend
@@ -385,10 +385,10 @@ class TargetVarianceNorm(nn.Module):
         )
 
     def _record(self, x: Tensor, y: Tensor | None = None, divisor: Tensor | None = None) -> None:
-        """Store what `_probe` describes; an empty x leaves it unchanged.
+        """Fill `_probe`; an empty x leaves it unchanged.
 
-        y: the output after the affine. It may be None where `_variance` has a value per channel,
-            as the weight does: the variance after the affine is then weight^2 times that before.
+        y: the output after weight and bias. It may be None where `_variance` has a value per
+            channel, as the weight does: weight^2 times that value is then the output's variance.
         divisor: the variance that x was normalised by, if it was the variance of a joined batch.
         """
         probe = self._probe

@@ -41,7 +41,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         While a `VarianceLogger` measures, this measures as well.
 
         Args:
-            input: what `forward` takes.
+            input: the input of `forward`.
             residual: added before the activation; shaped like `input`, or None.
             activation: a name or a pair of `normplug.functional.batch_norm`, or None.
             pool: max pooling, only after relu and without a residual.
@@ -144,8 +144,7 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     Shape: (N, C) or (N, C, L), in and out. Details: `normplug.functional.batch_norm`.
 
     Raises:
-        ValueError: an unknown mode or backend, no channels, or input of
-            another dimension.
+        ValueError: an unknown mode or backend, no channels, or input of another dimension.
         TypeError: an argument of another type.
 
     Examples:

@@ -39,8 +39,8 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
     Shape: (N, C) or (N, C, *space), in and out. Details: `normplug.functional.group_norm`.
 
     Raises:
-        ValueError: an unknown mode, backend or autocast_output, groups that do not
-            divide the channels, or input with another number of channels.
+        ValueError: an unknown mode, backend or autocast_output, groups that do not divide the
+            channels, or input with another number of channels.
         TypeError: an argument of another type.
 
     Examples:
@@ -147,7 +147,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         x, momentum = self._batched(input), self.momentum
         if (
             not (momentum is None or type(momentum) is float)
-            or min(x.shape) < 2  # see `_BatchNorm`
+            or min(x.shape) < 2  # PyTorch's CPU kernels then misread gradients in some layouts
             or x.shape[1] != self.num_features
         ):
             return None
@@ -170,7 +170,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         input_bias: None = None,
         activation: ActivationLike = None,
     ) -> tuple[Tensors, GroupNormSpec | BatchNormSpec]:
-        """The tensors of a call, and its spec. By running statistics, it is a BatchNorm's."""
+        """The tensors and the spec of a call: with running statistics, a BatchNorm's spec."""
         self._check_input_dim(input)
         x = self._batched(input)
         channels = x.shape[1]

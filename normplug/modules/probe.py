@@ -21,7 +21,7 @@ class Probe:
             data has run.
         divisor: the variance that the input was normalised by, of the same shape; None if it was
             `variance`.
-        output: the `_measure` after weight and bias; None if it is that before them times weight^2.
+        output: the `_measure` of the output; None if `averages` can compute it with weight^2.
         weight: a copy of the weight, with its offset; None without weight.
         target_variance: a float above 0.
         eps: a float.
@@ -36,7 +36,7 @@ class Probe:
         self.eps = 0.0
 
     def kind(self) -> tuple[Any, ...]:
-        """What probes have in common that can be reduced together."""
+        """A key: probes with equal keys can be reduced together."""
         tensors = (self.variance, self.divisor, self.output, self.weight)
         layouts = ((t.shape, t.dtype, t.device) if t is not None else None for t in tensors)
         return (*layouts, self.target_variance, self.eps)
@@ -48,8 +48,8 @@ def averages(probes: Sequence[Probe]) -> list[list[float]]:
     A variance before weight and bias is computed: tv * var / (divisor + eps).
 
     Returns:
-        for each probe: the variance of the input, that before weight and bias, that after them, and
-            the RMS of the weight (1 without weight); nan if no forward has run.
+        for each probe: the variances of the input, of the output before weight and bias, and of the
+            output, and the RMS of the weight (1 without weight); nan if no forward has run.
     """
     results = [[math.nan] * 4 for _ in probes]
     groups: dict[Any, list[int]] = {}

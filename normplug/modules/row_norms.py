@@ -48,7 +48,7 @@ class RowNorm(WatchedRows):
         )
 
     def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The call by PyTorch's function, if `_is_plain`."""
+        """The result of PyTorch's function, for a call that `_is_plain`."""
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class RowNorm(WatchedRows):
         return y
 
     def _by_torch(self, *reading: Any) -> None:
-        """None: a fused call is more than a function."""
+        """None: PyTorch has no function for a fused call."""
 
     def _call(
         self, input: Tensor, residual: Tensor | None, input_bias: Tensor | None
@@ -125,8 +125,8 @@ class LayerNorm(RowNorm, nn.LayerNorm):
     Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.layer_norm`.
 
     Raises:
-        ValueError: an unknown mode, backend or autocast_output, an empty row, or
-            input of another trailing shape.
+        ValueError: an unknown mode, backend or autocast_output, an empty row, or input of another
+            trailing shape.
         TypeError: an argument of another type.
 
     Examples:
@@ -178,8 +178,8 @@ class LayerNorm(RowNorm, nn.LayerNorm):
 class _RMSNorm(RowNorm):
     """RMSNorm without a stock class: the base for the RMSNorm of any library.
 
-    A class for a library's RMSNorm inherits from this one and then from the library's. It declares
-    how that differs from `torch.nn.RMSNorm` by `_weight_offset`, `_rounding`, `_autocasts`,
+    A class for a library's RMSNorm inherits from this class and then from the library's class. What
+    differs from `torch.nn.RMSNorm` it declares by `_weight_offset`, `_rounding`, `_autocasts`,
     `_eps_name` and `_affine_shape`.
     """
 
@@ -232,8 +232,8 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
     Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.rms_norm`.
 
     Raises:
-        ValueError: an unknown mode, backend or autocast_output, an empty row, or
-            input of another trailing shape.
+        ValueError: an unknown mode, backend or autocast_output, an empty row, or input of another
+            trailing shape.
         TypeError: an argument of another type.
 
     Examples:
@@ -246,14 +246,14 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
 
 
 def _watch(statistics: list[Any], momentum: Any, mean: Tensor, rstd: Tensor, eps: float) -> None:
-    """Do what `stock.update_running` does, in floats: a quarter of the time that tensors take.
+    """Update watched statistics in floats: `stock.update_running` takes four times as long.
 
-    mean, rstd: of each row; rstd is 1 / sqrt(var + eps).
+    mean, rstd: a value for each row; rstd is 1 / sqrt(var + eps).
     """
     watched_mean, watched_var, count = statistics
     rows, batches = rstd.numel(), count.item() + 1
     step = 1 / batches if momentum is None else momentum
-    var = max(rstd.pow(-2).sum().item() / rows - eps, 0.0)  # see `stock.variance_of`
+    var = max(rstd.pow(-2).sum().item() / rows - eps, 0.0)  # rounding may make it negative
     count.fill_(batches)
     watched_mean.fill_((1 - step) * watched_mean.item() + step * (mean.sum().item() / rows))
     watched_var.fill_((1 - step) * watched_var.item() + step * var)

@@ -22,7 +22,7 @@ _EARLIER = ("running_mean", "running_var", "num_batches_tracked")
 _REFUSES_DTENSORS = torch.__version__.startswith(("2.9.", "2.10."))
 
 
-# What torch raises for tensors that it refuses. `functional` then says why, or computes the call.
+# What torch raises for tensors that it refuses. `_ops.call` then says why, or computes the norm.
 REFUSALS = (RuntimeError, TypeError, IndexError)
 
 
@@ -112,7 +112,7 @@ class WatchedRows(TargetVarianceNorm):
         )
 
     def _gives_statistics(self, x: Tensor) -> bool:
-        """Whether torch's function also gives what the watched statistics are updated by."""
+        """Whether torch's function also returns what the watched statistics are updated with."""
         return False
 
     def _statistics_to_update(
