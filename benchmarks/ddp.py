@@ -6,8 +6,8 @@
 
 The first arguments are options of train.py, such as where the images are. Every run is a command of
 its own, and adds its row when it ends. A GPU takes 512 images per step, so the batch grows with the
-GPUs. The learning rate is that of the configuration, 0.4, which does not depend on the batch: two
-GPUs should reach the accuracy of one GPU with the same batch, as in the second line.
+GPUs. The learning rate is 0.4 for every batch, as in the configuration. So two GPUs should reach
+the accuracy of one GPU with the same batch: the second command.
 """
 
 from __future__ import annotations

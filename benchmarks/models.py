@@ -31,7 +31,7 @@ MODE = "golden"
 USUAL = ("eager", "swap", "swap+fuse")
 ALL = "all"
 OTHER = "other"
-# Groups of kernels, by name: the first rule that matches wins. Attention counts as its products.
+# Groups of kernels, by name: the first rule that matches wins. Attention counts as gemm.
 LIBRARIES = {
     "optimizer": r"multi_tensor_apply",
     "norm": r"norm(?!al)|\bbn_|GammaBeta|RowwiseMoments",

@@ -41,7 +41,7 @@ def images(
 
 
 def _laid_out(model: nn.Module, data: tuple[Tensor, ...], loss: Loss) -> Target:
-    """In channels_last memory."""
+    """A model and its images in channels_last memory."""
     images, *others = data
     last = torch.channels_last if images.dim() == 4 else torch.channels_last_3d
     return model.to(memory_format=last), (images.contiguous(memory_format=last), *others), loss
@@ -100,10 +100,10 @@ def _unet2d(batch: int, size: int = 64, **sizes: Any) -> Target:
 
 
 class UNet3d(nn.Module):
-    """A plain U-Net for volumes, like that of nnU-Net (Isensee et al. 2021, arXiv:1904.08128).
+    """A plain U-Net for volumes, like nnU-Net's (Isensee et al. 2021, arXiv:1904.08128).
 
-    A stage at this resolution, and a U-Net at half of it: down by a stride of 2, up by a transposed
-    convolution. Each stage has two convolutions, each with an InstanceNorm and a LeakyReLU.
+    It has a stage at this resolution, and a U-Net at half of it, between a stride of 2 and a
+    transposed convolution. A stage is two convolutions, each with an InstanceNorm and a LeakyReLU.
 
     Args:
         inputs: channels of the input.

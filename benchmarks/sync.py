@@ -30,7 +30,7 @@ COLUMNS = ("model", "batch", "arm", "ms", "ms_p20", "ms_p80")
 _alone = partial(normplug.swap, mode=MODE)
 _joined = partial(normplug.swap, mode=MODE, sync=True)
 
-# name -> the changes to the stock model; those named "local" do not synchronise
+# arm -> the changes to the stock model; arms with "local" in their name do not synchronise
 ARMS: dict[str, tuple[Change, ...]] = {
     "local": (),
     "torch": (nn.SyncBatchNorm.convert_sync_batchnorm,),
@@ -56,7 +56,7 @@ def measure(
     device: torch.device,
     arms: Mapping[str, tuple[Change, ...]],
 ) -> Iterator[Row]:
-    """A row for each arm: the milliseconds a step of its turns."""
+    """A row for each arm: milliseconds a step, over its turns."""
     torch.compiler.reset()  # earlier models count towards the recompilation limit
     torch.manual_seed(0)
     stock, _, loss = nets.NETS[model].make(batch=1)

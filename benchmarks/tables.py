@@ -91,12 +91,12 @@ def _kernels(found: pd.DataFrame) -> Iterator[str]:
 
 
 def _table(found: pd.DataFrame, cells: pd.Series, time: str | None = None) -> str:
-    """A line for each call, a column for each provider, and one for the speed over each other."""
+    """A line for each call, a column for each provider, and normplug's speed over each other."""
     wide = show.pivot(found.assign(cell=cells), "provider", "cell", "last")
     if time is None:
         return markdown(wide)
     ours = [name for name in wide if name.startswith("normplug")]
-    # The twin runs the same kernels.
+    # `normplug-triton` runs the same kernels as `normplug`.
     compared = [name for name in ours if name != "normplug-triton" or "normplug" not in ours]
     pairs = [(name, peer) for name in compared for peer in wide if peer not in ours]
     return markdown(_with_speeds(wide, show.pivot(found, "provider", time), pairs))
@@ -105,7 +105,7 @@ def _table(found: pd.DataFrame, cells: pd.Series, time: str | None = None) -> st
 def _with_speeds(
     cells: pd.DataFrame, times: pd.DataFrame, pairs: Iterable[tuple[str, str]]
 ) -> pd.DataFrame:
-    """The cells, and a column for each pair of columns of `times`: the first one's speed."""
+    """The cells, and a column for each pair of columns of `times`: the speed ratio of the two."""
     for ours, peer in pairs:
         if {ours, peer} <= set(times) and (speeds := (times[peer] / times[ours]).dropna()).any():
             cells = cells.assign(**{f"{ours} over {peer}": speeds.map("{:.2f}x".format)})
@@ -148,7 +148,7 @@ def _steps(found: pd.DataFrame) -> Iterator[str]:
 
 
 def _profile(found: pd.DataFrame) -> str:
-    """A line for each arm, with the speed of its kernels over those of each peer."""
+    """A line for each arm, with the ratio of its kernels' speed to each peer's."""
     case = ["model", "batch", "arm"]
     found = found[found["groups_ms"].astype(bool)].set_index(case)  # without failed profiles
     wide = pd.DataFrame(list(found["groups_ms"]), found.index)

@@ -37,7 +37,7 @@ import nets
 ARMS = ("eager", "swap", "swap+fuse")
 COMPILED = "swap+fuse+compile"
 WARM_UPS, TURN_MS, MOST = 4, 50, 400
-PROFILES, STEPS = 5, 3  # of an arm; in each
+PROFILES, STEPS = 5, 3  # profiles of an arm, and steps in each
 NETS = nets.NETS | nets.LAYERS
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 

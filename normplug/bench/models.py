@@ -69,8 +69,8 @@ def measure(
         mode: the mode to swap in.
         autocast: the dtype of autocast in the forward; None for no autocast.
         rounds: how many turns each arm gets.
-        arms: other arms than the usual ones: what each does to a copy of the model.
-        wrap: makes the step that is timed of an arm's plain one, such as a CUDA graph's replay.
+        arms: arm -> what it does to a copy of the model; None for the usual arms.
+        wrap: (arm, step) -> the step that is timed, such as the replay of its CUDA graph.
 
     Returns:
         A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, its

@@ -1,6 +1,6 @@
-"""Time a norm layer next to torch's, once its results were checked against float64.
+"""Time a norm layer next to torch's, after its results were compared with float64.
 
-No wrong result is timed: the yardstick is torch's own error.
+An error may be about as large as torch's own; otherwise the layer is not timed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Change = Callable[[Any], Any]  # takes a layer, and returns it or another
 Tensors = dict[str, Tensor]
 
 OURS, EAGER, COMPILED = "normplug", "eager", "compile"
-# Roundings in the accumulator dtype: of mean, rstd, weight * sqrt(tv) and the gradients' sums, and
-# as many again in a truth that is itself float64.
+# Roundings in the accumulator dtype: of mean, rstd, weight * sqrt(tv) and the gradients' sums. And
+# as many again, since the truth is rounded to float64, too.
 ROUNDINGS_OF_SUMS = 8
 COLUMNS = (
     *("op", "shape", "dtype", "layout", "direction", "provider", "us", "us_p20", "us_p80"),
@@ -68,9 +68,9 @@ class _Activated(_Neighbours):
         return self.activation(self.norm(x))
 
 
-# The fewest passes over the input: of the forward, and also of the backward. Forward reads x and
-# writes y, backward reads dy and x and writes dx: (2, 5). A residual adds a read, and its gradient
-# a write. The sum, if it is returned, adds a write, and its gradient a read.
+# The fewest passes over the input: of a forward, and of a forward and backward. The forward reads x
+# and writes y, the backward reads dy and x and writes dx: (2, 5). A residual adds a read, and its
+# gradient a write. The sum, if it is returned, adds a write, and its gradient a read.
 PASSES: dict[type, tuple[int, int]] = {_Before: (4, 8), _After: (3, 7)}
 
 
@@ -301,7 +301,7 @@ def measure_op(
 def bound(theirs: float, dtype: torch.dtype) -> float:
     """The largest relative error to allow: twice torch's, plus half a rounding to the dtype.
 
-    And a few roundings to the accumulator dtype: with few channels `theirs` may be small by chance.
+    A few roundings to the accumulator dtype are added: with few channels, `theirs` may be tiny.
     """
     if not dtype.is_floating_point:
         return 0.0
@@ -317,7 +317,7 @@ def error(value: Tensor, truth: Tensor) -> float:
 
 
 def differences(found: Tensors, stock: Tensors, keys: set[str]) -> dict[str, float]:
-    """The largest differences of any element from torch's, and in parts of the same output's."""
+    """The largest difference from torch, absolute and relative to the output's largest element."""
     pairs = [(found[key].double(), stock[key].double()) for key in keys & set(found)]
     away = torch.stack([(value - theirs).abs().max() for value, theirs in pairs])
     size = torch.stack([theirs.abs().max() for _, theirs in pairs])

@@ -42,7 +42,7 @@ class Rows(list[Row]):
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame` with a line for each row, and a column for each of their keys."""
+        """A `pandas.DataFrame` with a line for each row, and a column for each key."""
         with needs("normplug.bench", "bench"):
             import pandas
         return pandas.DataFrame(list(self))

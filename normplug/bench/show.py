@@ -14,7 +14,7 @@ from normplug.bench.rows import ORIGIN, Row
 
 CASE = ("model", "batch", "op", "direction", "layout", "shape", "dtype")
 HATCHES = ("", "///", "...", "xx", "--", "++", "oo")
-STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.")  # told apart without colour, too
+STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.")  # distinct without colour, too
 
 
 def pivot(found: pd.DataFrame, series: str, values: str, how: str = "median") -> pd.DataFrame:

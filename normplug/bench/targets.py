@@ -23,9 +23,9 @@ IMAGE = 224  # pixels, unless the model says otherwise
 def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
     """A model, a batch, and a function that returns the loss (None for the default).
 
-    `target` is `file.py:function`; or the name of a model of torchvision or timm, or of a type of
-    model of transformers, also as `library:name`. `options` are keyword arguments of the function,
-    of the model's constructor, or of its config. A wrong target is a ValueError.
+    `target` is `file.py:function`, `name` or `library:name`. The name is a model of torchvision or
+    timm, or a model type of transformers. `options` are keyword arguments of the function, of the
+    model's constructor, or of its config. A wrong target is a ValueError.
     """
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):

@@ -35,14 +35,14 @@ STEPS = 3  # in a profile
 
 
 def ready(device: str) -> torch.device:
-    """A device to measure on. For a GPU, the host path in C++ is built, as calls do not wait."""
+    """A device to measure on. For a GPU, first build the host path in C++: calls do not wait."""
     if device.startswith("cuda"):
         subprocess.run([sys.executable, "-m", "normplug.native", "build"])  # it says if it fails
     return torch.device(device)
 
 
 def in_turns(turns: Mapping[str, Turn], rounds: int | None = None) -> dict[str, list[float]]:
-    """Name -> the times of all its turns; each round (`TURNS` by default) starts with another."""
+    """Name -> the times of all its turns. Each round (`TURNS` by default) begins with the next."""
     samples: dict[str, list[float]] = {name: [] for name in turns}
     names = deque(turns)
     for _ in range(rounds or TURNS):
@@ -87,7 +87,7 @@ def copy_gbps() -> float:
 class _Sleep:
     """Makes the GPU sleep where `do_bench` clears a gradient: before each repetition.
 
-    It clears the L2 cache next, and only then starts the clock.
+    After that, `do_bench` clears the L2 cache, and then starts the clock.
     """
 
     def __init__(self, us: float) -> None:
@@ -107,7 +107,7 @@ def gpu_stopwatch(call: Call) -> Turn:
 
 
 def back_to_back(call: Call) -> Turn:
-    """Make a turn of calls back to back: the microseconds a call, the slower of host and GPU's."""
+    """Make a turn of calls back to back: microseconds a call, by the slower of host and GPU."""
     # Imported here: it looks for compilers, and may print what it finds.
     from torch.utils.benchmark import Timer
 

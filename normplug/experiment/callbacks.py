@@ -19,8 +19,8 @@ from normplug.experiment.errors import WHO
 from normplug.lightning import VarianceLogger
 
 WARM_UP_STEPS = 5
-TIMED_STEPS = 1000  # at most, the latest of a run
-ASKED_STEPS = 50  # training steps from one question for a SIGTERM to the next
+TIMED_STEPS = 1000  # the most steps that are timed: the latest
+ASKED_STEPS = 50  # training steps between two checks for a SIGTERM
 
 log = logging.getLogger(WHO)
 say = rank_zero_only(log.info)  # to the console and to train.log
@@ -37,10 +37,10 @@ def is_measured(trainer: Trainer, step: int) -> bool:
 
 
 def ask_seldom(trainer: Trainer) -> None:
-    """Ask the processes of a run every `ASKED_STEPS` steps, not in each, for a SIGTERM.
+    """Check every `ASKED_STEPS` steps, not in each, whether a process has received a SIGTERM.
 
-    Lightning 2.6 asks by a broadcast, and waits for the GPU to read the answer. So the GPU is idle
-    until the host has launched the next step. Other versions do not ask, or ask by another name.
+    Lightning 2.6 checks by a broadcast, and the host waits for its result. So the GPU is idle until
+    the host has launched the next step. Other versions do not check, or name the method otherwise.
     """
     loop = trainer.fit_loop.epoch_loop
     ask: Callable[[], None] = getattr(loop, "_broadcast_sigterm_tensor", lambda: None)
@@ -55,15 +55,15 @@ def ask_seldom(trainer: Trainer) -> None:
 class StepTimer(Callback):
     """Time the latest training steps, from one start to the next; on a GPU, with CUDA events.
 
-    Lightning's `ThroughputMonitor` waits for the GPU in every step, and gives means. Here the first
-    steps of the run, the last of each epoch and those that a `VarianceLogger` measures are left
-    out, and the host does not wait for the GPU before the fit ends.
+    Lightning's `ThroughputMonitor` waits for the GPU in every step, and gives means. Here the host
+    does not wait before the fit ends. The first steps of the run, the last step of each epoch and
+    the steps that a `VarianceLogger` measures do not count.
     """
 
     def __init__(self) -> None:
         self._gpu = False
         self._seen = 0  # steps so far
-        self._start: Any = None  # of the step before, if that counts
+        self._start: Any = None  # of the previous step, if it counts
         self._steps: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)
 
     def on_fit_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -73,11 +73,11 @@ class StepTimer(Callback):
             torch.cuda.reset_peak_memory_stats()
 
     def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Forget the step before: a validation lies between it and the first of this epoch."""
+        """Discard the start of the previous step: a validation came in between."""
         self._start = None
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Record the start of this step, which is the end of the step before."""
+        """Record the start of this step, which is the end of the previous one."""
         now: Any = time.perf_counter()
         if self._gpu:
             now = torch.cuda.Event(enable_timing=True)
@@ -99,12 +99,12 @@ class StepTimer(Callback):
 
 
 def report(trainer: Trainer, labels: dict[str, Any], result: dict[str, Any]) -> None:
-    """Give TensorBoard the hyperparameters with the final metric, and the heat map of variances."""
+    """Log the hyperparameters, the final metric and the heat map of variances to TensorBoard."""
     final = {f"hp/{key}": value for key, value in result.items() if key.startswith("test_")}
     for logger in (each for each in trainer.loggers if isinstance(each, TensorBoardLogger)):
         logger.log_hyperparams(labels, final)
         for variances in variance_loggers(trainer):
-            # One chart for a quantity, with a line for each norm.
+            # A chart for each quantity, with a line for each norm.
             kinds = ("input", "output", "affine", "weight_rms")
             names = [row.layer for row in variances.last]
             charts = {k: ["Multiline", [f"variance/{n}/{k}" for n in names]] for k in kinds}

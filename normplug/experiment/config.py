@@ -36,11 +36,11 @@ checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=T
 
 
 def mean_inverse_depth(block: int, blocks: int) -> float:
-    """The mean of 1/l over all blocks, the same in each: "1/l" without its dependence on depth."""
+    """The mean of 1/l over all blocks: every block gets the same target."""
     return sum(1.0 / (number + 1) for number in range(blocks)) / blocks
 
 
-# Modes that set a target variance per layer: the values of `mode`, and their schedules.
+# A value of `mode` that sets a target variance per block -> the schedule of `by_depth`.
 BY_DEPTH: dict[str, str | Schedule] = {
     "inverse_depth": "1/l",
     "reversed_depth": "reversed",
@@ -49,7 +49,7 @@ BY_DEPTH: dict[str, str | Schedule] = {
 
 
 class OptimizerKeys(TypedDict, total=False):
-    """Arguments of the optimizer, which checks the others."""
+    """The optimizer's arguments. It checks all but `lr` itself."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     lr: Positive
@@ -137,9 +137,9 @@ def arm_name(mode: str | float, gamma0: float | str | None = None, tag: str | No
     """Return the arm's name in directories, results and tables.
 
     Args:
-        mode: "baseline", one of `BY_DEPTH`, or "golden", "standard" or a number. A wrong mode is
-            its own name, since directories are named before it is checked.
-        gamma0: e.g. in `standard-gamma0_0.786` or `standard-gamma0_inverse_depth`.
+        mode: "baseline", one of `BY_DEPTH`, or "golden", "standard" or a number. An invalid mode
+            stays as it is, since directories are named before the mode is checked.
+        gamma0: gives names such as `standard-gamma0_0.786` or `standard-gamma0_inverse_depth`.
         tag: the last part of the name, if it is neither None nor "".
     """
     parts: list[Any] = [mode]
@@ -156,8 +156,8 @@ def arm_name(mode: str | float, gamma0: float | str | None = None, tag: str | No
 def path_name(text: Any) -> str:
     """Turn any text into the name of a file or directory, of at most 180 characters.
 
-    Letters, digits and `._+-` stay; everything else becomes `_`, since a slash leaves the directory
-    and `=` breaks Lightning's command for the processes of a distributed run.
+    Letters, digits and `._+-` stay. Everything else becomes `_`: a slash would name a subdirectory,
+    and `=` would break the command with which Lightning starts other processes.
     """
     name = re.sub(r"[^\w.+-]+", "_", str(text)).strip("_")[:180]
     return f"_{name}" if name.startswith(".") else name or "_"

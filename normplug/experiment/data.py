@@ -41,7 +41,7 @@ EVALUATION_BATCHES = 4  # times batch_size
 
 
 def stream_seed(purpose: int, seed: int, time: int = 0, shard: int = 0) -> int:
-    """Hash a purpose, the run's seed, an epoch or a step, and the process to a stream's seed."""
+    """Hash a stream's purpose, the run's seed, an epoch or a step, and the process to its seed."""
     # With seed + time, nearby seeds would share most of their streams.
     return int(np.random.SeedSequence((seed, time, purpose, shard)).generate_state(1)[0])
 
@@ -49,8 +49,8 @@ def stream_seed(purpose: int, seed: int, time: int = 0, shard: int = 0) -> int:
 class Part(Dataset[Batch]):
     """Inputs and targets, (N, ...), in memory, on the host or on a GPU.
 
-    Instead of inputs, there may be the paths of image files, in an array. They are decoded each
-    time they are indexed, to squares of `image_size` pixels.
+    The inputs may also be an array of paths of image files. They are decoded each time they are
+    indexed, to squares of `image_size` pixels.
     """
 
     def __init__(self, inputs: Any, targets: Tensor, image_size: int = 0) -> None:
@@ -78,15 +78,15 @@ class Part(Dataset[Batch]):
 class Source(LightningDataModule, ABC):
     """Inputs and targets in three parts, the same in every run, which a subclass sets in `setup`.
 
-    Its `learner` makes the LightningModule that trains on them. `seed` decides only what a run
-    draws: with the epoch, the order of the training part, and with the step, the augmentation,
-    wherever the data are. An evaluation step takes 4 times `batch_size` samples. `device` is where
-    data in memory are kept: "cuda" (the run's GPU, if it has one) or "cpu"; "auto" is "cuda" if the
-    data take at most a quarter of its free memory. `num_workers` processes decode image files.
+    Its `learner` makes the LightningModule that trains on them. `seed` sets only what a run draws:
+    the order of the training part in each epoch, and the augmentation in each step. Neither depends
+    on where the data are. An evaluation step takes 4 times `batch_size` samples. `device` is where
+    data in memory are stored: "cuda" (the run's GPU, if any) or "cpu"; "auto" is "cuda" if the data
+    take at most a quarter of its free memory. `num_workers` processes decode image files.
 
     Attributes:
         gives: names of the attributes that a model takes as arguments; known before `setup`.
-        held_out: how the parts are divided; kept in checkpoints.
+        held_out: how the parts are divided; stored in checkpoints.
     """
 
     gives: ClassVar[tuple[str, ...]]
@@ -267,7 +267,7 @@ class ImageData(Source):
         """Normalise a batch on its device; while training, augment it too."""
         images, labels = batch
         self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
-        # torchvision's Normalize would look for a std of 0, which waits for the GPU.
+        # torchvision's Normalize checks for a std of 0, and so makes the host wait for the GPU.
         mean, std = 255 * self.mean[:, None, None], 255 * self.std[:, None, None]
         images = (images - mean).div_(std)
         if self.trainer is None:
@@ -280,7 +280,7 @@ class ImageData(Source):
         return self.trainer.precision_plugin.convert_input(images), labels
 
     def _statistics(self, part: Part) -> tuple[Tensor, Tensor]:
-        """Return `mean` and `std` of a part; of files, from a fixed sample of them."""
+        """Return `mean` and `std` of a part; if it has image files, of a fixed sample of them."""
         images = part.inputs
         if not part.in_memory:
             generator = torch.Generator().manual_seed(SPLIT_SEED)
@@ -393,7 +393,7 @@ class Fake(ImageData):
         """Draw the patterns and the images."""
         generator = torch.Generator().manual_seed(SPLIT_SEED)
         labels = torch.arange(self.num_images) % self.num_classes
-        # Coarse, so that a crop that moves a pattern by a few pixels leaves it recognisable.
+        # Coarse: a pattern stays recognisable when a crop moves it by a few pixels.
         squares = torch.randint(128, (self.num_classes, 3, 4, 4), generator=generator)
         patterns = functional.interpolate(squares.to(torch.uint8), size=self.image_size)
         images = torch.randint(
@@ -418,7 +418,7 @@ class ImageFolder(ImageData):
     hash of the path, size and modification time of each image, so changed images get a new file.
 
     Raises:
-        FileNotFoundError: the tree is not as above.
+        FileNotFoundError: the tree has another layout.
         UserError: there are test images of a class without training images.
     """
 
@@ -445,7 +445,7 @@ class ImageFolder(ImageData):
             self.test_files = make_dataset(str(tests[0]), own, IMG_EXTENSIONS)
 
     def load(self) -> tuple[Part, Part]:
-        """Decode the files if they fit in memory; else, each batch does."""
+        """Decode all files if they fit in memory; otherwise each batch decodes its own."""
         paths, labels = zip(*self.train_files, *self.test_files, strict=True)
         images = Part(np.array(paths, dtype=object), torch.tensor(labels), self.image_size)
         if len(paths) * 3 * self.image_size**2 <= self.memory_gib * 2**30:

@@ -32,7 +32,7 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
 
     Args:
         error: what a run, or Hydra before it, has raised.
-        checkpoint: where the run goes on from.
+        checkpoint: the checkpoint that the run resumes from.
     """
     cause: BaseException | None = error
     while cause is not None:  # the errors that Python's traceback shows
@@ -89,7 +89,7 @@ def broken_rule(error: ValidationError, group: str = "") -> str:
 
     Args:
         error: what pydantic raised.
-        group: what has the values; without it, the whole configuration.
+        group: the key of the object that has the values; "" for the whole configuration.
     """
     errors = error.errors()
     first = errors[0]

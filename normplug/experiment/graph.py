@@ -56,7 +56,7 @@ class GraphedLoss:
             self._peers = _peers_of(self._net, inputs.device)
             self._step, self._shapes = self._capture(inputs, targets), shapes
         for each in self._peers:
-            each.check()  # a replayed graph calls no layer, which would do it
+            each.check()  # layers do it too, but a replayed graph calls none
         return (self._step if shapes == self._shapes else self._loss)(inputs, targets)
 
     def _capture(self, *batch: Tensor) -> _Step:

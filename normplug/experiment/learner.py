@@ -45,7 +45,7 @@ def make_scheduler(
 
     Args:
         optimizer: its learning rates are the peaks of the schedule.
-        steps: of the whole training. Below 4 steps, "one_cycle" falls back to "cosine".
+        steps: optimizer steps of the whole training. Below 4, "one_cycle" falls back to "cosine".
         name: "one_cycle" (Smith 2018, arXiv:1803.09820), or a linear warm-up followed by "cosine"
             annealing to 0 or a "constant" rate.
         warmup: fraction of all steps, 0 to 1, in which the learning rate rises.
@@ -91,7 +91,7 @@ class Learner(LightningModule):
         schedule, warmup, cycle_momentum: see `make_scheduler`.
         label_smoothing: 0 to 1.
         graph: replay forward and backward of the training steps as CUDA graphs; see `GraphedLoss`.
-        identity: what distinguishes the run, e.g. its arm; kept in checkpoints as "run".
+        identity: what distinguishes the run, e.g. its arm; stored in checkpoints as "run".
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Learner(LightningModule):
         self.scores_by_epoch: list[float] = []  # on the validation part
         self._graphed: GraphedLoss | None = None
         self._losses, self._steps = torch.zeros(()), 0  # of the current epoch
-        self._is_logged = True  # whether the loss of the current step is
+        self._is_logged = True  # whether the loss of the current step is logged
         self._groups: list[dict[str, Any]] = []  # of the optimizer, at step 0
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Learner(LightningModule):
         self.log(name, value, sync_dist=True, batch_size=count, **options)
 
     def on_validation_epoch_end(self) -> None:
-        """Keep the epoch's value for the report; stop if the mean loss is not finite."""
+        """Store the epoch's score for the report; stop if the mean loss is not finite."""
         self._check_finite("validation", self.trainer.callback_metrics["val/loss"])
         if not self.trainer.sanity_checking:
             self.scores_by_epoch.append(self.score("val"))
@@ -256,7 +256,7 @@ class Learner(LightningModule):
             self._graphed = None
 
     def on_train_start(self) -> None:
-        """In a run that resumes, apply this command's hyperparameters and schedule at this step."""
+        """If the run resumes, set this command's hyperparameters, and its schedule to this step."""
         self._begun, self._first = time.perf_counter(), self.trainer.current_epoch
         step = self.trainer.global_step
         if step == 0:
@@ -265,7 +265,7 @@ class Learner(LightningModule):
         assert isinstance(scheduler, LRScheduler)
         for group, own in zip(scheduler.optimizer.param_groups, self._groups, strict=True):
             group.update(own)
-        for _ in range(step):  # which takes 2 us each
+        for _ in range(step):  # 2 us each
             scheduler.step()
 
     def on_train_epoch_start(self) -> None:

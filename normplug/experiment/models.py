@@ -81,7 +81,7 @@ def vit(
 class Block(nn.Module):
     """A pre-norm block: causal self-attention, then an MLP, each added to the residual stream.
 
-    `dropout` is of the attention's weights, and of what both add.
+    `dropout` applies to the attention's weights, and to what attention and MLP add.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A plain pre-norm GPT (Radford et al. 2019, GPT-2) for contexts of up to `block_size` tokens.
 
-    `width` is the residual stream's; the MLP is `mlp_ratio` times as wide. `dropout` is after the
-    embedding, in attention and in the MLP. `norm` is `nn.LayerNorm` or `nn.RMSNorm`, with eps 1e-5.
+    The residual stream has `width` values; the MLP is `mlp_ratio` times as wide. `dropout` is after
+    the embedding, in attention and in the MLP. `norm` is `nn.LayerNorm` or `nn.RMSNorm`, eps 1e-5.
     With `scaled_init`, the layers that write to the residual stream start with a standard deviation
     of 0.02 / sqrt(2 * depth) instead of 0.02, as in GPT-2.
 
@@ -261,8 +261,8 @@ def hf_causal_lm(
     """A causal language model of transformers, from its configuration.
 
     `name` is a model type, such as "gpt2" or "llama", and `block_size` the maximum context length.
-    The MLP is 4 times as wide as the residual stream, if the configuration can tell. `options` are
-    other keys of the configuration.
+    The MLP is 4 times as wide as the residual stream, if the configuration has a key for its width.
+    `options` are other keys of the configuration.
     """
     with needs(f"{WHO}: model=hf_causal_lm", "zoo"):
         from transformers import AutoConfig, AutoModelForCausalLM

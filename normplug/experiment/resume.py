@@ -95,16 +95,16 @@ class RunDirectory:
         return result
 
     def make_room(self) -> Path | None:
-        """Return the checkpoint that the run goes on from, or None.
+        """Return the checkpoint that the run resumes from or tests, or None.
 
-        It is the last one of this same run, if that was interrupted or killed here, unless
-        `ckpt_path` is another of this directory; else `ckpt_path`. What the run would overwrite is
-        moved to `former/1`, `former/2`, ...: the files of another run, or the metrics of the run
-        that is continued.
+        If this same run was interrupted or killed here, it is that run's last one, unless
+        `ckpt_path` names another of this directory. Otherwise it is `ckpt_path`. What the run would
+        overwrite is moved to `former/1`, `former/2`, ...: the files of another run, or the metrics
+        of the run that is resumed.
 
         Raises:
-            UserError: there is no such checkpoint, or the directory has files of these names that
-                no run left there.
+            UserError: the checkpoint is missing, or the directory has files that a run writes, but
+                no `result.json`.
         """
         left = [name for name in PRODUCTS if (self.path / name).exists()]
         if left and not self.result() and getattr(rank_zero_only, "rank", 0) == 0:
@@ -141,7 +141,7 @@ class RunDirectory:
     def _config(self) -> str:
         """The configuration as text, without the checkpoint that a run resumes from.
 
-        Interpolations are as they are written, so the output directory does not count.
+        Interpolations stay unresolved, so it does not depend on the output directory.
         """
         kept = self.cfg.copy()
         kept.ckpt_path = None
@@ -152,7 +152,7 @@ class RunDirectory:
         return path.is_file() and path.read_bytes() == self._config().encode()
 
     def _given(self) -> Path | None:
-        """Return the path of the checkpoint; "last" is of the run here, else beside it."""
+        """Return the path in `ckpt_path`; "last" is the last one here, or the newest beside."""
         if self.cfg.ckpt_path is None:
             return None
         path = Path(self.cfg.ckpt_path)
@@ -179,7 +179,7 @@ def save(content: Any, path: Path) -> None:
 
 
 class Checkpoints(TorchCheckpointIO):
-    """Write checkpoints by `save`; of what is read, accept only tensors and plain values."""
+    """Write checkpoints by `save`; load only tensors and plain values."""
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         """Write `checkpoint` to `path`."""

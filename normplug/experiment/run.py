@@ -64,17 +64,17 @@ QUIET = (
 
 
 def task(train: Callable[[DictConfig, Run], None]) -> Callable[[DictConfig], float | None]:
-    """Decorate `train(cfg, run)`: it is skipped if it has finished, and its end is recorded.
+    """Decorate `train(cfg, run)`: skip a run that has finished, and record how a run ends.
 
-    The decorated function returns the last validation, which sweepers that search may optimise. See
-    `Run.stopped` for what it raises.
+    The decorated function returns the last validation score, the objective of a search over
+    hyperparameters. See `Run.stopped` for what it raises.
     """
 
     @functools.wraps(train)
     def wrapper(cfg: DictConfig) -> float | None:
         for message in QUIET:
             warnings.filterwarnings("ignore", message)
-        gc.collect()  # a sweep's former run, whose objects form cycles, may hold GPU memory
+        gc.collect()  # objects of a sweep's previous run form cycles, and may hold GPU memory
         run = Run(cfg)
         try:
             if not run.has_finished():
@@ -95,10 +95,10 @@ class Run:
 
     Attributes:
         result: the content of `result.json`; {} before the training begins.
-        labels: the part of it that names the run and that `normplug.compare --best` needs.
-        gpu: whether the Trainer will take a GPU.
-        fuses: whether the swapped norms are fused: as configured; if that is null, only on a GPU.
-        checkpoint: where the run goes on from; None before it begins, and if it begins anew.
+        labels: the keys of `result` that name the run, and that `normplug.compare --best` reads.
+        gpu: whether the Trainer will use a GPU.
+        fuses: whether swapped norms are fused: the key `fuse`, or `gpu` if that is null.
+        checkpoint: the file that the run resumes from or tests; None before `begin`, or for none.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -150,7 +150,7 @@ class Run:
         return True
 
     def trainer(self) -> Trainer:
-        """Build the Trainer with its callbacks and loggers, and decide what is "auto".
+        """Build the Trainer with its callbacks and loggers, and set its keys that are "auto".
 
         Raises:
             UserError: a sweep with a strategy that would repeat the sweep in every process, or
@@ -187,7 +187,7 @@ class Run:
         return trainer
 
     def begin(self, trainer: Trainer) -> str | None:
-        """Record that the run trains now; return the checkpoint that it goes on from.
+        """Record that the run trains now; return the checkpoint that it resumes from or tests.
 
         Raises:
             UserError: there is no such checkpoint.
@@ -269,8 +269,8 @@ class Run:
         """Record what stopped the run. A sweep goes on after an error.
 
         Raises:
-            SystemExit: after a signal, with the exit code of a process that it ended; in a single
-                run, after an error with a message for the user, which is then on stderr.
+            SystemExit: after a signal, with exit code 128 plus its number; in a single run, after
+                an error with a message for the user, which is printed to stderr.
             Exception: in a single run, any other error.
         """
         outcome: dict[str, Any] = {"status": "failed"}

@@ -24,10 +24,10 @@ CONFIGS = str(PACKED if PACKED.is_dir() else CHECKOUT)
 
 
 def command(application: Callable[[], Any]) -> Callable[[], Any]:
-    """Decorate a Hydra application: each mistake of its command line is one sentence.
+    """Decorate a Hydra application: a mistake in its command line gives one sentence.
 
-    Its command line also accepts `GROUP=null`, which Hydra knows as `GROUP=[]`, and `data=text`
-    alone takes a language model.
+    The command line also accepts `GROUP=null` for Hydra's `GROUP=[]`. With `data=text` and no
+    model, it selects a language model.
     """
 
     @functools.wraps(application)

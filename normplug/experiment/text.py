@@ -33,7 +33,7 @@ DROP_TOKENS = 2**15
 
 @dataclass(eq=False, kw_only=True, config=STRICT)
 class Text(Source):
-    """A text: the first 80% is for training, the next 10% for validation, the last for the test.
+    """A text: the first 80% is for training, the next 10% for validation, the rest for the test.
 
     Without a `path`, it is the sources of Python's standard library, without its tests, one after
     another in the order of their paths. Its first `megabytes` are used; None for all of it. A token

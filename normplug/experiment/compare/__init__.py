@@ -51,16 +51,16 @@ def compare(
 ) -> Comparison:
     """Compare all runs of the sources, arm by arm and seed by seed.
 
-    Runs are grouped by (model, data). Only finished runs are averaged; every other run, and
-    every seed that one arm has and another lacks, is listed under the table with its reason.
+    Runs are grouped by (model, data). Only finished runs are averaged; every other run is listed
+    under the table with its reason. The table has the number of seeds that each arm lacks.
 
     Args:
         sources: one or more. A directory is searched at any depth for `result.json`; each is one
             run. A file holds the runs that `--collect` wrote to it.
         out: the directory for `summary.md`, `summary.csv`, the plots, and `runs.csv` of sources
-            that are directories; created if absent. None for the only source, a directory.
+            that are directories; created if absent. None for the source, if it is one directory.
         plots: names of `PLOTS` to draw; None for all that the runs have numbers for.
-        reference: the arm that others are compared with, where it has finished runs; otherwise
+        reference: the arm that others are compared with. If it has no finished run, or is None:
             "baseline", or "standard" if that has none.
 
     Raises:

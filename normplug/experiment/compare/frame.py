@@ -30,7 +30,7 @@ class BlockDrop(BaseModel):
 
 
 class Result(BaseModel):
-    """What is read of `result.json`. Null there means unknown.
+    """The values that are read from a `result.json`. Null means unknown.
 
     The keys of `test_score`, `curve` and `items_per_s` depend on the measure.
     """
@@ -140,11 +140,11 @@ def _row(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_variance(variances: Any) -> pd.DataFrame | None:
-    """Read a `variance.csv` (a Path), or what is collected of one (a dict); None if that fails.
+    """Read a `variance.csv` (a Path), or its part in a collected file (a dict); None if it fails.
 
     Returns:
-        A row for each logged step; columns (quantity, depth); NaN where nothing was logged. It has
-        the rows of rank 0 and, of a step that was logged twice, the last.
+        A row for each logged step; columns (quantity, depth); NaN where nothing was logged. Only
+        the rows of rank 0 are read; if a step was logged twice, the last row counts.
     """
     try:
         if not isinstance(variances, Path):
@@ -164,8 +164,8 @@ def read_variance(variances: Any) -> pd.DataFrame | None:
 def collect(runs: pd.DataFrame, path: Path) -> None:
     """Write all runs of `find_runs` to `path`, one per line.
 
-    Each is the content of its `result.json` without what is local to a machine: of absolute paths,
-    only the last component stays. Of its `variance.csv` it has `STEPS_KEPT` steps.
+    A line has the content of `result.json` without what is local to a machine, and `STEPS_KEPT`
+    steps of `variance.csv`. Of an absolute path, only the last component stays.
     """
     lines = []
     for record in runs.record:

@@ -29,8 +29,8 @@ PANELS = {
     "output_variance": "output, before weight and bias (dotted: target)",
     "affine_variance": "output, after weight and bias",
 }
-LEAST = 3  # target variances in a line
-TARGETS = {"standard": 1.0, "golden": (math.sqrt(5) - 1) / 2}  # other arms are named by theirs
+LEAST = 3  # the fewest target variances to draw a line over
+TARGETS = {"standard": 1.0, "golden": (math.sqrt(5) - 1) / 2}  # other arms are named by it
 Styles: TypeAlias = Mapping[str, dict[str, Any]]  # arm -> options of `Axes.plot`
 # Okabe and Ito's palette, safe for every common colour blindness. Marker and dash identify an arm
 # without colour. The baseline is drawn first and wide: a mode that equals it would hide it.
@@ -75,7 +75,7 @@ def draw(groups: Sequence[Group], out: Path, plots: Collection[str] | None = Non
 
 
 def _lists(group: Group, field: str) -> dict[str, pd.DataFrame]:
-    """Arm -> the lists of a column, a row a run, up to where the first of them ends."""
+    """Arm -> the lists of a column, a row a run, up to the end of the shortest."""
     runs, tables = group.finished, {}
     for arm in group.table.arm:
         lists = [pd.Series(values, dtype=float) for values in runs[field][runs.arm == arm]]

@@ -183,7 +183,7 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
     rate counts if each of these seeds finished with it. Of equal scores, the smaller rate is taken.
 
     Args:
-        runs: of `find_runs`.
+        runs: what `find_runs` returns.
 
     Returns:
         Tables of the mean scores, and the options of each arm that has a best rate, with that

@@ -74,9 +74,9 @@ class Group:
 
     @cached_property
     def speed_references(self) -> dict[str, str | None]:
-        """Arm -> the arm to compare its speed with: graphs with graphs.
+        """Arm -> the arm to compare its speed with, which also has, or also lacks, CUDA graphs.
 
-        It is the reference or, if need be, the variant (`<reference>-...`) with the shortest name.
+        It is the shortest match of the reference and its variants (`<reference>-...`), if any.
         """
         family = [arm for arm in self.graphs.index if f"{arm}-".startswith(f"{self.reference}-")]
         same = {
@@ -183,7 +183,7 @@ def group_runs(runs: pd.DataFrame, reference: str | None = None) -> list[Group]:
     rates = runs.groupby(["model", "data", "arm"]).learning_rate
     of_rate = (rates.transform("nunique", dropna=False) > 1) & runs.learning_rate.notna()
     with_rate = runs.arm + " lr=" + runs.learning_rate.map("{:g}".format)
-    # Of the runs of one arm and seed, a finished one stays, and of these the newest.
+    # Of the runs of one arm and seed, the newest finished one stays, or else the newest.
     runs = runs.assign(arm=runs.arm.where(~of_rate, with_rate), done=runs.status == "finished")
     runs = runs.sort_values(["done", "date"], kind="stable")
     groups = []
