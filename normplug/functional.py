@@ -583,7 +583,7 @@ def _row_spec(
     if type(eps) is not float or type(momentum) is not float:
         momentum, eps = as_number(momentum), as_number(eps)
     # Autocast leaves torch's RMSNorm alone in some versions.
-    is_cast = centred or RMS_NORM_AUTOCASTS or autocast_output == "low"
+    is_cast = centred or RMS_NORM_AUTOCASTS or str(autocast_output) == "low"
     autocast = autocast_dtype(x) if is_cast else None
     return LayerNormSpec(
         shape, momentum, eps, tv, autocast, autocast_output, centred, weight_offset

@@ -34,7 +34,8 @@ def refusal(t: Tensors, pool: Pool) -> str | None:
     if x.dim() != 4 or x.is_contiguous() or not is_channels_last(x.shape, x.stride()):
         return "the input is not channels_last"
     n, c, height, width = x.shape
-    if not pool.is_proper() or max(map(math.prod, pool[:2])) > windows.LARGEST_WINDOW:
+    largest = max(math.prod(pool.kernel), math.prod(pool.stride))
+    if not pool.is_proper() or largest > windows.LARGEST_WINDOW:
         return "max-pool windows and strides must span 1 to 25 elements, with valid padding"
     pooled = pool.size(height, width)
     if min(pooled) < 1:

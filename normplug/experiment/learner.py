@@ -240,7 +240,8 @@ class Learner(LightningModule):
             raise ValueError("it lacks the optimizer")
         if limit is not None and 0 <= limit < epochs:
             raise ValueError(f"it has {epochs} epochs, more than trainer.max_epochs={limit}")
-        self.scores_by_epoch = list(checkpoint[self.measure.curve_key])
+        # A run that has trained tests its best checkpoint, which may be of an earlier epoch.
+        self.scores_by_epoch = self.scores_by_epoch or list(checkpoint[self.measure.curve_key])
         checkpoint["lr_schedulers"] = []
 
     def on_fit_start(self) -> None:

@@ -78,11 +78,30 @@ def vit(
     return net
 
 
-class Block(nn.Module):
-    """A pre-norm block: causal self-attention, then an MLP, each added to the residual stream.
+class Attention(nn.Module):
+    """Causal self-attention, with dropout of its weights and of its outputs."""
 
-    `dropout` applies to the attention's weights, and to what attention and MLP add.
-    """
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, L, width) -> (N, L, width)."""
+        split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
+        query, key, value = split.permute(2, 0, 3, 1, 4)  # each (N, heads, L, width / heads)
+        dropout = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
+        out = self.out(mixed.transpose(1, 2).flatten(2))
+        return functional.dropout(out, self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """A pre-norm block: attention, then an MLP, each added to the residual stream."""
 
     def __init__(
         self,
@@ -93,11 +112,8 @@ class Block(nn.Module):
         norm: Callable[[int], nn.Module],
     ) -> None:
         super().__init__()
-        self.heads = heads
-        self.dropout = dropout
         self.norm_1 = norm(width)
-        self.queries_keys_values = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.attention = Attention(width, heads, dropout)
         self.norm_2 = norm(width)
         self.mlp = nn.Sequential(
             nn.Linear(width, mlp_ratio * width),
@@ -109,21 +125,11 @@ class Block(nn.Module):
     @property
     def writers(self) -> tuple[nn.Module, nn.Module]:
         """The layers that write to the residual stream."""
-        return self.out, self.mlp[2]
-
-    def attend(self, x: Tensor) -> Tensor:
-        """Causal self-attention: (N, L, width) -> (N, L, width)."""
-        split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
-        query, key, value = split.permute(2, 0, 3, 1, 4)  # each (N, heads, L, width / heads)
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=self.dropout * self.training, is_causal=True
-        )
-        out = self.out(mixed.transpose(1, 2).flatten(2))
-        return functional.dropout(out, self.dropout, self.training)
+        return self.attention.out, self.mlp[2]
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, L, width) -> (N, L, width)."""
-        x = x + self.attend(self.norm_1(x))
+        x = x + self.attention(self.norm_1(x))
         return x + self.mlp(self.norm_2(x))
 
     @contextmanager
