@@ -36,13 +36,20 @@ STEPS = {  # a row's field -> the caption of its table, and the format of a cell
     "first_step_s": ("Time of the first step, with no compiled kernel on disk, s", "{:.1f}"),
     "peak_gib": ("Peak memory of a step, GiB", "{:.2f}"),
 }
-# The name of a picture -> its file of results, and its operations if these are not all.
+# The name of a picture -> its file of results, and its operations if these are not all. Results of
+# 0.2 have short names of operations.
 PICTURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "models_h100": ("models_h100", ()),
-    "batch_norm_h100": ("kernels_h100", ("bn", "bn_relu", "bn_add_relu")),
-    "layer_norm_h100": ("layer_norm_h100", ("ln",)),
-    "rms_norm_h100": ("families_h100", ("rms", "add_rms")),
-    "group_norm_h100": ("families_h100", ("gn", "gn_silu", "in3d")),
+    "batch_norm_h100": (
+        "kernels_h100",
+        ("bn", "bn_relu", "bn_add_relu", "batch_norm", "batch_norm_relu", "batch_norm_add_relu"),
+    ),
+    "layer_norm_h100": ("layer_norm_h100", ("ln", "layer_norm")),
+    "rms_norm_h100": ("families_h100", ("rms", "add_rms", "rms_norm", "add_rms_norm")),
+    "group_norm_h100": (
+        "families_h100",
+        ("gn", "gn_silu", "in3d", "group_norm", "group_norm_silu", "instance_norm"),
+    ),
     "host_h100": ("host_h100", ()),
 }
 

@@ -207,7 +207,8 @@ class _Editor:
         if not following or not isinstance(following[0], ast.If):
             return False
         test = following[0].test
-        if isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.IsNot)):
+        identity = (ast.Is, ast.IsNot)
+        if isinstance(test, ast.Compare) and all(isinstance(op, identity) for op in test.ops):
             effect = self._first_effect(ast.Tuple([test.left, *test.comparators]))
         else:
             effect = self._first_effect(test)

@@ -24,7 +24,8 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def _model(a: Namespace) -> None:
-    model, batch, step = targets.load(a.target, a.batch, dict(map(_option, a.option)))
+    size = a.batch or (None if ".py:" in a.target else 8)
+    model, batch, step = targets.load(a.target, size, dict(map(_option, a.option)))
     if a.channels_last:
         model = model.to(memory_format=torch.channels_last)
     name = a.autocast or ("bfloat16" if a.device.type == "cuda" else "none")
@@ -32,7 +33,7 @@ def _model(a: Namespace) -> None:
     how = {"mode": a.mode, "autocast": autocast, "rounds": a.rounds}
     measured = models.measure(model.to(a.device), batch, step, **how)
     print(measured)
-    add_to_file(a.json, [{"model": a.target, "batch": a.batch, **row} for row in measured])
+    add_to_file(a.json, [{"model": a.target, "batch": size, **row} for row in measured])
 
 
 def _op(a: Namespace) -> None:
@@ -59,7 +60,8 @@ def _sweep(a: Namespace) -> None:
 
 
 def _table(a: Namespace) -> None:
-    print(Rows(read_file(a.file), ("model", "batch", *models.COLUMNS, *op.COLUMNS)))
+    columns = dict.fromkeys(("model", "batch", *models.COLUMNS, *op.COLUMNS))
+    print(Rows(read_file(a.file), tuple(columns)))
 
 
 def _plot(a: Namespace) -> None:
