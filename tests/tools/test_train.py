@@ -305,7 +305,7 @@ def test_a_scaled_start_is_of_the_layers_that_write_to_the_residual_stream():
         GPT(vocabulary=50, block_size=8, depth=8, width=64, scaled_init=scaled).blocks[0]
         for scaled in (False, True)
     )
-    for path, ratio in {"out": 4, "mlp.2": 4, "mlp.0": 1}.items():
+    for path, ratio in {"attention.out": 4, "mlp.2": 4, "mlp.0": 1}.items():
         stds = [block.get_submodule(path).weight.std().item() for block in (plain, scaled)]
         assert stds[0] / stds[1] == pytest.approx(ratio, rel=0.05)
 
