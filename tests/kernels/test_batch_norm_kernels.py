@@ -257,7 +257,7 @@ def test_channel_stats_are_accurate(setup, dtype, prepared):
 @triton.jit
 def _decode(out_ptr, SLABS, NS, NA, GROUP, HEAD, GRID, SIZE: tl.constexpr):
     t = tl.arange(0, SIZE)
-    slab, item, late = columns.assignment(t, SLABS, NS, NA, GROUP, HEAD)
+    slab, item, late = columns.assignment(t, NS, NA, GROUP, HEAD)
     there = t < GRID
     tl.store(out_ptr + 3 * t, slab, mask=there)
     tl.store(out_ptr + 3 * t + 1, item, mask=there)
