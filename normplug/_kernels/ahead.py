@@ -128,7 +128,13 @@ class Ahead:
         if key in self._settled:
             return self._settled[key]
         name = self._settled[key] = _name(job) if KEYED else None
-        by_worker = self._wait(self._expected.get(key))
+        by_worker, future = False, self._expected.get(key)
+        # If no worker has started, this process compiles the kernel, and cancels the job.
+        if future is not None and self._process == os.getpid() and not future.cancel():
+            with contextlib.suppress(futures.TimeoutError):
+                by_worker = future.result(_PATIENCE)
+                if not by_worker and self.counts["workers"] == 0:
+                    self.stop()  # perhaps no worker can compile
         if name is not None and _is_kept(name):
             self.counts["workers" if by_worker else "cache"] += 1
         else:
@@ -175,18 +181,6 @@ class Ahead:
             return False
         self._workers.discard(process)
         return process.returncode == 0
-
-    def _wait(self, future: futures.Future[bool] | None) -> bool:
-        """Wait for a started worker, or cancel the job; return whether a worker compiled it."""
-        if future is None or self._process != os.getpid() or future.cancel():
-            return False
-        try:
-            by_worker = future.result(_PATIENCE)
-        except futures.TimeoutError:
-            return False
-        if not by_worker and self.counts["workers"] == 0:
-            self.stop()  # perhaps no worker can compile
-        return by_worker
 
 
 _ahead = Ahead()

@@ -263,7 +263,8 @@ def group_norm_backward(
     most = _HELD_BACKWARD if 5 * channels * space > 4 * values else _HELD_BACKWARD // 2
     if held <= most and not (held > _HELD_BY_FEW and 4 * n * groups < sms):
         r = _at_once(values, groups, n, sms)
-        splits = _splits(n, -(-groups // r), sms)
+        # 8 programs per multiprocessor, or a few more, unless each sample has its own already.
+        splits = -(-n // max(n * -(-groups // r) // (8 * sms), 1))
         warps = _held_warps(r * values, 2)
         return PlanesBackward(n, groups, channels, space, warps, 0, r, *padded, splits)
     block, units = _tile(_TENSORS_BACKWARD * itemsize), n * groups
@@ -292,16 +293,6 @@ def _at_once(values: int, units: int, times: int, sms: int) -> int:
 def _held_warps(values: int, tensors: int) -> int:
     """Warps to hold `values` values of each of `tensors` tensors, 32 values per thread."""
     return max(min(floor_2(values * tensors // 1024), 32 // tensors), 1)
-
-
-def _splits(n: int, programs: int, sms: int) -> int:
-    """How many programs share the n samples, if `programs` hold all groups of a sample.
-
-    Together they are at least about as many as the GPU runs at a time: 8 per multiprocessor, unless
-    each sample has its own program already.
-    """
-    each = max(n * programs // (8 * sms), 1)
-    return -(-n // each)
 
 
 def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:

@@ -154,7 +154,8 @@ def layer_norm_backward(
         # Folding a tile's rows takes time but saves registers, which three sums and masks need.
         if padded <= 512 and not (input_bias and width < padded):
             shape = replace(shape, lanes=shape.r)
-        programs = min(at_once * sms, _programs_for(rows, itemsize), shape.tiles)
+        # The programs' published sums should cause no more traffic than the rows do.
+        programs = min(at_once * sms, max(3 * rows * itemsize // 16, 1), shape.tiles)
         room = shared // at_once - (4 << 10)
         if shape.lanes > 1:
             room -= max(itemsize, 4) * shape.lanes * padded  # to add them up at the end
@@ -197,8 +198,3 @@ def _row_tile(
     programs = min(-(-rows // r), _MOST_PROGRAMS)
     vector = min(vector, bc)
     return Rows(rows, width, r, u, bc, warps, 1, programs, vector, lanes=side_by_side)
-
-
-def _programs_for(rows: int, itemsize: int) -> int:
-    """The most programs whose published sums cause no more traffic than the rows do."""
-    return max(3 * rows * itemsize // 16, 1)
