@@ -199,13 +199,6 @@ def refusal_to_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -
     return spec.refusal(Tensors(x, None, *vectors[2:], None, *vectors[:2]))
 
 
-def bound_max_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -> Tensor:
-    """BatchNorm, ReLU and max pooling by a bound plan, as in later GPU calls; vectors: as above."""
-    t = Tensors(x, None, *vectors[2:], None, *vectors[:2])
-    spec = BatchNormSpec(True, 0.1, 1e-5, target_variance("golden"), "relu", pool)
-    return calls.choose("test", t, spec, "triton").run(t)
-
-
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the statistics by kernel, in the interpreter too."""
     return batch_norms.channel_stats_by_kernel(x)
