@@ -15,7 +15,7 @@ from normplug._layouts import dense, laid_out_like, lies_like
 from normplug._ops import eligible, peers, stock
 from normplug._ops.call import key_of, made_once
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import RUNNING, Needs, Plan, Program, named
+from normplug._ops.plans import RUNNING, Needs, Plan, Program, gradients_of, named, needed
 from normplug._ops.spec import Pool, Tensors, others
 from normplug._torch import interposed, transforms_active
 from normplug.reference import accumulator_dtype, channel_dims
@@ -147,21 +147,13 @@ class BatchNormSpec(NamedTuple):
             why = "a channel has 2^31 values or more"
         return why
 
-    def laid_out(self, t: Tensors) -> tuple[Tensors, BatchNormSpec]:
+    def laid_out(self, t: Tensors) -> Tensors:
         """The call with x dense, and the residual in the layout of x."""
-        x, residual = t.x, t.residual
-        if self.pool is not None:
-            x = x.contiguous(memory_format=torch.channels_last)
-            return (t if x is t.x else t._replace(x=x)), self
-        x = dense(x)
+        x, residual = self.fake_dx(t.x), t.residual
         if residual is not None and residual.stride() != x.stride():
             residual = laid_out_like(residual, x)
-        if x is t.x and residual is t.residual:
-            return t, self
-        spec = self
-        if residual is not t.residual:  # saving the copy would cost memory: nothing else holds it
-            spec = self._replace(keeps_residual=False)
-        return t._replace(x=x, residual=residual), spec
+        same = x is t.x and residual is t.residual
+        return t if same else t._replace(x=x, residual=residual)
 
     def plan(self, t: Tensors) -> Plan:
         if self.pool is None:
@@ -240,6 +232,7 @@ class BatchNormSpec(NamedTuple):
         return torch.empty_like(x), stats, x.new_empty(count, dtype=torch.uint8)
 
     def fake_dx(self, x: Tensor) -> Tensor:
+        """The layout of x that the kernels read is the one of its gradient."""
         if self.pool is not None:
             return x.contiguous(memory_format=torch.channels_last)
         return dense(x)
@@ -286,9 +279,8 @@ class BatchNormPlan(Plan):
         from normplug._kernels.batch_norm import launches, schedule
 
         super().__init__(t, spec)
-        x = t.x
+        x, peers = t.x, spec.peers
         self._channels = x.shape[1]
-        self._running_dtype = None if t.running_mean is None else t.running_mean.dtype
         self._shape = shape_of(x)
         updates = spec.training and t.running_mean is not None
         self._flags = launches.Flags(
@@ -300,15 +292,15 @@ class BatchNormPlan(Plan):
             running=t.running_mean is not None,
             cumulative=updates and spec.momentum is None,
             tracked=updates and t.tracked is not None and spec.momentum is not None,
-            **group_of(spec),
+            **({} if peers is None else {"world": peers.world, "peers": peers.table}),
         )
-        self.mark = 0 if spec.peers is None else spec.peers.mark
+        self.mark = 0 if peers is None else peers.mark
         self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
         self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self._keeps_residual or not self._flags.residual
-        self.is_recomputable &= x.numel() > 0
-        self._machine = machine_of(x, spec.peers is None)
+        self.is_recomputable &= x.numel() > 0 and spec.pool is None
+        self._machine = machine_of(x, peers is None)
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         from normplug._kernels.batch_norm import launches, schedule
@@ -368,15 +360,11 @@ class BatchNormPlan(Plan):
         # Without an activation, dy is the residual's gradient.
         through = needs[1] and not plain
         wanted = (needs[0], needs[2], needs[3], through)
-        empties = {
-            f"d{name}": (saved[name].shape, saved[name].stride(), saved[name].dtype)
-            for name, want in zip(("x", "weight", "bias"), wanted, strict=False)
-            if want and name in saved
-        }
+        empties = gradients_of(saved, wanted[:3])
         if through:
             empties["dresidual"] = (x.shape, x.stride(), x.dtype)
         slots = ("dx", "dy" if plain else "dresidual", "dweight", "dbias", "nothing")
-        results = [n if need else "nothing" for n, need in zip(slots, needs, strict=True)]
+        results = needed(slots, needs)
         if not any(wanted):
             return Program(saved, copies=copies, empties={}, launches=[], results=results)
         geometry = schedule.geometry(*self._shape, 2, *self._machine)
@@ -392,31 +380,25 @@ class BatchNormPlan(Plan):
             scratch=launches.scratch(geometry),
         )
 
-    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        x, residual, weight, bias, _, stats, bits = saved
-        spec, activation = self.spec, self.spec.activation
+    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, BatchNormSpec, Tensor]:
+        x, residual, weight, bias, _, stats, *_ = saved
+        spec, mean, var = self.spec, None, None
         if spec.peers is not None:
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
-        if bits is not None:
+        if self._flags.bits:
             # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
             needs = (False, True, False, False, False)
             detached = (x.detach(), *saved[1:])
             _, mask, *_ = self.backward(detached, torch.ones_like(x), None, needs)
             assert mask is not None
-            dy, activation = dy * mask, None
+            dy, spec = dy * mask, spec._replace(activation=None)
         if self._flags.residual and not self._reads_residual:
             # The gradients do not depend on its values.
             residual = torch.zeros_like(x).requires_grad_()
-        mean, var = constants_of(stats, spec, self._running_dtype)
-        t = Tensors(x, residual, weight, bias, None, mean, var)
-        plain = BatchNormSpec(spec.training, 0.0, spec.eps, spec.target_variance, activation)
-        return (x, residual, weight, bias, None), plain.by_torch(t), dy
-
-
-def group_of(spec: BatchNormSpec) -> dict[str, Any]:
-    """The flags for joining the batches of several processes; none for one process."""
-    peers = spec.peers
-    return {} if peers is None else {"world": peers.world, "peers": peers.table}
+        if not spec.training:
+            mean, rstd = stats.chunk(2)
+            var = stock.variance_of(rstd, spec.eps)
+        return Tensors(x, residual, weight, bias, None, mean, var), spec, dy
 
 
 def shape_of(x: Tensor) -> tuple[int, int, int, bool, int]:
@@ -436,17 +418,6 @@ def machine_of(x: Tensor, alone: bool = True) -> tuple[int, bool]:
     from normplug._kernels.launch import COOPERATIVE
 
     return processors(x.device), COOPERATIVE and x.is_cuda and alone
-
-
-def constants_of(
-    stats: Tensor, spec: BatchNormSpec, dtype: torch.dtype | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The running statistics that a forward in eval mode used; None in training."""
-    if spec.training:
-        return None, None
-    mean, rstd = stats.chunk(2)
-    var = stock.variance_of(rstd, spec.eps)
-    return (mean, var) if dtype is None else (mean.to(dtype), var.to(dtype))
 
 
 class StatisticsPlan(Plan):

@@ -26,14 +26,12 @@ class Way(NamedTuple):
 
     run: the function that runs it.
     t: its tensors, with copies where `run` cannot read a layout.
-    spec: the spec whose `laid_out` makes the copies.
     why: why PyTorch's kernels run it, or None.
     plan: the plan of normplug's kernels, or None.
     """
 
     run: Callable[[Tensors], Any]
     t: Tensors
-    spec: Any
     why: str | None = None
     plan: Any = None
 
@@ -71,7 +69,7 @@ def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = F
                 found = None
             if found is not None:
                 run, laid_out = found
-                ready = t if laid_out is None else laid_out(t)[0]
+                ready = t if laid_out is None else laid_out(t)
                 if native._extension is not None:
                     native.keep(spec, backend, t, ready, run)
                 return run(ready)
@@ -97,7 +95,7 @@ def _new_call(
     _checks.devices(caller, t.x, **others(t))
     result = way.run(way.t)
     if key:
-        _store(key, (way.run, None if way.t is t else way.spec.laid_out))
+        _store(key, (way.run, None if way.t is t else way.plan.spec.laid_out))
     return result
 
 
@@ -118,9 +116,9 @@ def choose(
     """
     backend = _checks.backend(caller, backend)
     if backend == "torch":
-        return Way(spec.by_torch, t, spec, "backend is 'torch'")
+        return Way(spec.by_torch, t, "backend is 'torch'")
     if not eligible.is_asked_for(backend, t.x):
-        return Way(spec.by_torch, t, spec, f"the input is on {t.x.device}")
+        return Way(spec.by_torch, t, f"the input is on {t.x.device}")
     why = eligible.refusal_now() or spec.refusal(t)
     if why is not None and (pool := getattr(spec, "pool", None)) is not None:
         way = choose(caller, t, spec.without_pool(), backend, isolated)  # may have kernels
@@ -129,13 +127,13 @@ def choose(
     if why is not None:
         if backend == "triton":
             raise _checks.no_kernel(caller, why)
-        return Way(spec.by_torch, t, spec, why)
+        return Way(spec.by_torch, t, why)
     if eligible.is_compiling():
         if backend == "triton" or spec.operator_pays(t, isolated):
-            return Way(spec.operator, t, spec)
-        return Way(spec.by_torch, t, spec, "a compiler fuses PyTorch's operations")
+            return Way(spec.operator, t)
+        return Way(spec.by_torch, t, "a compiler fuses PyTorch's operations")
     plan, ready = plan_of(t, spec, key)
-    return Way(plan.bound(ready), ready, spec, None, plan)
+    return Way(plan.bound(ready), ready, None, plan)
 
 
 def plan_of(t: Tensors, spec: Any, key: tuple[Any, ...] = ()) -> tuple[Any, Tensors]:
@@ -144,7 +142,7 @@ def plan_of(t: Tensors, spec: Any, key: tuple[Any, ...] = ()) -> tuple[Any, Tens
     key: the key of the call, if it is known.
     """
     native.start()
-    ready, spec = spec.laid_out(t)
+    ready = spec.laid_out(t)
     key = key if key and ready is t else key_of(ready, spec, None)
     return made_once(key[1:], spec.plan, ready), ready  # all backends share the plan
 

@@ -99,7 +99,7 @@ class Spec(Protocol):
     def refusal(self, t: Tensors) -> str | None:
         """Why the kernels cannot run a call; None if they can."""
 
-    def laid_out(self, t: Tensors) -> tuple[Tensors, Spec]:
+    def laid_out(self, t: Tensors) -> Tensors:
         """The call, with copies of tensors whose layout the kernels cannot read; `t` if none."""
 
     def plan(self, t: Tensors) -> Any:

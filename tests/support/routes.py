@@ -184,11 +184,6 @@ def recomputed(y: Any) -> Tensor:
     return make()
 
 
-def is_recomputable(y: Any) -> bool:
-    """Whether y can be recomputed from its saved tensors."""
-    return recompute._recomputation(y) is not None
-
-
 def is_pooled_by_kernel(y: Any) -> bool:
     return y.grad_fn.name().endswith("NormBackward")  # y has no node of a pooling
 
