@@ -27,7 +27,7 @@ _LAST = torch.channels_last
 
 
 class BatchNormSpec(NamedTuple):
-    """The non-tensor arguments of a BatchNorm call, and its `spec.Spec`.
+    """The spec of a BatchNorm call.
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
     peers: the `peers.Peers` of the processes that join their batches; None for one process.
@@ -70,8 +70,9 @@ class BatchNormSpec(NamedTuple):
         _checks.scalars(caller, num_batches_tracked=t.tracked)
         updates = self.training and t.running_mean is not None
         _checks.momentum(caller, self.momentum, t.tracked, updates)
-        if self.training and not joined and self.peers is None:
-            _checks.more_than_one_value(caller, t.x)
+        alone = self.training and not joined and self.peers is None
+        if alone and t.x.numel() == t.x.shape[1] != 0:
+            raise _checks.one_value(caller, f"input of shape {tuple(t.x.shape)}")
         _checks.activation(caller, self.activation)
         _checks.same_shape(caller, t.x, residual=t.residual)
 
@@ -80,12 +81,8 @@ class BatchNormSpec(NamedTuple):
     def by_torch(self, t: Tensors) -> Tensor:
         like = None if self.instance else t.running_mean
         x, weight = t.x, stock.scaled_channels(t, self.target_variance, like)
-        if x.numel() == 0:
-            y = stock.empty_norm(x, weight, t.bias)
-        elif self.training and t.running_mean is not None and t.running_var is not None:
-            y = self._by_batch(t, weight)
-        else:
-            y = self._by(t, weight, t.running_mean, t.running_var, 0.0)
+        empty = x.numel() == 0
+        y = stock.empty_norm(x, weight, t.bias) if empty else self._normalised(t, weight)
         if t.residual is not None:
             # In place if possible: nothing else holds y, nor does the backward need it.
             same = t.residual.shape == y.shape and t.residual.dtype == y.dtype
@@ -95,31 +92,22 @@ class BatchNormSpec(NamedTuple):
             y = _activations.apply(self.activation, y)
         return y if self.pool is None else self.pool(y)
 
-    def _by_batch(self, t: Tensors, weight: Tensor | None) -> Tensor:
-        """Normalise by the batch's statistics, and update the running ones."""
-        if self.momentum is None:  # before the norm, which saves the last tensors for the backward
-            x = t.x.detach()
-            var, mean = torch.var_mean(x.to(accumulator_dtype(x.dtype)), channel_dims(x))
-            stock.update_running(t, None, mean, var)
-            return self._by(t, weight, None, None, 0.0)
-        if t.tracked is not None:
-            t.tracked.add_(1)
-        return self._by(t, weight, t.running_mean, t.running_var, self.momentum)
-
-    def _by(
-        self,
-        t: Tensors,
-        weight: Tensor | None,
-        mean: Tensor | None,
-        var: Tensor | None,
-        momentum: float,
-    ) -> Tensor:
+    def _normalised(self, t: Tensors, weight: Tensor | None) -> Tensor:
         """Call ATen's operator, since `torch.nn.functional.batch_norm` refuses an eps of 0."""
-        x, bias, eps, cudnn = t.x, t.bias, self.eps, torch.backends.cudnn.enabled
+        x, mean, var, momentum = t.x, t.running_mean, t.running_var, self.momentum or 0.0
+        if self.training and mean is not None and self.momentum is None:
+            # Before the norm, which saves the last tensors for the backward.
+            values = x.detach().to(accumulator_dtype(x.dtype))
+            batch_var, batch_mean = torch.var_mean(values, channel_dims(x))
+            stock.update_running(t, None, batch_mean, batch_var)
+            mean = var = None
+        elif self.training and mean is not None and t.tracked is not None:
+            t.tracked.add_(1)
+        given, cudnn = (x, weight, t.bias, mean, var), torch.backends.cudnn.enabled
         if self.instance:  # it is contiguous, and takes statistics of any dtype
-            y = torch.instance_norm(x, weight, bias, mean, var, False, 0.0, eps, cudnn)
+            y = torch.instance_norm(*given, False, 0.0, self.eps, cudnn)
         else:
-            y = torch.batch_norm(x, weight, bias, mean, var, self.training, momentum, eps, cudnn)
+            y = torch.batch_norm(*given, self.training, momentum, self.eps, cudnn)
         return stock.realigned(y)
 
     # Normplug's kernels.
@@ -440,13 +428,19 @@ class StatisticsPlan(Plan):
         )
 
 
-def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`functional.channel_stats` of a checked x."""
+def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """`functional.channel_stats` of a checked x. A kernel reads x once, without gradients."""
     differentiates = x.requires_grad and torch.is_grad_enabled()
-    if x.is_cuda and not (differentiates or torch.compiler.is_compiling()):
-        found = channel_stats_by_kernel(x)
-        if found is not None:
-            return found
+    if eligible.is_asked_for(backend, x) and not (differentiates or torch.compiler.is_compiling()):
+        t = Tensors(dense(x.detach()))
+        stats = native.call(None, "channel_stats", t)
+        if stats is None and not (interposed() or eligible.refusal_now() or _PLAIN.refusal(t)):
+            run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, None).run
+            native.keep(None, "channel_stats", t, t, run)
+            stats = run(t)
+        if stats is not None:
+            mean, var = stats.chunk(2)
+            return mean, var
     x = x.to(accumulator_dtype(x.dtype))
     if x.numel() == 0:
         nan = x.new_full((x.shape[1],), torch.nan)
@@ -455,17 +449,4 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
-def channel_stats_by_kernel(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`channel_stats` in one read of x, without gradients; None if the kernels cannot run."""
-    t = Tensors(dense(x.detach()))
-    stats = native.call(None, "channel_stats", t)
-    if stats is None:
-        plain = BatchNormSpec(True, 0.0, 0.0, 1.0)
-        if interposed() or eligible.refusal_now() or plain.refusal(t):
-            return None
-        key = key_of(t, None, "channel_stats")
-        run = made_once(key, StatisticsPlan, t, None).run
-        native.keep(None, "channel_stats", t, t, run)
-        stats = run(t)
-    mean, var = stats.chunk(2)
-    return mean, var
+_PLAIN = BatchNormSpec(True, 0.0, 0.0, 1.0)

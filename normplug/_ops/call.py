@@ -1,11 +1,13 @@
 """The way of every norm call: look it up, check it, choose how to run it, run it, store the choice.
 
-`_stored` is the only cache in Python. Calls with equal keys share their checks, the function that
-runs them, and their plan. The host path in C++ has its own cache, which is looked up first.
+The choice is logged at level DEBUG. `_stored` is the only cache in Python. Calls with equal keys
+share their checks, the function that runs them, and their plan. The host path in C++ has its own
+cache, which is looked up first.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from normplug._ops import eligible, parts
 from normplug._ops.spec import Tensors, others
 from normplug._torch import interposed
 
+_log = logging.getLogger("normplug")
 _MOST = 8192  # entries
 _stored: dict[tuple[Hashable, ...], Any] = {}
 
@@ -36,20 +39,14 @@ class Way(NamedTuple):
     plan: Any = None
 
 
-class Explained(NamedTuple):
-    """A backend that makes `call` return a sentence on how the call would run, and run nothing."""
-
-    backend: Any
-
-
 def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = False) -> Any:
     """Run a call. If its key is stored, the checks are skipped.
 
     Args:
         caller: the function's name, for errors.
         t: the call's tensors.
-        spec: the call's other arguments, and the norm: see `spec.Spec`.
-        backend: "auto", "triton" or "torch", or `Explained`.
+        spec: the call's other arguments, and the norm: see `normplug._ops.spec`.
+        backend: "auto", "triton" or "torch".
         isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
 
     Returns:
@@ -81,8 +78,6 @@ def _new_call(
 ) -> Any:
     """Check a call, choose how to run it, run it, and store the choice."""
     spec.check(caller, t)
-    if isinstance(backend, Explained):
-        return _explanation(caller, t, spec, backend.backend)
 
     def again(t: Tensors) -> Any:
         return call(caller, t, spec, backend, isolated=isolated)
@@ -96,6 +91,8 @@ def _new_call(
     result = way.run(way.t)
     if key:
         _store(key, (way.run, None if way.t is t else way.plan.spec.laid_out))
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("normplug.%s of %s: %s", caller, tuple(t.x.shape), _description(way, t))
     return result
 
 
@@ -126,7 +123,9 @@ def choose(
         return way._replace(run=lambda t: pool(run(t)))
     if why is not None:
         if backend == "triton":
-            raise _checks.no_kernel(caller, why)
+            raise NotImplementedError(
+                f"normplug.{caller}: backend='triton', but {why}. Use backend='auto' or 'torch'."
+            )
         return Way(spec.by_torch, t, why)
     if eligible.is_compiling():
         if backend == "triton" or spec.operator_pays(t, isolated):
@@ -180,18 +179,12 @@ def _store(key: tuple[Any, ...], value: Any) -> None:
     _stored[key] = value
 
 
-def _explanation(caller: str, t: Tensors, spec: Any, backend: str) -> str:
-    """A sentence on how a checked call would run."""
-    name = caller.removeprefix("functional.")
-    if parts.is_sharded(t.x):
-        return f"{name}: on each process's own shard; explain a call with x.to_local()"
-    if parts.is_nested(t.x):
-        return f"{name}: on the rows of all components; explain a call with torch.cat(x.unbind())"
-    way = choose(caller, t, spec, backend)
+def _description(way: Way, t: Tensors) -> str:
+    """Which kernels run a call, and why, or from where they are launched."""
     if way.plan is None:
-        return f"{name}: PyTorch's kernels, as {way.why}"
+        return f"PyTorch's kernels, as {way.why}"
     kernels = ", ".join(way.plan.kernels(way.t))
     copied = "" if way.t is t else "copies to a layout that the kernels read, "
     status = native.status()
     host = "C++" if status.way == "C++" else f"Python, as {status.why}"
-    return f"{name}: {type(way.plan).__name__}, {copied}{kernels}, launched by {host}"
+    return f"{type(way.plan).__name__}, {copied}{kernels}, launched by {host}"

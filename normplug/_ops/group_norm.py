@@ -19,7 +19,7 @@ from normplug.reference import accumulator_dtype
 
 
 class GroupNormSpec(NamedTuple):
-    """The non-tensor arguments of a GroupNorm or InstanceNorm call, and its `spec.Spec`.
+    """The spec of a GroupNorm or InstanceNorm call.
 
     autocast, autocast_output: see `LayerNormSpec`.
     momentum: of the running statistics, if the call updates any. No kernel depends on it.

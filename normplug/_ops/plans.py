@@ -170,13 +170,6 @@ class Program:
         dtypes = {_PARTIAL: accumulator, _COUNTERS: torch.int64, **self._dtypes}
         return [launch.job([dtypes[slot] for slot in slots]) for launch, slots, _ in self.steps]
 
-    def results_of(self, slots: Sequence[Any]) -> list[Any]:
-        """The results of a run, from its slots."""
-        return [
-            t if t is None or dtype is None else t.to(dtype)
-            for t, dtype in ((slots[slot], dtype) for slot, dtype in self.results)
-        ]
-
 
 def named(t: Tensors) -> dict[str, Tensor]:
     """The tensors of a call that are not None, by slot."""
@@ -376,17 +369,11 @@ class Plan:
         dy = None if dy is None else readable(dy)
         dtotal = None if dtotal is None else readable(dtotal)
         program = self.backward_of(saved, dy, dtotal, needs)
-        slots = self._slots(saved)
-        slots[_DY], slots[_DTOTAL] = dy, dtotal
-        program.run(slots, self)
-        return program.results_of(slots)
+        return self._computed(program, saved, dy, dtotal)
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
         """Recompute the output y."""
-        program = self.recompute_of(saved)
-        slots = self._slots(saved)
-        program.run(slots, self)
-        return program.results_of(slots)[0]
+        return self._computed(self.recompute_of(saved), saved)[0]
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
@@ -415,11 +402,21 @@ class Plan:
             work = self._workspaces[scratch] = Workspace.get(self.device, self.acc, *scratch)
         return stream, work
 
-    def _slots(self, saved: Sequence[Any]) -> list[Any]:
-        slots = [None] * len(SLOTS)
+    def _computed(
+        self,
+        program: Program,
+        saved: Sequence[Any],
+        dy: Tensor | None = None,
+        dtotal: Tensor | None = None,
+    ) -> list[Any]:
+        """Run a program on the tensors that a forward saved, and return its results."""
+        slots: list[Any] = [None] * len(SLOTS)
         for slot, t in zip(self.saved_slots, saved, strict=True):
             slots[slot] = t
-        return slots
+        slots[_DY], slots[_DTOTAL] = dy, dtotal
+        program.run(slots, self)
+        found = ((slots[slot], dtype) for slot, dtype in program.results)
+        return [t if t is None or dtype is None else t.to(dtype) for t, dtype in found]
 
 
 def unwrapped(t: Tensors) -> Tensors:

@@ -39,7 +39,7 @@ _ADD_OPERATOR_BYTES = 32 << 20
 
 
 class LayerNormSpec(NamedTuple):
-    """The non-tensor arguments of a norm of rows, LayerNorm or RMSNorm, and its `spec.Spec`.
+    """The spec of a norm of rows, LayerNorm or RMSNorm.
 
     eps: None only for an RMSNorm: see `reference.rms_eps`.
     autocast: the dtype that autocast has set on the device, or None where it is off or ignored.

@@ -361,17 +361,16 @@ def test_the_fake_backward_returns_the_strides_of_the_real_gradients(layout):
 # How a call runs.
 
 
-def test_explain_names_the_plan_and_the_kernels_and_launches_none(monkeypatch):
-    launches = routes.watch_launches(monkeypatch)
-    said = functional.explain(functional.layer_norm, X, (6,), backend="triton")
-    assert said.startswith("layer_norm: LayerNormPlan, layer_norm_rows_forward with num_warps=")
-    assert ", launched by " in said
-    spread = X.view(2, 2, 6)[..., ::2]
-    said = functional.explain(functional.layer_norm, spread, (3,), backend="triton")
-    assert "copies to a layout that the kernels read" in said
-    assert not launches
-    with pytest.raises(NotImplementedError, match="not contiguous"):
-        functional.explain(functional.layer_norm, X, (6,), STRIDED, backend="triton")
+def test_the_log_names_the_plan_and_the_kernels_of_a_new_call(monkeypatch, caplog):
+    routes.forget(monkeypatch)
+    caplog.set_level("DEBUG", "normplug")
+    layer_norm(X)
+    functional.layer_norm(X.view(2, 2, 6)[..., ::2], (3,), backend="triton")
+    plain, copied = [message for message in caplog.messages if "LayerNormPlan" in message]
+    kernel = "layer_norm_rows_forward with num_warps="
+    assert f"layer_norm of (4, 6): LayerNormPlan, {kernel}" in plain
+    assert f"LayerNormPlan, copies to a layout that the kernels read, {kernel}" in copied
+    assert ", launched by " in plain
 
 
 @NORMS
