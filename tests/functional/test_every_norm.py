@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import normplug
 from accuracy import leaf
 from calls import check_one_graph
-from normplug import functional, target_variance
+from normplug import _activations, functional, reference, target_variance
 
 HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 X, ONES, SCALAR = torch.randn(4, 6), torch.ones(6), torch.ones(())
@@ -24,6 +24,73 @@ NORMS = {
     "rms_norm": (functional.rms_norm, F.rms_norm, (6,)),
     "group_norm": (functional.group_norm, F.group_norm, 2),
 }
+
+
+ROWS = {"normalized_shape": (2, 6)}
+# Arguments of the function and of the reference, then those that only one of them has.
+REFERENCES = {
+    "batch_norm": ({}, {"running_mean": None, "running_var": None, "training": True}, {}),
+    "group_norm": ({}, {"num_groups": 2}, {"groups": 2}),
+    "instance_norm": ({}, {}, {}),
+    "layer_norm": (ROWS, {}, {}),
+    "rms_norm": ({**ROWS, "eps": None}, {}, {}),
+    "rms_norm with an offset": ({**ROWS, "eps": 0.1, "weight_offset": 1.0}, {}, {}),
+}
+
+
+@pytest.mark.parametrize("affine", ["", "weight", "bias", "weight+bias"])
+@pytest.mark.parametrize("case", REFERENCES)
+def test_forward_and_gradients_match_the_reference(case, affine):
+    name, (shared, own, other) = case.split()[0], REFERENCES[case]
+    norm, tv = getattr(reference, name), target_variance("golden")
+    x, dy = torch.randn(2, 3, 4, 2, 6).double().unbind()
+    shape, takes_activation = shared.get("normalized_shape", (4,)), "normalized_shape" not in shared
+    given = {n: torch.rand(shape).double() + 0.5 for n in ("weight", "bias") if n in affine}
+    if name == "rms_norm":
+        given.pop("bias", None)
+    if name == "batch_norm":
+        given["residual"] = torch.randn_like(x)
+    if name == "layer_norm":
+        given["input_bias"] = torch.randn(shape).double()
+    vectors = {n: given[n] for n in ("weight", "bias") if n in given}
+    h, residual = x + given.get("input_bias", 0), given.get("residual", 0)
+    for activation in (None, *_activations.ACTIVATIONS) if takes_activation else (None,):
+        leaves = {"input": leaf(x), **{n: leaf(t) for n, t in given.items()}}
+        options = {"activation": activation} if takes_activation else {}
+        y = getattr(functional, name)(**leaves, **shared, **own, **options, mode="golden")
+        got = dict(zip(leaves, torch.autograd.grad(y, [*leaves.values()], dy), strict=True))
+        pre = norm(h, **vectors, **shared, **other, target_variance=tv)[0] + residual
+        torch.testing.assert_close(y, reference.activation(pre, activation))
+        dpre = reference.activation_backward(dy, pre, activation)
+        weight = vectors.get("weight")
+        dx, *dvectors = reference.gradients(
+            norm, dpre, h, weight, **shared, **other, target_variance=tv
+        )
+        expected = {"input": dx, **dict(zip(("weight", "bias"), dvectors, strict=True))}
+        expected |= {"residual": dpre, "input_bias": dx.sum((0, 1))}
+        torch.testing.assert_close(got, {name: expected[name] for name in got})
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float16, FLOAT, DOUBLE], ids=str)
+@pytest.mark.parametrize("momentum", [0.25, None])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_running_statistics_average_those_of_the_rows(name, momentum, dtype):
+    start = {"mean": torch.tensor(0.0), "var": torch.tensor(1.0)}
+    expected = {n: value.double() for n, value in start.items() if n == "var" or name[0] == "l"}
+    running = {f"running_{n}": start[n].clone() for n in expected}
+    running["num_batches_tracked"] = torch.tensor(0)
+    for step in range(1, 4):
+        x = (torch.randn(6, 4, 32) * 0.1 * step + step).to(dtype)
+        y = getattr(functional, name)(x, (32,), momentum=momentum, **running)
+        assert torch.equal(y, getattr(functional, name)(x, (32,)))
+        _, *of_rows = getattr(reference, name)(x.double(), (32,))
+        for n, value in zip(expected, of_rows, strict=True):
+            average = reference.running_average(expected[n], value.mean(), momentum, step)
+            expected[n] = average
+    assert running["num_batches_tracked"] == 3
+    for n, value in expected.items():
+        found = running[f"running_{n}"].double()
+        torch.testing.assert_close(found, value, rtol=1e-5 if n == "mean" else 1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
