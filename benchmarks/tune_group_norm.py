@@ -22,7 +22,7 @@ from normplug._kernels import ahead, power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
 from normplug._ops.group_norm import GroupNormPlan, GroupNormSpec
-from normplug._ops.plans import BLANKS, SLOT
+from normplug._ops.plans import BLANKS, SLOT, SLOTS
 from normplug._ops.spec import Tensors
 from normplug._results import stamp
 from normplug.bench.timing import copy_gbps, gpu_stopwatch
@@ -148,10 +148,10 @@ class Sweep:
         try:
             if direction == "forward":
                 return self.plan.forward_program(self.t, True)
-            named = self.plan._named(self.saved)
-            return self.plan.backward_program(
-                named, self.dy, None, (True, False, True, True, False)
-            )
+            pairs = zip(self.plan.saved_slots, self.saved, strict=True)
+            named = {SLOTS[slot]: t for slot, t in pairs if t is not None}
+            needs = (True, False, True, True, False)
+            return self.plan.backward_program(named, self.dy, None, needs)
         finally:
             setattr(schedule, name, chosen)
 
@@ -160,7 +160,9 @@ class Sweep:
             if direction == "forward":
                 slots = [*self.t, *BLANKS]
             else:
-                slots = self.plan._slots(self.saved)
+                slots = [None] * len(SLOTS)
+                for slot, t in zip(self.plan.saved_slots, self.saved, strict=True):
+                    slots[slot] = t
                 slots[SLOT["dy"]] = self.dy
             program.run(slots, self.plan)
             return slots

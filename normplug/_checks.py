@@ -115,13 +115,6 @@ def _one_of(caller: str, name: str, value: str, names: Sequence[Any], rule: str 
     return value
 
 
-def no_kernel(caller: str, why: str) -> NotImplementedError:
-    """Return the error for a call that requires the kernels where they cannot run."""
-    return NotImplementedError(
-        f"normplug.{caller}: backend='triton', but {why}. Use backend='auto' or 'torch'."
-    )
-
-
 def flags(caller: str, **values: Any) -> None:
     """Reject anything but True and False: values such as "no" and 0.0 are ambiguous."""
     for name, value in values.items():
@@ -323,12 +316,6 @@ def channels(caller: str, x: Tensor, **vectors: Tensor | None) -> None:
             raise ValueError(must(caller, name, rule, str(tuple(vector.shape))))
 
 
-def more_than_one_value(caller: str, x: Tensor) -> None:
-    """Reject training on one value per channel, whose variance is always 0."""
-    if x.numel() == x.shape[1] != 0:
-        raise one_value(caller, f"input of shape {tuple(x.shape)}")
-
-
 def one_value(caller: str, what: str) -> ValueError:
     """Return the error for training on one value per channel."""
     return ValueError(
@@ -397,12 +384,6 @@ def _sizes(x: Tensor) -> tuple[Any, ...]:
     if x.is_nested and x.layout == torch.strided:
         return tuple(tuple(part.shape) for part in x.unbind())
     return tuple(x.shape)
-
-
-def not_replicated(caller: str, name: str, placements: Any) -> ValueError:
-    """Return the error for a running statistic that is sharded over processes."""
-    way_out = "Use redistribute(placements=[Replicate()])."
-    return ValueError(must(caller, name, "replicated", f"a DTensor {placements}", way_out))
 
 
 def scalars(caller: str, **values: Tensor | None) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _activations, _checks
@@ -15,13 +13,13 @@ from normplug._activations import ActivationLike
 from normplug._layouts import dense, lies_like
 from normplug._ops import eligible, stock
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import Needs, Plan, Program, named
+from normplug._ops.plans import Needs, Plan, Program, gradients_of, named, needed
 from normplug._ops.spec import Tensors, autocast_result, others
 from normplug.reference import accumulator_dtype
 
 
 class GroupNormSpec(NamedTuple):
-    """The non-tensor arguments of a GroupNorm or InstanceNorm call, and its `spec.Spec`.
+    """The spec of a GroupNorm or InstanceNorm call.
 
     autocast, autocast_output: see `LayerNormSpec`.
     momentum: of the running statistics, if the call updates any. No kernel depends on it.
@@ -110,10 +108,10 @@ class GroupNormSpec(NamedTuple):
             return "a group has nearly 2^31 values or more, or there are as many groups"
         return None
 
-    def laid_out(self, t: Tensors) -> tuple[Tensors, GroupNormSpec]:
+    def laid_out(self, t: Tensors) -> Tensors:
         """The call with x dense."""
         x = dense(t.x)
-        return (t if x is t.x else t._replace(x=x)), self
+        return t if x is t.x else t._replace(x=x)
 
     def plan(self, t: Tensors) -> GroupNormPlan:
         return GroupNormPlan(t, self)
@@ -249,12 +247,6 @@ class GroupNormPlan(Plan):
         assert dy is not None
         x = saved["x"]
         wanted = (needs[0], needs[2], needs[3])
-        names = ("x", "weight", "bias")
-        found = [(n, want) for n, want in zip(names, wanted, strict=True) if n in saved]
-        slots = ("dx", "nothing", "dweight", "dbias", "nothing")
-        results = [n if need else "nothing" for n, need in zip(slots, needs, strict=True)]
-        if not any(wanted):
-            return Program(saved, empties={}, launches=[], results=results)
         geometry = schedule.group_norm_backward(*self._shape, self._machine)
         launch = launches.backward_launch(
             geometry, self.acc, self._flags, wanted, self.spec.target_variance
@@ -262,25 +254,8 @@ class GroupNormPlan(Plan):
         return Program(
             {**saved, "dy": dy},
             copies={} if lies_like(dy, x) else {"dy": x.stride()},
-            empties={
-                f"d{n}": (saved[n].shape, saved[n].stride(), saved[n].dtype)
-                for n, want in found
-                if want
-            },
+            empties=gradients_of(saved, wanted),
             launches=[(launch, {})],
-            results=results,
+            results=needed(("dx", "nothing", "dweight", "dbias", "nothing"), needs),
             scratch=launches.backward_scratch(geometry, wanted),
         )
-
-    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        x, _, weight, bias, _, _ = saved
-        acc, spec = self.acc, self.spec
-        vector = (1, -1, *[1] * (x.dim() - 2))
-        y = F.group_norm(x.to(acc), spec.groups, None, None, spec.eps)
-        y = y * math.sqrt(spec.target_variance)
-        if weight is not None:
-            y = y * weight.to(acc).reshape(vector)
-        if bias is not None:
-            y = y + bias.to(acc).reshape(vector)
-        y = _activations.apply(spec.activation, y)
-        return (x, None, weight, bias, None), y, dy.to(acc)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _checks
@@ -23,7 +22,9 @@ from normplug._ops.plans import (
     Plan,
     Program,
     contiguous,
+    gradients_of,
     named,
+    needed,
 )
 from normplug._ops.spec import Tensors, autocast_result, others
 from normplug.reference import accumulator_dtype, rms_eps
@@ -38,7 +39,7 @@ _ADD_OPERATOR_BYTES = 32 << 20
 
 
 class LayerNormSpec(NamedTuple):
-    """The non-tensor arguments of a norm of rows, LayerNorm or RMSNorm, and its `spec.Spec`.
+    """The spec of a norm of rows, LayerNorm or RMSNorm.
 
     eps: None only for an RMSNorm: see `reference.rms_eps`.
     autocast: the dtype that autocast has set on the device, or None where it is off or ignored.
@@ -159,7 +160,7 @@ class LayerNormSpec(NamedTuple):
                 why = "a row has nearly 2^31 values or more, or there are as many rows"
         return why
 
-    def laid_out(self, t: Tensors) -> tuple[Tensors, LayerNormSpec]:
+    def laid_out(self, t: Tensors) -> Tensors:
         """The call with dense rows, where one launch can read the rows of x and of the residual."""
         row_dims, width = len(self.normalized_shape), math.prod(self.normalized_shape)
         x, residual = t.x, t.residual
@@ -169,7 +170,7 @@ class LayerNormSpec(NamedTuple):
         if residual is not None and spacing_after(residual, row_dims, width, spacing) is None:
             residual = residual.contiguous()
         same = x is t.x and residual is t.residual
-        return (t if same else t._replace(x=x, residual=residual)), self
+        return t if same else t._replace(x=x, residual=residual)
 
     def plan(self, t: Tensors) -> LayerNormPlan:
         return LayerNormPlan(t, self)
@@ -326,8 +327,7 @@ class LayerNormPlan(Plan):
             rounded=spec.rounds_to(self._total_dtype, weight_dtype),
             weight=weight is not None,
         )
-        self._bias_dtype = None if bias is None else bias.dtype
-        self._has_input_bias = input_bias is not None
+        self._has_bias, self._has_input_bias = bias is not None, input_bias is not None
         self._numbers = (spec.eps_of(self._total_dtype), spec.target_variance)
         self._running = running_var is not None and (running_mean is not None or not spec.centred)
         # The widest value that a thread holds decides how a row is tiled.
@@ -348,7 +348,7 @@ class LayerNormPlan(Plan):
 
         spec = self.spec
         flags = self._flags(
-            bias=self._bias_dtype is not None,
+            bias=self._has_bias,
             input_bias=self._has_input_bias,
             residual=self.has_total,
             stats=keep,
@@ -364,19 +364,21 @@ class LayerNormPlan(Plan):
         empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
         if keep:
             empties["stats"] = (((1 + spec.centred) * self._rows,), (1,), self.acc)
-        saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
-        results = ["y"]
         if self.has_total:
             empties["total"] = (*dense, self._total_dtype)
-            # The bias is saved so that y can be recomputed from the total.
-            saved = ("total", "nothing", "weight", "bias", "nothing", "stats")
-            results.append("total")
         return Program(
             named(t),
             empties=empties,
             launches=[(launch, {})],
-            results=results,
-            saved=saved,
+            results=("y", "total") if self.has_total else ("y",),
+            saved=(
+                "total" if self.has_total else "x",
+                "nothing",
+                "weight",
+                "bias",
+                "input_bias",
+                "stats",
+            ),
             updates=RUNNING,
             scratch=launches.forward_scratch(shape, flags),
         )
@@ -384,7 +386,7 @@ class LayerNormPlan(Plan):
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
         from normplug._kernels.layer_norm import launches
 
-        flags = self._flags(bias=self._bias_dtype is not None, given=True, stats=False)
+        flags = self._flags(bias=self._has_bias, given=True, stats=False)
         strides = launches.Strides(self._width)  # of the total
         shape = self._forward_shape(strides, False)
         launch = launches.forward_launch(shape, self.acc, flags, strides, 0.0, *self._numbers)
@@ -413,34 +415,24 @@ class LayerNormPlan(Plan):
             spacings[name] = spacing
         wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
         results = self._results("dx", needs)
-        if not any(wanted):
-            return Program(saved, empties={}, launches=[], results=results)
         flags = self._flags(input_bias=self._has_input_bias)
         strides = launches.Strides(self._normalised, **spacings)
         sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
         shape = schedule.layer_norm_backward(*sizes, flags.input_bias, *self._machine)
         tv = self.spec.target_variance
         launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
+        empties = gradients_of(saved, wanted)
         # If the rows of x are dense, in any order, dx has the strides of x.
-        is_dense = lies_dense(self._normalised, self._rows, self._width)
-        rows = {
-            "dx": (x.shape, x.stride() if is_dense else contiguous(x.shape), x.dtype),
-            "dweight": self._vector("weight", saved),
-            "dbias": (self._row, contiguous(self._row), self._bias_dtype),
-            "dinput_bias": self._vector("input_bias", saved),
-        }
-        pairs = zip(rows.items(), wanted, strict=True)
+        if wanted[0] and not lies_dense(self._normalised, self._rows, self._width):
+            empties["dx"] = (x.shape, contiguous(x.shape), x.dtype)
         return Program(
             {**saved, **given},
-            empties={name: layout for (name, layout), want in pairs if want},
+            empties=empties,
             launches=[(launch, {})],
             results=results,
             copies=copies,
             scratch=launches.backward_scratch(shape, wanted),
         )
-
-    def _vector(self, name: str, saved: dict[str, Tensor]) -> Any:
-        return (self._row, contiguous(self._row), saved[name].dtype) if name in saved else None
 
     def _results(self, through: str, needs: Needs) -> list[Any]:
         """The gradients; x and the residual share the slot `through`."""
@@ -449,7 +441,7 @@ class LayerNormPlan(Plan):
             for dtype in (self._dtype, self._residual_dtype)
         ]
         slots += ["dweight", "dbias", "dinput_bias"] if through == "dx" else ["nothing"] * 3
-        return [slot if need else "nothing" for slot, need in zip(slots, needs, strict=True)]
+        return needed(slots, needs)
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
@@ -469,27 +461,9 @@ class LayerNormPlan(Plan):
         )
         return dx, dresidual, dweight, dbias, None
 
-    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        x, _, weight, _, input_bias, _ = saved
-        acc, root = self.acc, math.sqrt(self.spec.target_variance)
-        bias = None
-        if self._bias_dtype is not None:
-            # The gradients do not depend on its values.
-            bias = x.new_zeros(self._row, dtype=self._bias_dtype).requires_grad_()
-        h = x.to(acc)
-        if input_bias is not None:
-            h = h + input_bias.to(acc)
-        eps, _ = self._numbers
-        if self.spec.centred:
-            y = F.layer_norm(h, self._row, None, None, eps) * root
-        else:
-            dims = tuple(range(-self._row_dims, 0))
-            y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps) * root
-        if weight is not None:
-            y = y * (weight.to(acc) + self.spec.weight_offset)
-        if bias is not None:
-            y = y + bias.to(acc)
-        return (x, None, weight, bias, input_bias), y, dy.to(acc)
+    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, LayerNormSpec, Tensor]:
+        t, spec, dy = super().composed(saved, dy)
+        return t, spec._replace(eps=self._numbers[0], rounding="output"), dy
 
     def _forward_shape(
         self, strides: launches.Strides, running: bool

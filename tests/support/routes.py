@@ -184,11 +184,6 @@ def recomputed(y: Any) -> Tensor:
     return make()
 
 
-def is_recomputable(y: Any) -> bool:
-    """Whether y can be recomputed from its saved tensors."""
-    return recompute._recomputation(y) is not None
-
-
 def is_pooled_by_kernel(y: Any) -> bool:
     return y.grad_fn.name().endswith("NormBackward")  # y has no node of a pooling
 
@@ -201,7 +196,7 @@ def refusal_to_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the statistics by kernel, in the interpreter too."""
-    return batch_norms.channel_stats_by_kernel(x)
+    return batch_norms.channel_stats(x, "triton")
 
 
 def batch_norm(
