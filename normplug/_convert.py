@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from normplug import modules
+from normplug._checks import as_number
 from normplug._ops import likely
 from normplug._torch import is_class_patched, is_patched
 from normplug.modules.base import Settings, TargetVarianceNorm
@@ -145,7 +146,7 @@ def convert(
         ours = replacement(module)
         assert ours is not None
         ours._adopt(module, track_running_stats, device)
-        eps = getattr(module, ours._eps_name)
+        eps = as_number(getattr(module, ours._eps_name))
         settings = Settings(target_variance, backend, autocast_output, eps)
         vars(module)["_normplug"] = settings
         assign_class(module, ours)

@@ -186,7 +186,7 @@ class Ahead:
 _ahead = Ahead()
 expect, compile_now, settle, stop = _ahead.expect, _ahead.compile_now, _ahead.settle, _ahead.stop
 atexit.register(stop)
-native.counts_in(_ahead.counts)
+native.kernels = _ahead.counts
 
 
 def _name(job: Job) -> str:

@@ -171,7 +171,7 @@ def of(group: Any, device: torch.device) -> Peers | None:
     if found is None:
         found = _agreements[group, device] = _agree(group, device)
         way = "inside the kernels" if found.peers else f"collectives, as {found.why}"
-        native.say_group(f"{group.size()} processes: {way}")
+        native.groups.append(f"{group.size()} processes: {way}")
     return found.peers
 
 

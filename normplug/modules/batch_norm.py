@@ -99,9 +99,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
             momentum = 0.0  # not updated without its counter (a checkpoint of torch < 0.4.1)
         t = Tensors(input, residual, *self._affine(), None, mean, var, tracked)
         own = self._normplug
-        eps, tv = as_number(own.eps), own.target_variance
-        spec = BatchNormSpec(training, momentum, eps, tv, activation, pool, keeps_residual)
-        return t, spec
+        numbers = (momentum, own.eps, own.target_variance)
+        return t, BatchNormSpec(training, *numbers, activation, pool, keeps_residual)
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites(
@@ -206,7 +205,7 @@ class _SyncBatchNorm(_BatchNorm):
         if measured:
             self._record(input, divisor=variance)
         elif not compiling and (others := peers.known(group, input.device)):
-            native.learn(self, spec._replace(peers=others), self.backend, t, *reading, others)
+            native.learn(spec._replace(peers=others), self.backend, t, self, *reading, others)
         return y
 
     def group_to_join(self) -> Any:

@@ -88,7 +88,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         t = Tensors(input, None, *self._affine(), None, *self._statistics_to_update(input))
         spec = GroupNormSpec(
             self.num_groups,
-            as_number(own.eps),
+            own.eps,
             own.target_variance,
             activation,
             functional.autocast_dtype(input),

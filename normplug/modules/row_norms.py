@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
-from normplug._checks import as_number
 from normplug._ops import parts
 from normplug._ops.row_norms import LayerNormSpec, composed_rms_norm
 from normplug._ops.spec import Tensors
@@ -38,7 +37,7 @@ class RowNorm(WatchedRows):
         return LayerNormSpec(
             self._affine_shape(),
             own.momentum,
-            as_number(own.eps),
+            own.eps,
             own.target_variance,
             functional.autocast_dtype(x) if is_cast else None,
             autocast_output,

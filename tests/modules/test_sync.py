@@ -207,7 +207,7 @@ def test_a_group_falls_back_where_a_waiting_kernel_could_block_it(monkeypatch):
 
 
 def test_the_status_and_a_plan_say_how_a_group_is_joined(monkeypatch):
-    monkeypatch.setattr(normplug.native, "_groups", [])
+    monkeypatch.setattr(normplug.native, "groups", [])
     monkeypatch.setattr(peers, "_agree", lambda *_: peers._Agreement(None, "the hosts differ"))
     group = type("Group", (), {"size": lambda self: 4})()
     assert peers.of(group, torch.device("cpu")) is None

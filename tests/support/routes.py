@@ -36,7 +36,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     # Disable the C++ path: its own cache would mix these calls with those before and after.
     native.forget()
     for name in ("call", "keep", "forward", "learn"):
-        monkeypatch.setattr(native, name, lambda *arguments: None)
+        monkeypatch.setattr(native, name, native._nothing)
 
 
 def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
@@ -78,7 +78,8 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
 
     if torch.cuda.is_available():  # there the C++ path launches without Python
         native.start()
-        monkeypatch.setattr(native, "_extension", None)
+        for name in native._FUNCTIONS:
+            monkeypatch.setattr(native, name, native._nothing)
     given: list[dict[str, int]] = []
     call = Launch.__call__
 
@@ -266,6 +267,6 @@ def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(eligible, "has_kernels", lambda caller, backend, x: True)
     # The C++ path would run cached calls without these functions.
-    monkeypatch.setattr(native, "forward", lambda *arguments: None)
+    monkeypatch.setattr(native, "forward", native._nothing)
     monkeypatch.setattr(base, "call", watched)
     return made
