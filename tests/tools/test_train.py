@@ -153,7 +153,7 @@ def test_a_sweep_pairs_its_arms_and_compares_them(sweep):
     assert baseline["test_accuracy"] == standard["test_accuracy"]
     assert (baseline["norms_swapped"], standard["norms_swapped"]) == (0, 9)
     assert "| standard |" in sweep.output
-    for name in ("summary.md", "summary.csv", "runs.csv", "seeds_vit_tiny_fake.png"):
+    for name in ("summary.md", "summary.csv", "seeds_vit_tiny_fake.png"):
         assert (root / name).exists()
     assert all((run / "variance.csv").exists() for run in (baseline_run, standard_run))
 
@@ -232,7 +232,7 @@ def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path, monk
 
     assert compare_arms([str(sweeps / "chosen"), "--collect", str(runs)]) == 0
     monkeypatch.undo()  # so that it draws
-    page = ["--out", str(tmp_path / "page"), "--reference", "standard-t", "--plots", "seeds"]
+    page = ["--out", str(tmp_path / "page"), "--reference", "standard-t"]
     assert compare_arms([str(runs), *page]) == 0
     table = (tmp_path / "page/summary.md").read_text()
     assert "| golden t   | 2 of 2 |" in table
