@@ -183,14 +183,12 @@ class Problem:
         if isinstance(getattr(self.layer, "activation", None), nn.ReLU):
             exact: Any = copy.deepcopy(self.layer).double()
             exact.activation = nn.Identity()
-            near = (
-                exact(*(each.double() for each in self.inputs)).abs()
-                < torch.finfo(dtype).eps ** 0.5
-            )
-            self.gradients[0].masked_fill_(near, 0)
+            y = exact(*(each.double() for each in self.inputs))
+            self.gradients[0].masked_fill_(y.abs() < torch.finfo(dtype).eps ** 0.5, 0)
         for tensor in self.inputs:
             tensor.requires_grad_()
-        self.stock, self._exact = self.results(copy.deepcopy(self.layer)), self._truth()
+        self.stock = self.results(copy.deepcopy(self.layer))
+        self._exact = self.results(copy.deepcopy(self.layer).double(), torch.float64)
 
     def calls(self, layer: nn.Module) -> dict[str, Callable[[], Any]]:
         """Direction ("F", "F+B") -> a call of `layer` as in a training step."""
@@ -198,12 +196,15 @@ class Problem:
         forward = partial(layer, *self.inputs)
         return {"F": forward, "F+B": lambda: grad(forward(), leaves, self.gradients)}
 
-    def results(self, layer: nn.Module) -> Tensors:
-        """The layer's outputs, the gradients, and its updated statistics."""
-        made = layer(*self.inputs)
+    def results(self, layer: nn.Module, dtype: torch.dtype | None = None) -> Tensors:
+        """The layer's outputs, the gradients, and its updated statistics, computed in a dtype."""
+        dtype = dtype or self.inputs[0].dtype
+        inputs = [each.detach().to(dtype).requires_grad_() for each in self.inputs]
+        made = layer(*inputs)
         outputs = [made] if isinstance(made, Tensor) else list(made)
-        found = grad(outputs, [*self.inputs, *layer.parameters()], self.gradients)
-        names = ["x", "residual"][: len(self.inputs)]
+        gradients = [each.to(dtype) for each in self.gradients]
+        found = grad(outputs, [*inputs, *layer.parameters()], gradients)
+        names = ["x", "residual"][: len(inputs)]
         names += [name for name, _ in self.layer.named_parameters()]
         buffers = [name for name, _ in self.layer.named_buffers()]
         return {
@@ -228,13 +229,6 @@ class Problem:
                     f"float64 is {wrong:.3g}, above {allowed:.3g} (torch has {theirs:.3g})."
                 )
         return found
-
-    def _truth(self) -> Tensors:
-        """The stock layer's results in float64."""
-        twin = copy.copy(self)
-        twin.inputs = [each.detach().double().requires_grad_() for each in self.inputs]
-        twin.gradients = [gradient.double() for gradient in self.gradients]
-        return twin.results(copy.deepcopy(self.layer).double())
 
 
 def measure_op(

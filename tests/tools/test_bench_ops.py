@@ -77,15 +77,6 @@ def test_differences_are_in_parts_of_the_largest_element():
     assert far == {"max_abs": 2.0, "max_rel": 0.5}
 
 
-def test_no_gradient_depends_on_a_rounded_sign():
-    (case,) = cases(["batch_norm_relu"], [(4096, 4)], ["bfloat16"])
-    problem = Problem(case, CPU)
-    y = problem.layer.norm(*problem.inputs)
-    (dy,) = problem.gradients
-    assert (dy[y.abs() < 0.01] == 0).all()
-    assert (dy != 0).float().mean() > 0.9
-
-
 def test_the_command_measures_on_the_cpu(tmp_path, capsys):
     path = tmp_path / "made" / "rows.json"
     words = ["op", "layer_norm", "--shape", "4x8", "--shape", "2x6", "--eps", "1e-6"]
@@ -117,24 +108,13 @@ def test_a_sweep_writes_everything(tmp_path, monkeypatch):
         assert any(called in event.get("name", "") for event in events)
 
 
-def test_a_file_of_something_else_is_left_as_it_is(tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_text('{"rows": 5}')
-    with pytest.raises(ValueError, match="is not a list of rows"):
-        rows.add_to_file(path, [{"us": 1}])
-    assert path.read_text() == '{"rows": 5}'
-
-
-def test_a_file_without_rows_or_speeds_is_one_sentence(tmp_path):
+def test_a_file_without_rows_or_speeds_is_one_sentence_and_left_as_it_is(tmp_path):
     path = tmp_path / "some.json"
     for content, says in (
         (None, "No such file"),
         ("{", "Expecting property name"),
-        ('{"traceEvents": []}', "is not a list of rows"),
-        (
-            '[{"arm": "golden", "seed": 0}]',
-            "it has no speeds over eager: `model`, `op` and `sweep`",
-        ),
+        ('[{"arm": "golden"}]', "it has no speeds over eager: `model`, `op` and `sweep`"),
+        ('{"rows": 5}', "is not a list of rows"),
     ):
         if content is not None:
             path.write_text(content)
@@ -142,7 +122,10 @@ def test_a_file_without_rows_or_speeds_is_one_sentence(tmp_path):
             main(["plot", str(path)])
         assert str(caught.value).startswith("normplug.bench plot: ")
         assert str(path) in str(caught.value)
+    with pytest.raises(ValueError, match="is not a list of rows"):
+        rows.add_to_file(path, [{"us": 1}])
     assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == '{"rows": 5}'
 
 
 def test_calls_take_turns_and_each_round_starts_with_another():
@@ -150,7 +133,9 @@ def test_calls_take_turns_and_each_round_starts_with_another():
     turns = {name: lambda name=name: made.append(name) or [len(made)] for name in "ab"}
     found = timing.in_turns("us", turns, 3)
     assert "".join(made) == "abbaab"
-    assert (found["a"]["us"], found["b"]["us"]) == (4, 3)
+    spread = {"us": 4, "us_p20": pytest.approx(2.2), "us_p80": pytest.approx(4.6), "best_us": 1}
+    assert found["a"] == spread
+    assert found["b"]["us"] == 3
 
 
 def test_the_gpu_sleeps_while_the_host_queues_a_call(monkeypatch):
@@ -168,11 +153,6 @@ def test_the_gpu_sleeps_while_the_host_queues_a_call(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.testing", module)
     assert timing.gpu_stopwatch(lambda: None)() == [250.0]
     assert slept == [2000 * (50 + 2 * 30)]
-
-
-def test_the_spread_is_of_the_middle_three_fifths():
-    found = timing.spread("us", [float(n) for n in range(1, 12)])
-    assert found == {"us": 6.0, "us_p20": 3.0, "us_p80": 9.0, "best_us": 1.0}
 
 
 @pytest.mark.gpu

@@ -208,12 +208,8 @@ def test_a_run_over_gpus_that_fails_has_a_row_with_its_error(tmp_path, capsys):
 
 def test_a_picture_has_the_runs_that_have_finished(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [
-        {"gpus": n, "batch": 512 * n, "graph": g, "images_per_s": 10.0 * n}
-        for n in (1, 2)
-        for g in (False, True)
-    ]
-    rows.append(rows[0] | {"batch": 1024})
+    done = {"gpus": 1, "batch": 512, "images_per_s": 10.0}
+    rows = [done | {"graph": True}, done | {"graph": False}, done | {"batch": 1024}]
     path, picture = tmp_path / "rows.json", tmp_path / "ddp.png"
     path.write_text(json.dumps([*rows, {"gpus": 4, "graph": True, "error": "it failed"}]))
     ddp.main(["--json", str(path), "--plot", str(picture)])
