@@ -71,21 +71,19 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     import pandas
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5, 3.5), layout="constrained")
-    axes = figure.add_subplot(
-        xlabel="GPUs", ylabel="images per second", title="ResNet-18, CIFAR-10, 512 images per GPU"
-    )
     done = pandas.DataFrame([row for row in rows if "error" not in row])
     done = done[done.batch == 512 * done.gpus]
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axes = figure.add_subplot(title="ResNet-18, CIFAR-10, 512 images per GPU")
     for graph, runs in done.groupby("graph"):
         name, colour = ("CUDA graphs", "tab:blue") if graph else ("no graphs", "tab:grey")
-        middle = runs.groupby("gpus").images_per_s.median()
-        axes.plot(middle.index, middle, color=colour, label=name)
         axes.plot(runs.gpus, runs.images_per_s, ".", color=colour)
-        ideal = middle.iloc[0] * middle.index / middle.index[0]
-        axes.plot(middle.index, ideal, ":", color=colour, label=f"{name}, in proportion")
-    axes.set(xticks=sorted(set(done.gpus)), ylim=(0, None))
-    axes.legend()
+        middle = runs.groupby("gpus").images_per_s.median()
+        middle.plot(ax=axes, color=colour, label=name, legend=True)
+        ideal = middle.iloc[0] / middle.index[0] * middle.index.to_series()
+        ideal.plot(ax=axes, style=":", color=colour)
+    axes.set(xticks=sorted(set(done.gpus)), ylim=(0, None), xlabel="GPUs; dotted: in proportion")
+    axes.set_ylabel("images per second")
     figure.savefig(path, dpi=150)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import rivals
 import script
-from normplug.bench.op import cases, measure_op, usual_providers
+from normplug.bench.op import PROVIDERS, cases, measure_op
 from normplug.bench.rows import Rows
 
 BATCH_NORMS = ("batch_norm", "batch_norm_relu", "batch_norm_add_relu")
@@ -42,11 +42,11 @@ SUITES = {
     "headline": [
         *cases(["batch_norm"], HEADLINE, HALF),
         *cases(["batch_norm"], HEADLINE[:1], ["float32"]),
-        *cases(BATCH_NORMS[1:], FUSED, HALF, ["NHWC"]),
+        *cases(BATCH_NORMS[1:], FUSED, HALF),
         *cases(["layer_norm"], [*WIDTHS, VIT, (512, 8192)], BOTH),
         *cases(["add_layer_norm"], [VIT, (8192, 4096)], HALF),
     ],
-    "float32-float64": cases(BATCH_NORMS, PLAIN, ["float32", "float64"], ["NC", "NCHW"]),
+    "float32-float64": cases(BATCH_NORMS, PLAIN, ["float32", "float64"]),
     "small": [
         *cases(BATCH_NORMS, SMALL, BOTH),
         *cases(["layer_norm", "add_layer_norm"], SMALL_ROWS, BOTH),
@@ -55,12 +55,12 @@ SUITES = {
         *cases(["rms_norm"], [(4096, 4096), (4096, 8192), VIT, HEADS], HALF),
         *cases(["add_rms_norm"], [(8192, 4096)], HALF),
         *cases(["group_norm", "group_norm_silu"], UNET, HALF),
-        *cases(["instance_norm"], [VOLUME], HALF, ["NHWC"]),
+        *cases(["instance_norm"], [VOLUME], HALF),
     ],
-    # BatchNorm where eager runs cuDNN's kernels.
+    # In float16 and channels_last, eager runs cuDNN's BatchNorm.
     "cudnn": [
-        *cases(["batch_norm"], HEADLINE, ["float16"], ["NHWC"]),
-        *cases(BATCH_NORMS[1:], FUSED, ["float16"], ["NHWC"]),
+        *cases(["batch_norm"], HEADLINE, ["float16"]),
+        *cases(BATCH_NORMS[1:], FUSED, ["float16"]),
     ],
 }
 OPTIONS = {
@@ -76,7 +76,7 @@ def measure(a: Namespace) -> Iterator[Rows]:
     if not found:
         raise SystemExit(f"no case of suite {a.suite} has {a.only!r} in its name")
     for case in found:
-        providers = usual_providers("golden") | rivals.of(case.op)
+        providers = PROVIDERS | rivals.of(case.op)
         chosen = {name: providers[name] for name in a.provider or providers if name in providers}
         yield measure_op(case, a.device, providers=chosen)
 

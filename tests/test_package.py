@@ -103,6 +103,15 @@ assert not torch.cuda.is_initialized()
     assert done.returncode == 0, done.stderr
 
 
+def test_training_imports_no_other_tool():
+    pytest.importorskip("torchvision")
+    done = forked("import sys, train; print([name for name in sys.modules if 'normplug.' in name])")
+    assert done.returncode == 0, done.stderr
+    assert "normplug.experiment.run" in done.stdout
+    for name in ("normplug.compare", "normplug.bench", "normplug.experiment.compare"):
+        assert name not in done.stdout
+
+
 def test_without_triton_every_norm_trains_and_a_call_for_the_kernels_is_refused():
     code = """
 import torch, normplug

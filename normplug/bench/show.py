@@ -6,22 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from normplug._results import replace_file
 from normplug.bench.rows import ORIGIN, Row
 
 CASE = ("model", "batch", "op", "direction", "layout", "shape", "dtype")
-HATCHES = ("", "///", "...", "xx", "--", "++", "oo")
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.")  # distinct without colour, too
 
 
-def pivot(found: pd.DataFrame, series: str, values: str, how: str = "median") -> pd.DataFrame:
-    """A line for each case, and a column for each arm or provider, in the order of the rows."""
+def pivot(found: pd.DataFrame, values: str) -> pd.DataFrame:
+    """The medians of a field: a line for each case, a column for each arm or provider."""
     case = [key for key in CASE if key in found and found[key].notna().all()] or ["device"]
-    wide = found.pivot_table(values, case, series, aggfunc=how, sort=False)
-    return wide.reindex(found.set_index(case).index.unique())
+    series = "arm" if "arm" in found else "provider"
+    wide = found.pivot_table(values, case, series, aggfunc="median", sort=False)
+    return wide[[name for name in found[series].unique() if name in wide]]
 
 
 def draw(rows: Sequence[Row], path: Path, title: str | None = None) -> None:
@@ -65,16 +64,11 @@ def _draw_widths(figure: Figure, found: pd.DataFrame) -> None:
 
 def _draw_speeds(figure: Figure, found: pd.DataFrame) -> None:
     """A group of bars for each case."""
-    faster = pivot(found, "arm" if "arm" in found else "provider", "over_eager")
-    faster = faster.drop(columns="eager", errors="ignore")
+    faster = pivot(found, "over_eager").drop(columns="eager", errors="ignore")
     faster.index = [", ".join(map(str, case)) for case in faster.index.to_flat_index()]
     figure.set_size_inches(9, 1.5 + 0.17 * faster.size)
-    axes: Axes = faster.plot.barh(ax=figure.subplots(), width=0.8)
-    for bars, hatch in zip(axes.containers, HATCHES, strict=False):
-        for bar in bars:
-            bar.set(hatch=hatch, edgecolor="white", linewidth=0)
+    axes = faster.plot.barh(ax=figure.subplots(), width=0.8)
     axes.invert_yaxis()
     axes.set(xlabel="speed over eager, of the medians")
     axes.axvline(1, color="black", linestyle="--", linewidth=0.8)
     axes.grid(axis="x", alpha=0.3)
-    axes.legend()  # with the hatches
