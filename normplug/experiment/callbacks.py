@@ -1,4 +1,4 @@
-"""What a run prints, and the time of its steps."""
+"""What a run prints, the time of its steps, and how its checkpoints are written."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from normplug._results import replace_file
 from normplug.experiment.errors import WHO
 from normplug.lightning import VarianceLogger
 
@@ -138,3 +141,24 @@ def variance_lines(trainer: Trainer) -> dict[str, str]:
             f"({off.layer}); all in {logger.path}"
         )
     return lines
+
+
+def save(content: Any, path: Path) -> None:
+    """`torch.save`; a kill or a full disk during the write leaves the file that was there.
+
+    Lightning itself would write to the system's temporary directory first.
+    """
+    with replace_file(path) as part, part.open("wb") as file:
+        torch.save(content, file)
+
+
+class Checkpoints(TorchCheckpointIO):
+    """Write checkpoints by `save`; load only tensors and plain values."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        """Write `checkpoint` to `path`."""
+        save(checkpoint, Path(path))
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read `path` on the host."""
+        return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,8 +1,4 @@
-"""Check a composed configuration before a run does anything, and name arms and directories.
-
-`Config` has the type of each key that train.py reads. Data and models check their own arguments
-(`checked`). `errors.user_sentence` makes one sentence of each mistake.
-"""
+"""Check a composed configuration before a run does anything, and name arms and directories."""
 
 from __future__ import annotations
 
@@ -56,7 +52,7 @@ class OptimizerKeys(TypedDict, total=False):
 
 
 class Config(TypedDict):
-    """The keys of configs/train.yaml, which explains them."""
+    """The keys of configs/train.yaml, which explains them. Data and models are `checked`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     mode: Any
@@ -84,13 +80,11 @@ class Config(TypedDict):
     logger: NotRequired[Group]
 
 
-def check(cfg: DictConfig) -> None:
+def check(cfg: DictConfig, fuses: bool) -> None:
     """Refuse a configuration that cannot run, or that asks for something without effect.
 
-    Raises:
-        UserError: names the key, the rule, the value and a way out.
-        OmegaConfBaseException: a value is missing, or its interpolation fails.
-        InstantiationException: the optimizer refuses its settings.
+    `fuses`: whether the run fuses its swapped norms. `errors.user_sentence` makes one sentence of
+    what this raises.
     """
     values = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     try:
@@ -117,17 +111,18 @@ def check(cfg: DictConfig) -> None:
         )
     if not cfg.train and cfg.ckpt_path is None:
         raise UserError(f"{WHO}: train=false only tests a checkpoint. Set ckpt_path=FILE.")
+    if cfg.recompute and cfg.mode != BASELINE and (cfg.compile or not fuses):
+        raise UserError(
+            f"{WHO}: recompute=true is for fused norms (fuse=true, or null on a GPU) without "
+            "compile=true: the compiler decides by itself what to recompute."
+        )
     matrix, bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((1, 1), (1,)))
     groups = [{"params": [matrix]}, {"params": [bias], "weight_decay": 0.0}]
     instantiate(cfg.optimizer, groups, _convert_="all", _partial_=False)
 
 
 def mode_of(mode: str | float) -> normplug.NormMode | ByDepth:
-    """Convert a value of the key `mode` to a mode of `normplug.swap`.
-
-    Raises:
-        ValueError: it is neither a mode nor one of `BY_DEPTH`.
-    """
+    """Convert a value of the key `mode` to a mode of `normplug.swap`."""
     if isinstance(mode, str) and mode in BY_DEPTH:
         return normplug.by_depth(BY_DEPTH[mode])
     return normplug.NormMode(mode)

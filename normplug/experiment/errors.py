@@ -28,12 +28,7 @@ class UserError(CompactHydraException):
 
 
 def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str | None:
-    """Return the message for the user; None if the error is a bug, which needs its traceback.
-
-    Args:
-        error: what a run, or Hydra before it, has raised.
-        checkpoint: the checkpoint that the run resumes from.
-    """
+    """Return the message for the user; None if the error is a bug, which needs its traceback."""
     cause: BaseException | None = error
     while cause is not None:  # the errors that Python's traceback shows
         # A worker of a DataLoader sends its traceback, which ends in the message.
@@ -51,8 +46,6 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
     if isinstance(error, InstantiationException):
         return _building_sentence(error)
     if isinstance(error, (HydraException, OmegaConfBaseException)):
-        # An error inside an interpolation is only in the text of the error that it causes.
-        own = re.search(r"normplug\.experiment: .*", str(error))
         text = re.sub(r" full_key: (\S+)( object_type=\w+)?", r" (\1)", one_line(error))
         if unknown := re.match(r"Could not override '([\w.]+)'", text):
             from normplug.experiment.config import Config  # which imports this file
@@ -60,7 +53,7 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
             near = difflib.get_close_matches(unknown[1], Config.__annotations__, 1, cutoff=0.7)
             advice = f"Did you mean {near[0]}?" if near else SEE_HELP
             return f"{WHO}: {unknown[1]} is not a key of the configuration. {advice}"
-        return own[0] if own else f"{WHO}: {text}. {SEE_HELP}"
+        return f"{WHO}: {text}. {SEE_HELP}"
     frames = traceback.extract_tb(error.__traceback__)
     if checkpoint and any(f.filename.endswith("checkpoint_connector.py") for f in frames):
         why = one_line(error).split(". ")[0][:200]  # what follows is advice for another program
@@ -85,12 +78,7 @@ def _building_sentence(error: InstantiationException) -> str:
 
 
 def broken_rule(error: ValidationError, group: str = "") -> str:
-    """Return the message for the first value that pydantic refuses.
-
-    Args:
-        error: what pydantic raised.
-        group: the key of the object that has the values; "" for the whole configuration.
-    """
+    """Return the message for the first value that pydantic refuses; `group` has the value."""
     errors = error.errors()
     first = errors[0]
     if first["type"].startswith(("unexpected", "missing", "extra")):

@@ -16,11 +16,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from normplug.experiment.errors import user_sentence
-from normplug.experiment.measure import REFUSAL
 
 # The packed copy of a wheel, or the directory of a checkout.
 PACKED, CHECKOUT = (Path(__file__).with_name("configs"), Path(__file__).parents[2] / "configs")
 CONFIGS = str(PACKED if PACKED.is_dir() else CHECKOUT)
+SHOWS_ALL = "HYDRA_FULL_ERROR" in os.environ  # Hydra's setting for whole tracebacks
 
 
 def command(application: Callable[[], Any]) -> Callable[[], Any]:
@@ -40,19 +40,15 @@ def command(application: Callable[[], Any]) -> Callable[[], Any]:
             f"{key}=[]" if key in groups and value == "null" else f"{key}{sign}{value}"
             for key, sign, value in given
         ]
-        shows_all = "HYDRA_FULL_ERROR" in os.environ
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
         try:
             return application()
         except Exception as error:
             sentence = user_sentence(error)
-            if sentence is None or shows_all:
+            if sentence is None or SHOWS_ALL:
                 raise
             print(sentence, file=sys.stderr)
             sys.exit(1)
-        finally:
-            if not shows_all:
-                del os.environ["HYDRA_FULL_ERROR"]
 
     return wrapper
 
@@ -70,9 +66,5 @@ class CompareArms(Callback):
         """Print the table; exit with the comparison's code if a run has not finished."""
         from normplug.experiment.compare import main  # which training need not import
 
-        root = Path(config.hydra.sweep.dir)
-        code = main([str(root)])
-        for refusal in root.rglob(REFUSAL):  # of this sweep; the results beside them stay valid
-            refusal.unlink()
-        if code:
+        if code := main([str(config.hydra.sweep.dir)]):
             sys.exit(code)

@@ -10,7 +10,7 @@ import torch
 import train
 from forks import forked
 from normplug.experiment.learner import Classifier
-from normplug.experiment.resume import LAST
+from normplug.experiment.run import LAST
 from training import GOLDEN, PLAIN, SMALL, SWEEP, one_thread, result_of, run_in, variance_rows
 
 TINY = [*SWEEP, PLAIN]  # no variance

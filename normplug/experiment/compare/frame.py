@@ -14,7 +14,7 @@ import pandas as pd
 from pydantic import BaseModel, TypeAdapter
 
 from normplug._results import write_file
-from normplug.experiment.measure import REFUSAL, RESULT, VARIANCE, Measure
+from normplug.experiment.measure import RESULT, VARIANCE, Measure
 
 QUANTITIES = ["target_variance", "input_variance", "output_variance", "affine_variance"]
 STEPS_KEPT, DIGITS_KEPT = 8, 3  # of a variance.csv in a collected file
@@ -115,13 +115,11 @@ def _collected(path: Path) -> Sequence[dict[str, Any]]:
 
 
 def _read(path: Path, source: Path) -> dict[str, Any]:
-    """Read a `result.json`; a run that the latest sweep refused to use counts as failed."""
+    """Read a `result.json`."""
     values = TypeAdapter(dict[str, Any]).validate_json(path.read_bytes())
     values = {"run": path.parent.relative_to(source).as_posix()} | values
     if (variances := path.with_name(VARIANCE)).is_file():
         values["variances"] = variances
-    if (refusal := path.with_name(REFUSAL)).is_file():
-        values |= {"status": "failed", "error": refusal.read_text(encoding="utf-8")}
     return values
 
 
