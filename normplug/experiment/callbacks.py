@@ -18,10 +18,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from normplug._results import replace_file
-from normplug.experiment.errors import WHO
+from normplug.experiment.config import WHO
 from normplug.lightning import VarianceLogger
 
-WARM_UP_STEPS = 5
 TIMED_STEPS = 1000  # the most steps that are timed: the latest
 ASKED_STEPS = 50  # training steps between two checks for a SIGTERM
 
@@ -59,14 +58,13 @@ class StepTimer(Callback):
     """Time the latest training steps, from one start to the next; on a GPU, with CUDA events.
 
     Lightning's `ThroughputMonitor` waits for the GPU in every step, and gives means. Here the host
-    does not wait before the fit ends. The first steps of the run, the last step of each epoch and
-    the steps that a `VarianceLogger` measures do not count.
+    does not wait before the fit ends, and the few steps that warm up or measure variances do not
+    move the median. The last step of each epoch does not count.
     """
 
     def __init__(self) -> None:
         self._gpu = False
-        self._seen = 0  # steps so far
-        self._start: Any = None  # of the previous step, if it counts
+        self._start: Any = None  # of the previous step in this epoch
         self._steps: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)
 
     def on_fit_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -87,9 +85,7 @@ class StepTimer(Callback):
             now.record()
         if self._start is not None:
             self._steps.append((self._start, now))
-        self._seen += 1
-        counts = self._seen > WARM_UP_STEPS and not is_measured(trainer, trainer.global_step)
-        self._start = now if counts else None
+        self._start = now
 
     def median_ms(self) -> float | None:
         """The median duration of a step; None if no step was timed."""

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from normplug._ops import peers
-from normplug.experiment.errors import WHO, UserError
+from normplug.experiment.config import WHO, UserError
 from normplug.modules import SyncBatchNorm
 
 Loss = Callable[[Tensor, Tensor], Tensor]

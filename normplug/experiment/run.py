@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
@@ -41,13 +42,11 @@ from normplug.experiment.callbacks import (
     variance_lines,
     variance_loggers,
 )
-from normplug.experiment.config import arm_name, check
+from normplug.experiment.config import PLACE, WHO, UserError, arm_name, check, user_sentence
 from normplug.experiment.data import Source
-from normplug.experiment.errors import PLACE, WHO, UserError, user_sentence
 from normplug.experiment.graph import refuse_graph
 from normplug.experiment.learner import Diverged, Learner
 from normplug.experiment.measure import METRICS, RESULT, VARIANCE, Measure
-from normplug.experiment.sweep import is_sweep
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
@@ -70,6 +69,11 @@ QUIET = (
 )
 
 write = rank_zero_only(write_file)
+
+
+def is_sweep() -> bool:
+    """Whether this run is part of a sweep (`-m`)."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def task(train: Callable[[DictConfig, Run], None]) -> Callable[[DictConfig], float | None]:
@@ -238,15 +242,13 @@ class Run:
     def begin(self, trainer: Trainer) -> str | None:
         """Record that the run trains now; return the checkpoint that it resumes from or tests.
 
-        If this same run was interrupted or killed here, it is that run's last one, unless
-        `ckpt_path` names another of this directory. Otherwise it is `ckpt_path`. What the run would
-        overwrite is moved to `former/1`, `former/2`, ...: the files of another run, or the metrics
-        of the run that is resumed.
+        If this same run has begun here, it is that run's last one, unless `ckpt_path` names another
+        of this directory. Otherwise it is `ckpt_path`. What the run would overwrite is moved to
+        `former/1`, `former/2`, ...: another run's files, or the metrics of the run that is resumed.
         """
         self.checkpoint, last = self._given(), self.directory / LAST
         continues = self.checkpoint and self.checkpoint.resolve().parent == last.resolve().parent
-        was_cut_short = self._former().get("status") in ("running", "interrupted")
-        if not continues and was_cut_short and last.is_file() and self._has_same_config():
+        if not continues and last.is_file() and self._has_same_config():
             self.checkpoint = continues = last
         self._set_aside([METRICS] if continues else PRODUCTS)
         write(self.directory / CONFIG, self._config())

@@ -16,7 +16,7 @@ from accuracy import assert_same_bits
 from normplug import SyncBatchNorm
 from normplug._ops import peers
 from normplug.experiment.callbacks import is_measured
-from normplug.experiment.errors import UserError
+from normplug.experiment.config import UserError
 from normplug.experiment.graph import GraphedLoss, refuse_graph
 from normplug.lightning import VarianceLogger, heat_map
 from sync_cases import ran

@@ -25,7 +25,7 @@ from normplug.experiment.compare import main as compare_arms
 from normplug.experiment.config import BY_DEPTH, arm_name, mode_of
 from normplug.experiment.learner import decay_groups, make_scheduler
 from normplug.experiment.models import GPT, resnet, scale_norm_weights, vit
-from normplug.experiment.sweep import CONFIGS
+from normplug.experiment.train import CONFIGS
 from training import (
     PLAIN,
     SMALL,
