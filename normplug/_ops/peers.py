@@ -175,11 +175,6 @@ def of(group: Any, device: torch.device) -> Peers | None:
     return found.peers
 
 
-def why_collectives(group: Any, device: torch.device) -> str:
-    """Why `of` has returned None."""
-    return _agreements[group, device].why
-
-
 def _agree(group: Any, device: torch.device) -> _Agreement:
     if device.type != "cuda":
         return _Agreement(None, f"the tensors are on {device.type}")

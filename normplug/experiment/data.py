@@ -24,9 +24,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_datas
 from torchvision.transforms.v2 import functional as v2
 from typing_extensions import TypedDict  # pydantic cannot read Python's before 3.12
 
-from normplug.experiment.config import Count, Natural, Number, Seed
-from normplug.experiment.errors import WHO, UserError
-from normplug.experiment.resume import save
+from normplug.experiment.callbacks import save
+from normplug.experiment.config import WHO, Count, Natural, Number, Seed, UserError
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 STRICT = ConfigDict(strict=True, extra="forbid")  # of the arguments of data

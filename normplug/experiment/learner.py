@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
 from normplug.experiment.callbacks import is_measured, say
+from normplug.experiment.config import WHO
 from normplug.experiment.data import MODEL, Batch, stream_seed
-from normplug.experiment.errors import WHO
 from normplug.experiment.graph import GraphedLoss
 from normplug.experiment.measure import ACCURACY, Measure
 

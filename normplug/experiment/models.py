@@ -16,8 +16,7 @@ from torchvision.models import VisionTransformer, get_model
 import normplug
 from normplug._checks import needs
 from normplug._swap.inventory import Filters
-from normplug.experiment.config import Count, Fraction, checked, mode_of
-from normplug.experiment.errors import WHO
+from normplug.experiment.config import WHO, Count, Fraction, checked, mode_of
 
 SMALL_IMAGE = 64  # pixels; up to here, an ImageNet stem (stride 4) would discard too much
 

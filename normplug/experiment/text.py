@@ -16,9 +16,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from normplug.experiment.config import Count, Positive
+from normplug.experiment.config import WHO, Count, Positive, UserError
 from normplug.experiment.data import STRICT, Batch, Part, Source
-from normplug.experiment.errors import WHO, UserError
 from normplug.experiment.learner import Learner
 from normplug.experiment.measure import Measure
 from normplug.experiment.models import GPT, Block

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
 from torch import nn
 
+from normplug.experiment.config import UserError, user_sentence
 from normplug.experiment.data import (
     Digits,
     Fake,
@@ -28,9 +29,8 @@ from normplug.experiment.data import (
     decode,
     stream_seed,
 )
-from normplug.experiment.errors import UserError, user_sentence
-from normplug.experiment.sweep import CONFIGS
 from normplug.experiment.text import Text
+from normplug.experiment.train import CONFIGS
 
 SIZE = 6  # of the images in `tree`
 

@@ -25,8 +25,17 @@ from normplug.experiment.compare import main as compare_arms
 from normplug.experiment.config import BY_DEPTH, arm_name, mode_of
 from normplug.experiment.learner import decay_groups, make_scheduler
 from normplug.experiment.models import GPT, resnet, scale_norm_weights, vit
-from normplug.experiment.sweep import CONFIGS
-from training import PLAIN, SMALL, SWEEP, TWO_PROCESSES, output_in, results, variance_rows
+from normplug.experiment.train import CONFIGS
+from training import (
+    PLAIN,
+    SMALL,
+    SWEEP,
+    TWO_PROCESSES,
+    output_in,
+    result_of,
+    results,
+    variance_rows,
+)
 
 TINY = [*SMALL, "data.num_images=400", "trainer.max_epochs=2"]
 
@@ -40,20 +49,9 @@ def composed(*overrides):
         return compose("train", [*overrides])
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(
-            [f"model={model}"]
-            for model in choices("model")
-            if model not in ("timm", "hf_causal_lm")
-        ),
-        *(["model=vit_tiny", f"optimizer={name}"] for name in choices("optimizer")),
-    ],
-    ids=str,
-)
-def test_every_model_and_every_optimizer_train_a_step(line):
-    cfg, model = composed(*line), line[0].removeprefix("model=")
+@pytest.mark.parametrize("model", sorted({*choices("model")} - {"timm", "hf_causal_lm"}))
+def test_every_model_trains_a_step(model):
+    cfg = composed(f"model={model}")
     if model.startswith("gpt"):
         net = instantiate(cfg.model, vocabulary=7, block_size=9, depth=2, width=32)
         x, shape = torch.randint(7, (2, 5)), (2, 5, 7)
@@ -98,13 +96,9 @@ def test_the_command_line_wins_over_what_a_model_or_an_experiment_chooses():
 def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     output = trains(*TINY, "mode=golden", "seed=0", "logger=tensorboard", draws=True)
     (result,) = results(tmp_path)
-    assert result.keys() >= {
-        *("test_accuracy", "step_ms", "hardware", "date", "measure"),
-        *("norms_fused", "recompute", "channels_last", "graph"),
-    }
+    assert result.keys() >= {"hardware", "date", "commit", "norms_fused", "recompute", "graph"}
     named = {"arm": "golden", "seed": 0, "model": "vit_tiny", "data": "fake", "status": "finished"}
-    assert result.items() >= named.items()
-    assert result["norms_swapped"] == 9
+    assert result.items() >= (named | {"norms_swapped": 9}).items()
     assert result["input_variances"].keys() == result["target_variances"].keys()
     assert all(variance > 0 for variance in result["input_variances"].values())
     assert len(result["accuracy_by_epoch"]) == 2
@@ -167,8 +161,7 @@ def test_a_sweep_skips_what_is_done_and_refuses_what_has_changed(sweep, monkeypa
     code, output = again("warmup=0.3", "-m")
     assert code == 1
     assert "skipped: " not in output
-    assert "golden, seed 0: failed: normplug.experiment: " in output
-    assert "holds a finished run with another config.yaml. Name this one: study=NAME" in output
+    assert "seed_0 holds a finished run with another config.yaml. Name this one: study=" in output
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
@@ -208,15 +201,14 @@ def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(trains
         assert len(list(tmp_path.rglob(f"{arm}/seed_0/result.json"))) == 1
 
 
-def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path, monkeypatch):
+def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path):
     options = ["experiment=[smoke,rates]", "model=vit_tiny", *SMALL[2:], "callbacks=minimal"]
     rates = ["optimizer.lr=1e-3,4e-3", "study=rates", "seed=1", "tag=t"]
     trains(*options, *rates, "mode=standard,golden", "-m")
     sweeps, lines, runs = tmp_path / "logs/sweeps", tmp_path / "best.txt", tmp_path / "chosen.json"
     places = {path.parts[-3] for path in sweeps.rglob("result.json")}
     assert places == {"lr_0.001", "lr_0.004"}
-    found = sorted(results(sweeps), key=lambda result: result["learning_rate"])
-
+    found = results(sweeps)
     assert compare_arms([str(sweeps / "rates"), "--best", str(lines)]) == 0
     for arm, line in zip(("golden", "standard"), lines.read_text().splitlines(), strict=True):
         best = max(
@@ -247,13 +239,9 @@ def test_a_sweep_of_language_models_is_compared_by_its_losses(trains, tmp_path):
     baseline, golden, standard = results(tmp_path)
     assert standard["loss_by_epoch"] == baseline["loss_by_epoch"]
     assert standard["test_loss"] == baseline["test_loss"] != golden["test_loss"]
-    assert golden.keys() >= {"test_loss", "tokens_per_s", "text_sha256"}
-    assert golden["measure"] == {
-        "name": "loss",
-        "unit": "nats/byte",
-        "better": "lower",
-        "items": "tokens",
-    }
+    assert len(golden["text_sha256"]) == 64
+    measure = {"name": "loss", "unit": "nats/byte", "better": "lower", "items": "tokens"}
+    assert golden["measure"] == measure
     drop = golden["block_drop"]
     assert drop["tokens"] == 992  # the 62 whole blocks of a tenth of the text
     assert drop["loss"] == pytest.approx(golden["test_loss"], rel=1e-3)
@@ -312,15 +300,14 @@ def test_a_scaled_start_is_of_the_layers_that_write_to_the_residual_stream():
 
 def test_a_debug_run_takes_five_steps_an_epoch_of_any_model(trains, tmp_path):
     debug = ["trainer=debug", "data=fake", "data.image_size=8", "trainer.max_epochs=2"]
-    trains(*debug, "model=vit_tiny", PLAIN)
-    (result,) = results(tmp_path)
-    assert (result["epochs"], len(losses(next(tmp_path.rglob("result.json")).parent))) == (2, 10)
+    trains(*debug, "model=vit_tiny", PLAIN, f"hydra.run.dir={tmp_path}")
+    assert len(losses(tmp_path)) == 10
 
 
 BOTH = """
 import os, train
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from normplug.experiment.resume import rank_zero_only
+from normplug.experiment.run import rank_zero_only
 
 os.environ["MASTER_PORT"] = str(find_free_network_port())
 first = os.fork()
@@ -384,46 +371,23 @@ def test_the_learning_rate_rises_to_its_value_and_falls(schedule, warmup, steps)
 
 
 def test_arms_have_names_that_tell_them_apart():
-    assert arm_name("baseline") == "baseline"
-    assert arm_name(1) == "standard"
-    assert arm_name(0.5) == "0.5"
+    assert [arm_name(mode) for mode in ("baseline", 1, 0.5)] == ["baseline", "standard", "0.5"]
     assert arm_name("standard", 0.786) == "standard-gamma0_0.786"
-    assert arm_name("standard", "inverse_depth") == "standard-gamma0_inverse_depth"
-    assert arm_name("golden", tag="lr0.1") == "golden-lr0.1"
+    assert arm_name("standard", "inverse_depth", tag="t") == "standard-gamma0_inverse_depth-t"
 
 
-@pytest.mark.parametrize("filters", [{}, {"include": "layer*", "exclude": ["*.bn2"]}])
-def test_gamma0_starts_as_the_mode_whose_root_it_is(filters):
-    torch.manual_seed(0)
-    swapped = resnet("resnet18", num_classes=4, image_size=16)
-    scaled = copy.deepcopy(swapped)
-    normplug.swap(swapped, "golden", **filters)
-    scale_norm_weights(scaled, normplug.target_variance("golden") ** 0.5, **filters)
-    x = torch.randn(4, 3, 16, 16)
-    torch.testing.assert_close(swapped(x), scaled(x))
-
-
-@pytest.mark.parametrize("schedule", BY_DEPTH)
-def test_gamma0_by_depth_starts_as_the_mode_by_depth(schedule):
+@pytest.mark.parametrize("mode", ["golden", *BY_DEPTH])
+@pytest.mark.parametrize("filters", [{}, {"include": "blocks.*", "exclude": ["*.norm_2"]}])
+def test_gamma0_starts_as_the_mode_whose_root_it_is(mode, filters):
     torch.manual_seed(0)
     swapped = GPT(vocabulary=5, block_size=8, depth=3, width=16)
     scaled = copy.deepcopy(swapped)
-    normplug.swap(swapped, mode_of(schedule))
-    scale_norm_weights(scaled, schedule)
+    normplug.swap(swapped, mode_of(mode), **filters)
+    gamma0 = normplug.target_variance(mode) ** 0.5 if mode == "golden" else mode
+    scale_norm_weights(scaled, gamma0, **filters)
     tokens = torch.randint(5, (2, 8))
     torch.testing.assert_close(scaled(tokens), swapped(tokens))
     assert type(scaled.norm) is torch.nn.LayerNorm
-    assert scaled.norm.weight.unique().tolist() == [1.0]
-
-
-def test_the_transformer_validates_with_the_norms_that_it_trains():
-    net = normplug.swap(vit(num_classes=4, image_size=8), "golden")
-    x = torch.randn(3, 3, 8, 8)
-    trained = net.train()(x)
-    with torch.no_grad():
-        torch.testing.assert_close(net.eval()(x), trained)
-        normplug.set_mode(net, "standard")
-        assert not torch.allclose(net(x), trained)
 
 
 def test_stems_and_patches_suit_the_image():
@@ -440,13 +404,12 @@ def test_stems_and_patches_suit_the_image():
 @pytest.mark.parametrize(("model", "fused"), [("resnet18", 17), ("vit_tiny", 8)])
 def test_a_fused_run_in_channels_last_gives_the_same_accuracy(trains, tmp_path, model, fused):
     tiny = [*SMALL, f"model={model}", "channels_last=true", "callbacks=minimal"]
+    curves = []
     for fuse in (True, False):
         output = trains(*tiny, f"fuse={fuse}", f"hydra.run.dir={tmp_path}/{fuse}")
         assert f"swapped, {fused if fuse else 0} fused" in output
-    (one,), (other,) = results(tmp_path / "True"), results(tmp_path / "False")
-    assert (one["norms_fused"], other["norms_fused"]) == (fused, 0)
-    assert one["channels_last"] is True
-    assert one["accuracy_by_epoch"] == other["accuracy_by_epoch"]
+        curves.append(result_of(tmp_path / str(fuse))["accuracy_by_epoch"])
+    assert curves[0] == curves[1]
 
 
 def test_outputs_are_recomputed_of_fused_norms_only(trains, refuses, tmp_path):

@@ -6,7 +6,7 @@ import torch
 from forks import forked
 from normplug.compare import compare
 from normplug.experiment.learner import Classifier
-from normplug.experiment.resume import LAST
+from normplug.experiment.run import LAST
 from training import PLAIN, SWEEP, TWO_PROCESSES, result_of, results
 
 TINY = [*SWEEP, "trainer.max_epochs=1", PLAIN]

@@ -13,7 +13,7 @@ import pandas as pd
 from pydantic import BaseModel, BeforeValidator, TypeAdapter
 
 from normplug._results import write_file
-from normplug.experiment.measure import REFUSAL, RESULT, VARIANCE, Measure
+from normplug.experiment.measure import RESULT, VARIANCE, Measure
 
 QUANTITIES = ["target_variance", "input_variance", "output_variance", "affine_variance"]
 # The folders of an absolute path in a JSON text, where a line may end in \\n.
@@ -108,15 +108,13 @@ def _collected(path: Path) -> Sequence[dict[str, Any]]:
 
 
 def _read(path: Path, source: Path) -> dict[str, Any]:
-    """Read a `result.json`; a run that the latest sweep refused to use counts as failed."""
+    """Read a `result.json`."""
     values = TypeAdapter(dict[str, Any]).validate_json(path.read_bytes())
     values = {"run": path.parent.relative_to(source).as_posix()} | values
     if (log := path.with_name(VARIANCE)).is_file():
         rows = pd.read_csv(log)
         last = rows[rows["step"] == rows["step"].max()]
         values["variances"] = {name: [last[name].tolist()] for name in QUANTITIES}
-    if (refusal := path.with_name(REFUSAL)).is_file():
-        values |= {"status": "failed", "error": refusal.read_text(encoding="utf-8")}
     return values
 
 
