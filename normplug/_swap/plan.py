@@ -175,7 +175,7 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
     if ours is not None:
         return (_convert.synchronised(ours) if sync else ours).__name__, ""
     if "Frozen" in cls.__name__:
-        return None, "frozen: it scales by constants, and measures no variance to set"
+        return None, "frozen batch norm: it uses stored statistics, so there is no variance to set"
     if cls not in _convert.REPLACEMENTS and any(map(has_tensors, module.children())):
         return None, "its scale comes from layers of its own"
     return None, _convert.why_left(module) or _subclassed(cls) or "no normplug counterpart"
