@@ -201,7 +201,7 @@ def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(trains
         assert len(list(tmp_path.rglob(f"{arm}/seed_0/result.json"))) == 1
 
 
-def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path):
+def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path, monkeypatch):
     options = ["experiment=[smoke,rates]", "model=vit_tiny", *SMALL[2:], "callbacks=minimal"]
     rates = ["optimizer.lr=1e-3,4e-3", "study=rates", "seed=1", "tag=t"]
     trains(*options, *rates, "mode=standard,golden", "-m")
