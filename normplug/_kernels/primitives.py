@@ -7,8 +7,8 @@ Sizes, such as N or ROWS, are not compiled in, so another batch size needs no ot
     X_UNITS is X / UNIT, a constant that divides it, so that the compiler sees the alignment.
 ACC: the dtype to compute in: float32, or float64 if a tensor is float64.
 EVEN: no tile has padding. WIDE: offsets need 64 bits.
-WEIGHT, BIAS, RESIDUAL: there is one, and it is needed. ACTIVATION: see `activation`.
-DX, DWEIGHT and so on: this gradient is wanted.
+WEIGHT, BIAS, INPUT_BIAS, RESIDUAL, DTOTAL: there is one, and it is needed.
+DX, DWEIGHT and so on: this gradient is wanted. ACTIVATION: see `activation`.
 root: the square root of the target variance.
 
 How the work is cut is explained in the classes of the schedules, whose attributes have the names of
