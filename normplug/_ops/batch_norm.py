@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -320,14 +321,10 @@ class BatchNormPlan(Plan):
         from normplug._kernels.batch_norm import launches, schedule
 
         x, spec = saved["x"], self.spec
-        flags = launches.Flags(
-            training=False,
-            given=True,
-            weight=self._flags.weight,
-            bias=self._flags.bias,
-            residual=self._flags.residual,
-            activation=self._flags.activation,
-        )
+        flags = replace(
+            self._flags, training=False, given=True, running=False, cumulative=False, tracked=False,
+            world=1, peers=0,
+        )  # fmt: skip
         geometry = schedule.geometry(*self._shape, 1, *self._machine)
         numbers = (0.0, spec.eps, spec.target_variance)
         launch = launches.forward_launch(geometry, x.dtype, flags, *numbers)

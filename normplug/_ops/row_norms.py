@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,7 +30,8 @@ from normplug._ops.spec import Tensors, autocast_result, others
 from normplug.reference import accumulator_dtype, rms_eps
 
 if TYPE_CHECKING:
-    from normplug._kernels.layer_norm import launches, schedule
+    from normplug._kernels.launch import Launch
+    from normplug._kernels.layer_norm import launches
     from normplug._kernels.layer_norm.launches import Spacing
 
 # Bytes of input from which torch.compile calls the operator, without and with a residual.
@@ -305,7 +306,7 @@ class LayerNormPlan(Plan):
         from normplug._kernels.layer_norm.launches import Flags
 
         super().__init__(t, spec)
-        x, residual, weight, bias, input_bias, running_mean, running_var, _ = t
+        x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
         self._dtype = x.dtype
         self._residual_dtype = None if residual is None else residual.dtype
         self._total_dtype = (
@@ -315,81 +316,77 @@ class LayerNormPlan(Plan):
         self._output_dtype = spec.output_dtype(self._total_dtype, weight_dtype)
         vectors = (t if t is None else t.dtype for t in (weight, bias, input_bias))
         self.acc = accumulator_dtype(self._total_dtype, *vectors)
-        self._shape, self._row = x.shape, spec.normalized_shape
-        self._row_dims = row_dims = len(self._row)
-        self._width = math.prod(self._row)
+        self._shape, self._row_dims = x.shape, len(spec.normalized_shape)
+        self._width = math.prod(spec.normalized_shape)
         self._rows = x.numel() // self._width
         self.has_total = self.is_recomputable = residual is not None
-        self._flags = partial(
-            Flags,
+        running = running_var is not None and (running_mean is not None or not spec.centred)
+        self._flags = Flags(
             centred=spec.centred,
             offset=float(spec.weight_offset),
             rounded=spec.rounds_to(self._total_dtype, weight_dtype),
             weight=weight is not None,
+            bias=bias is not None,
+            input_bias=input_bias is not None,
+            residual=residual is not None,
+            running=running,
+            tracked=running and tracked is not None,
+            cumulative=running and spec.momentum is None,
         )
-        self._has_bias, self._has_input_bias = bias is not None, input_bias is not None
         self._numbers = (spec.eps_of(self._total_dtype), spec.target_variance)
-        self._running = running_var is not None and (running_mean is not None or not spec.centred)
         # The widest value that a thread holds decides how a row is tiled.
         widest = max(self._total_dtype.itemsize, self._output_dtype.itemsize)
         self._itemsize = 8 if self.acc == torch.float64 else widest
         cooperative = COOPERATIVE and x.is_cuda
         self._machine = (processors(x.device), shared_memory(x.device), cooperative)
-        spacings: list[Any] = [
-            None if each is None else row_spacing(each.shape, each.stride(), row_dims)
-            for each in (x, residual)
-        ]
-        self._x_spacing, self._residual_spacing = spacings
         # Row spacing of what is normalised: x, or the total, which is allocated contiguous.
-        self._normalised = self._x_spacing if residual is None else self._width
+        self._normalised = self._width if self.has_total else self._spacing(x)
+
+    def _spacing(self, t: Tensor | None) -> Any:
+        return None if t is None else row_spacing(t.shape, t.stride(), self._row_dims)
+
+    def _forward(
+        self, flags: launches.Flags, strides: launches.Strides
+    ) -> tuple[Launch, tuple[int, int]]:
+        """The launch of a forward, and its scratch memory."""
+        from normplug._kernels.layer_norm import launches, schedule
+
+        sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
+        shape = schedule.layer_norm_forward(*sizes, flags.running, self._machine[0])
+        numbers = (0.0 if flags.given else self.spec.momentum or 0.0, *self._numbers)
+        launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
+        return launch, launches.forward_scratch(shape, flags)
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        from normplug._kernels.layer_norm import launches
+        from normplug._kernels.layer_norm.launches import Strides
 
-        spec = self.spec
-        flags = self._flags(
-            bias=self._has_bias,
-            input_bias=self._has_input_bias,
-            residual=self.has_total,
-            stats=keep,
-            running=self._running,
-            tracked=self._running and t.tracked is not None,
-            cumulative=self._running and spec.momentum is None,
-        )
-        strides = launches.Strides(self._x_spacing, residual=self._residual_spacing)
-        shape = self._forward_shape(strides, self._running)
-        numbers = (spec.momentum or 0.0, *self._numbers)
-        launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
+        strides = Strides(self._spacing(t.x), residual=self._spacing(t.residual))
+        launch, scratch = self._forward(replace(self._flags, stats=keep), strides)
         dense = (self._shape, contiguous(self._shape))
         empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
         if keep:
-            empties["stats"] = (((1 + spec.centred) * self._rows,), (1,), self.acc)
+            empties["stats"] = (((1 + self.spec.centred) * self._rows,), (1,), self.acc)
         if self.has_total:
             empties["total"] = (*dense, self._total_dtype)
+        normalised = "total" if self.has_total else "x"
         return Program(
             named(t),
             empties=empties,
             launches=[(launch, {})],
             results=("y", "total") if self.has_total else ("y",),
-            saved=(
-                "total" if self.has_total else "x",
-                "nothing",
-                "weight",
-                "bias",
-                "input_bias",
-                "stats",
-            ),
+            saved=(normalised, "nothing", "weight", "bias", "input_bias", "stats"),
             updates=RUNNING,
-            scratch=launches.forward_scratch(shape, flags),
+            scratch=scratch,
         )
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        from normplug._kernels.layer_norm import launches
+        from normplug._kernels.layer_norm.launches import Strides
 
-        flags = self._flags(bias=self._has_bias, given=True, stats=False)
-        strides = launches.Strides(self._width)  # of the total
-        shape = self._forward_shape(strides, False)
-        launch = launches.forward_launch(shape, self.acc, flags, strides, 0.0, *self._numbers)
+        flags = replace(
+            self._flags, given=True, stats=False, residual=False, running=False, tracked=False,
+            cumulative=False,
+        )  # fmt: skip
+        launch, _ = self._forward(flags, Strides(self._width))  # of the total
         return Program(
             saved,
             empties={"y": (self._shape, contiguous(self._shape), self._output_dtype)},
@@ -415,8 +412,7 @@ class LayerNormPlan(Plan):
             spacings[name] = spacing
         wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
         results = self._results("dx", needs)
-        flags = self._flags(input_bias=self._has_input_bias)
-        strides = launches.Strides(self._normalised, **spacings)
+        flags, strides = self._flags, launches.Strides(self._normalised, **spacings)
         sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
         shape = schedule.layer_norm_backward(*sizes, flags.input_bias, *self._machine)
         tv = self.spec.target_variance
@@ -448,32 +444,22 @@ class LayerNormPlan(Plan):
     ) -> Gradients:
         if not self.has_total:
             return super().composed_backward(saved, dy, None, needs)
-        through = dweight = dbias = None
-        needed = needs[0] or needs[1]  # x and the residual have the same gradient, `through`
+        either = needs[0] or needs[1]  # x and the residual have the same gradient, `through`
+        through, vectors = None, [None, None, None]
         if dy is not None:
-            both = (needed, False, *needs[2:])
-            through, _, dweight, dbias, _ = super().composed_backward(saved, dy, None, both)
-        if needed and dtotal is not None:
+            asked = (either, False, *needs[2:])
+            through, _, *vectors = super().composed_backward(saved, dy, None, asked)
+        if either and dtotal is not None:
             through = dtotal if through is None else through + dtotal
-        dx, dresidual = (
+        both = (
             through.to(dtype) if need and through is not None else None
             for need, dtype in zip(needs, (self._dtype, self._residual_dtype), strict=False)
         )
-        return dx, dresidual, dweight, dbias, None
+        return (*both, *vectors)
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, LayerNormSpec, Tensor]:
         t, spec, dy = super().composed(saved, dy)
         return t, spec._replace(eps=self._numbers[0], rounding="output"), dy
-
-    def _forward_shape(
-        self, strides: launches.Strides, running: bool
-    ) -> schedule.Rows | schedule.WideForward:
-        from normplug._kernels.layer_norm import schedule
-
-        unit = strides.unit(self._width)
-        return schedule.layer_norm_forward(
-            self._rows, self._width, unit, self._itemsize, running, self._machine[0]
-        )
 
 
 # How the rows of a tensor lie in memory, if the kernels can address them.

@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -215,37 +214,6 @@ def test_the_status_and_a_plan_say_how_a_group_is_joined(monkeypatch):
     assert text in str(normplug.native.status())
     assert text in str(plan(nn.BatchNorm1d(4), sync=True))
     assert text not in str(plan(nn.BatchNorm1d(4)))
-
-
-@pytest.mark.parametrize("capturing", [set(), {7}, {7, 8}])
-def test_an_exchange_waits_for_the_one_before_on_another_stream(capturing, monkeypatch):
-    waits, now = [], [0]  # the handle of the current stream
-
-    @contextmanager
-    def stream(other):
-        before, now[0] = now[0], other.handle
-        yield
-        now[0] = before
-
-    def of_handle(handle, device=None):
-        wait = lambda other: waits.append((other.handle, handle))  # noqa: E731
-        return SimpleNamespace(handle=handle, wait_stream=wait)
-
-    for name, stand_in in {
-        "stream": stream,
-        "ExternalStream": of_handle,
-        "default_stream": lambda device: of_handle(0),
-        "current_stream": lambda device: of_handle(now[0]),
-        "is_current_stream_capturing": lambda: now[0] in capturing,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    turn = peers._Turn(torch.device("cuda", 0))
-    for handle in (0, 0, 7, 7, 8, 0):
-        now[0] = handle
-        turn.pass_to(handle)
-    # A stream of a capture waits for streams of the capture only, and no other waits for it.
-    both = [(0, 7), (7, 8), (8, 0)]
-    assert waits == [pair for pair in both if (pair[0] in capturing) == (pair[1] in capturing)]
 
 
 def classes(model):
