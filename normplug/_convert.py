@@ -68,6 +68,8 @@ def why_left(module: nn.Module) -> str | None:
     if (ours := REPLACEMENTS.get(cls)) is not None:
         patch = "the forward of its class was replaced by other code, which a swapped layer skips"
         return patch if is_class_patched(cls) else ours._refusal(module)
+    if getattr(cls, "cls_to_become", None) in REPLACEMENTS:
+        return "it is lazy and has no shape yet: run one forward, then swap"
     why = _adapted(cls)
     return why if isinstance(why, str) else None
 
@@ -212,8 +214,6 @@ def desynchronise(module: nn.Module) -> None:
         return
     assert isinstance(module, TargetVarianceNorm)
     before: Any = module._normplug.unsynced_class
-    if not hasattr(plain_class(module), "cls_to_become"):  # a lazy layer has materialised
-        before = getattr(before, "cls_to_become", before)
     ours = REPLACEMENTS.get(before, before)
     assign_class(module, ours)
     module._set(unsynced_class=None)

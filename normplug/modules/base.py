@@ -440,13 +440,6 @@ class TargetVarianceNorm(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **named)
 
 
-def lazy(stock: type[nn.Module], ours: type[TargetVarianceNorm]) -> Any:
-    """The class of a swapped lazy layer until its first forward, which makes it one of `ours`."""
-    doc = f"`torch.nn.{stock.__name__}` after a swap, until its first forward."
-    attributes = {"__module__": ours.__module__, "__doc__": doc, "cls_to_become": ours}
-    return type(stock.__name__, (ours.__bases__[0], stock), attributes)
-
-
 def _new_root(key: tuple[float, bool]) -> Tensor | float:
     target_variance, double = key
     root = math.sqrt(target_variance)

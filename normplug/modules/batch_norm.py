@@ -13,8 +13,8 @@ from normplug._checks import as_number
 from normplug._ops import batch_norm_sync, peers
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.spec import Pool, Tensors
-from normplug._torch import BatchNormBase, LazyNormBase
-from normplug.modules.base import FusionSites, TargetVarianceNorm, lazy
+from normplug._torch import BatchNormBase
+from normplug.modules.base import FusionSites, TargetVarianceNorm
 
 
 class _BatchNorm(TargetVarianceNorm, BatchNormBase):
@@ -166,11 +166,6 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """
 
 
-LazyBatchNorm1d = lazy(nn.LazyBatchNorm1d, BatchNorm1d)
-LazyBatchNorm2d = lazy(nn.LazyBatchNorm2d, BatchNorm2d)
-LazyBatchNorm3d = lazy(nn.LazyBatchNorm3d, BatchNorm3d)
-
-
 class _SyncBatchNorm(_BatchNorm):
     process_group: Any
 
@@ -260,13 +255,5 @@ class SyncBatchNorm(_SyncBatchNorm, nn.SyncBatchNorm):
     """
 
 
-class LazySyncBatchNorm(_SyncBatchNorm, LazyNormBase, BatchNormBase):
-    """`torch.nn.LazyBatchNorm*d` after `swap(sync=True)`, until its first forward."""
-
-    cls_to_become = SyncBatchNorm
-
-
 for _cls in (BatchNorm1d, BatchNorm2d, BatchNorm3d):
     _cls._synchronised = SyncBatchNorm
-for _lazy in (LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d):
-    _lazy._synchronised = LazySyncBatchNorm

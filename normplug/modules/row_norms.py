@@ -19,8 +19,7 @@ from normplug.modules.watched import REFUSALS, WatchedRows
 class RowNorm(WatchedRows):
     """A norm of rows of shape `_affine_shape`, with statistics that are only watched.
 
-    A subclass declares `_function`, `_stock`, and all that `TargetVarianceNorm` asks for. It takes
-    the arguments of `WatchedRows`.
+    A subclass declares `_function`, `_stock`, and all that `TargetVarianceNorm` asks for.
     """
 
     # Where an RMSNorm rounds: see `LayerNormSpec.rounding`.

@@ -221,19 +221,18 @@ def classes(model):
 
 
 def test_swap_synchronises_batch_norms_and_unswap_restores_them():
-    lazy, swapped = nn.LazyBatchNorm1d(), normplug.BatchNorm3d(8, mode=0.5)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), swapped, nn.LayerNorm(4), lazy)
+    swapped = normplug.BatchNorm3d(8, mode=0.5)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), swapped, nn.LayerNorm(4))
     model.other = nn.SyncBatchNorm(8, process_group="a group")
     before, layers = classes(model), list(model.modules())
     parameters = {name: id(p) for name, p in model.named_parameters()}
     text = str(plan(model, sync=True))
     assert text.count("normplug.SyncBatchNorm") == 3
-    assert text.count("normplug.LazySyncBatchNorm") == 1
     assert classes(model) == before
     swap(model, "golden", sync=True)
     synced = [type(m).__name__ for m in model.modules()][2:]
     sync = "SyncBatchNorm"
-    assert synced == [sync, sync, "LayerNorm", "LazySyncBatchNorm", sync]
+    assert synced == [sync, sync, "LayerNorm", sync]
     assert isinstance(model[1], nn.SyncBatchNorm)
     assert model[1].process_group is None
     assert model.other.process_group == "a group"
@@ -269,13 +268,3 @@ def test_a_synchronised_layer_accepts_the_same_inputs_as_before_and_survives_cop
         with pytest.raises(ValueError, match="expected 4D input"):
             one(torch.randn(2, 3))
         assert type(unswap(one)) is nn.BatchNorm2d
-
-
-def test_a_lazy_layer_is_synchronised_before_and_after_its_first_forward():
-    model = swap(nn.Sequential(nn.LazyBatchNorm1d()), 0.5, sync=True)
-    y = model(torch.randn(64, 3))
-    assert type(model[0]) is SyncBatchNorm
-    torch.testing.assert_close(y.var(0, correction=0), torch.full((3,), 0.5), rtol=1e-3, atol=0)
-    with pytest.raises(ValueError, match="expected 2D or 3D input"):
-        model(torch.randn(4, 3, 2, 2))
-    assert type(unswap(model)[0]) is nn.BatchNorm1d
