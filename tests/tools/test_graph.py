@@ -53,7 +53,7 @@ def test_a_run_with_graphs_reaches_the_numbers_of_one_without(
     trains, replays, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("normplug.experiment.run.refuse_graph", lambda trainer: None)
-    monkeypatch.setattr(heat_map, "draw_heat_map", lambda *rows, **names: None)
+    monkeypatch.setattr(heat_map, "draw_heat_map", lambda *_: None)
     # 5 steps an epoch; steps 0, 4 and 8 are measured.
     options = [*SMALL, "data.num_images=112", "model.dropout=0.1", "trainer.max_epochs=2"]
     for graph in ("true", "false"):

@@ -93,7 +93,9 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
             try:
                 rows.append(_row(_read(given, source) if isinstance(given, Path) else given))
             except (LookupError, OSError, TypeError, ValueError) as error:
-                name = str(given if isinstance(given, Path) else f"{source.name}: {given['run']}")
+                name = str(
+                    given if isinstance(given, Path) else f"{source.name}: {given.get('run')}"
+                )
                 unusable[name] = " ".join(str(error).split())
     return pd.DataFrame(
         rows, columns=[*Result.model_fields, "validation_score", "record"]
