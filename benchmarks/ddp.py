@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -35,32 +33,21 @@ RECIPE = (
 RESULTS = ("images_per_s", "step_ms", "test_accuracy", "learning_rate", "epochs")
 
 
-def run(gpus: int, graph: bool, seed: int, timeout: float, options: Sequence[str]) -> Row:
+def run(gpus: int, graph: bool, seed: int, options: Sequence[str]) -> Row:
     """Train once, and return the row. If the run fails, the row has its `error`."""
     several = ["trainer=ddp_sync"] if gpus > 1 else []
     chosen = [f"trainer.devices={gpus}", f"graph={graph}", f"seed={seed}"]
+    facts: Row = {"model": "resnet18-cifar", "gpus": gpus, "graph": graph, "seed": seed}
     with TemporaryDirectory() as directory:
-        place = f"hydra.run.dir={directory}"
-        process = subprocess.Popen(
-            [sys.executable, TRAIN, *RECIPE, *several, *options, *chosen, place],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            text, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the processes of the other GPUs as well
-            text = process.communicate()[0] + f"\nended after {timeout:.0f} s"
-        facts: Row = {"model": "resnet18-cifar", "gpus": gpus, "graph": graph, "seed": seed}
+        words = [*RECIPE, *several, *options, *chosen, f"hydra.run.dir={directory}"]
+        done = subprocess.run([sys.executable, TRAIN, *words], capture_output=True, text=True)
         file = Path(directory, "result.json")
         result = json.loads(file.read_text()) if file.exists() else {}
         config = OmegaConf.load(file.with_name("config.yaml")) if file.exists() else None
-    if process.returncode != 0:
+    if done.returncode != 0:
+        text = (done.stdout + done.stderr).strip()
         print(text, file=sys.stderr)
-        lines = text.strip().splitlines()
-        return facts | {"error": str(result.get("error") or lines[-1])}
+        return facts | {"error": str(result.get("error") or text.splitlines()[-1])}
     facts["batch"] = gpus * config.data.batch_size
     where = {"date": result["date"], "commit": result["commit"], "device": result["hardware"]}
     return facts | {key: result[key] for key in RESULTS} | where | result["versions"]
@@ -94,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--graphs", choices=("no", "yes"), nargs="+", default=["no", "yes"])
-    parser.add_argument("--timeout", type=float, default=150, help="seconds a run")
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="append to it")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows, and run nothing")
     a = parser.parse_intermixed_args(argv)
@@ -102,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot(read_file(a.json), a.plot)
         return
     for seed, gpus, graphs in product(a.seeds, a.gpus, a.graphs):
-        row = run(gpus, graphs == "yes", seed, a.timeout, a.options)
+        row = run(gpus, graphs == "yes", seed, a.options)
         add_to_file(a.json, [row])
         shown = ("gpus", "graph", "seed", "images_per_s", "test_accuracy", "error")
         print({key: row[key] for key in shown if key in row}, flush=True)

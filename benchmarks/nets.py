@@ -101,11 +101,7 @@ class UNet3d(nn.Module):
 
     It has a stage at this resolution, and a U-Net at half of it, between a stride of 2 and a
     transposed convolution. A stage is two convolutions, each with an InstanceNorm and a LeakyReLU.
-
-    Args:
-        inputs: channels of the input.
-        widths: channels of each stage, finest first; also of the output.
-        stride: of the first convolution.
+    `widths` are the channels of the stages, finest first.
     """
 
     def __init__(self, inputs: int, widths: Sequence[int], stride: int = 1) -> None:
