@@ -55,7 +55,7 @@ class Site:
         function: the function that runs them.
         arguments: makes the arguments after the norm. It takes a function: node that calls a module
             -> node of that module. It is called late, since another site may replace an input.
-        adds: whether the addition of a residual, after the norm, is among the nodes.
+        add: the addition of a residual after the norm, if it is among the nodes.
         label: the operations, for a report; "" for none.
     """
 
@@ -63,14 +63,8 @@ class Site:
     nodes: tuple[fx.Node, ...]
     function: Callable[..., Any]
     arguments: Callable[[Callable[[fx.Node], fx.Node]], tuple[Any, ...]]
-    adds: bool = False
+    add: fx.Node | None = None
     label: str = ""
-
-    @property
-    def add(self) -> fx.Node | None:
-        """The addition of a residual after the norm, or None."""
-        after = (node for node in self.nodes[self.nodes.index(self.norm) :] if addition(node))
-        return next(after, None) if self.adds else None
 
 
 def find(graph: fx.Graph, root: nn.Module) -> list[Site]:
@@ -96,7 +90,8 @@ def find(graph: fx.Graph, root: nn.Module) -> list[Site]:
         # A norm whose result only another site's addition reads.
         add = reader(node)
         if add is not None and add in additions and "addition" in declared.after:
-            sites.append(_isolated(node, add))
+            nodes = (node, add)
+            sites.append(Site(node, nodes, isolated_norm, lambda _, node=node: node.args))  # type: ignore[misc]
     return sites
 
 
@@ -115,10 +110,6 @@ def _site(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | None:
         if (found := _BEFORE[name](traced, node)) is not None:
             return found
     return _after(traced, node, declared) if declared.after else None
-
-
-def _isolated(node: fx.Node, add: fx.Node) -> Site:
-    return Site(node, (node, add), isolated_norm, lambda _: node.args)
 
 
 def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | None:
@@ -172,7 +163,7 @@ def _site_after(
 
     nodes = (node, *between, *(n for n in (add, activation, pool) if n is not None))
     function = norm_add_activation if pool is None else norm_max_pool
-    return Site(node, nodes, function, arguments, add is not None, ", ".join(labels))
+    return Site(node, nodes, function, arguments, add, ", ".join(labels))
 
 
 def _is_residual(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]) -> bool:

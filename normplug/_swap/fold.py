@@ -49,7 +49,7 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
         UserWarning: no tensor tells the dtype of a weight that is to be created.
     """
     owners: dict[int, list[tuple[str, float]]] = {}
-    for path, module in inventory.each():
+    for path, module in inventory.model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 owner = (shown(path), factors.get(module, 1.0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from normplug import _checks, _convert, native
 from normplug._swap.inventory import Filters, Inventory, has_tensors, matching, name_of
 from normplug._swap.layer_modes import Assigned, LayerModes, ModesLike, read
-from normplug._table import counts, shown, table
+from normplug._table import Rows, counts, shown, table
 from normplug._torch import is_patched
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
@@ -48,16 +47,8 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Rows[PlanRow]):
     """Every norm layer of a model, in order; `print` it for a table."""
-
-    rows: tuple[PlanRow, ...]
-
-    def __iter__(self) -> Iterator[PlanRow]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __str__(self) -> str:
         if not self.rows:

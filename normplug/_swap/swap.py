@@ -254,7 +254,6 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
     inventory, fused = Inventory(model), fused_modules(model)
     before = {m: _convert.settings(m) for _, m in _convert.norm_layers(model)}
     synchronised = {m for m in before if _convert.is_synchronised(m)}
-    records = _record.take(inventory)
     swap(model, mode, **options)
     factors: _fold.Factors = {}
     for m, settings in before.items() if options.get("preserve_output") else ():
@@ -276,7 +275,7 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
             if isinstance(m, TargetVarianceNorm):
                 for name, value in settings.items():
                     setattr(m, name, value)
-        _record.put(Inventory(model), records)
+        _record.renew(Inventory(model))
         release(inside)
 
 

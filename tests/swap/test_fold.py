@@ -11,7 +11,6 @@ from torch.nn.utils import parametrize, prune
 
 import normplug
 from batch_norm_cases import DTYPES
-from matrix import NORMS, folded
 from normplug import plan, set_mode, swap, unswap
 from swap_cases import GOLDEN, X, assert_frozen, frozen, train_step
 
@@ -113,22 +112,6 @@ def test_a_weight_that_a_hook_computes_is_swapped_but_not_scaled_behind_its_back
     else:
         getattr(nn.utils, f"remove_{how}")(norm)
     torch.testing.assert_close(unswap(norm)(x), expected)
-
-
-def test_sgd_on_golden_equals_sgd_on_the_stock_norm_with_scaled_weights_and_learning_rate(net):
-    """Golden is a reparametrisation, so a comparison needs this control arm."""
-    scale = GOLDEN**0.5
-    twin = folded(net, GOLDEN)
-    swap(net, "golden")
-    weights = {id(m.weight) for m in twin.modules() if isinstance(m, NORMS)}
-    groups = [
-        {"params": [p for p in twin.parameters() if id(p) in weights], "lr": 0.1 * GOLDEN},
-        {"params": [p for p in twin.parameters() if id(p) not in weights]},
-    ]
-    ours, theirs = torch.optim.SGD(net.parameters(), 0.1), torch.optim.SGD(groups, 0.1)
-    for _ in range(10):
-        assert train_step(net, ours) == pytest.approx(train_step(twin, theirs), rel=1e-4)
-    torch.testing.assert_close(net.norm.weight * scale, twin.norm.weight, rtol=1e-4, atol=1e-5)
 
 
 def bare():

@@ -57,7 +57,7 @@ def test_swapped_restores_the_mode_and_options_of_normplugs_layers(net):
 def test_swapped_with_preserve_output_keeps_the_output_on_entry_and_exit(net):
     net.bare = nn.BatchNorm1d(4, affine=False)
     net.head.append(net.bare)
-    swap(net.stem, 0.5)
+    swap(net, 0.5, include="stem.*")
     net.eval()
     expected, before = net(X), frozen(net)
     with normplug.swapped(net, "golden", preserve_output=True):
