@@ -192,13 +192,6 @@ def eps(caller: str, value: Any, none: bool = False) -> None:
         number(caller, "eps", value)
 
 
-def variance(caller: str, value: Any) -> None:
-    """Reject a `target_variance` that was assigned to a layer and is no finite float above 0."""
-    if not isinstance(value, (float, int)) or not 0 < value <= _LARGEST:
-        rule, way_out = "a finite float above 0", "Use normplug.set_mode, or assign mode."
-        raise ValueError(must(caller, "target_variance", rule, described(value), way_out))
-
-
 def count(caller: str, name: str, value: Any) -> None:
     """Reject anything but an integer of at least 1."""
     whole = (int, torch.SymInt, numbers.Integral)

@@ -95,7 +95,6 @@ class LayerNormSpec(NamedTuple):
         _checks.tensors(caller, t.x, **others(t))
         _checks.shape(caller, self.normalized_shape)
         _checks.eps(caller, self.eps, none=not self.centred)
-        _checks.variance(caller, self.target_variance)
         if self.centred:
             _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
         else:
