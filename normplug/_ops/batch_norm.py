@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -261,7 +261,7 @@ class BatchNormPlan(Plan):
     """
 
     spec: BatchNormSpec
-    state = ("stats", "bits")
+    state: ClassVar[tuple[str, ...]] = ("stats", "bits")
 
     def __init__(self, t: Tensors, spec: BatchNormSpec) -> None:
         from normplug._kernels.batch_norm import launches, schedule

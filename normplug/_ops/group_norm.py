@@ -71,12 +71,8 @@ class GroupNormSpec(NamedTuple):
         x, weight = t.x, stock.scaled_channels(t, self.target_variance, None)
         if x.numel() == 0:
             return stock.empty_norm(x, weight, t.bias)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        y = torch.instance_norm(
-            x, weight, t.bias, t.running_mean, t.running_var, True, momentum, self.eps,
-            torch.backends.cudnn.enabled,
-        )  # fmt: skip
-        return stock.realigned(y)
+        given = (x, weight, t.bias, t.running_mean, t.running_var, True, self.momentum or 0.0)
+        return stock.realigned(torch.instance_norm(*given, self.eps, torch.backends.cudnn.enabled))
 
     def _group_norm(self, t: Tensors) -> Tensor:
         autocast = None if t.x.dtype == torch.float64 else self.autocast
@@ -86,26 +82,20 @@ class GroupNormSpec(NamedTuple):
         )
         y = torch.group_norm(x, self.groups, weight, bias, self.eps, torch.backends.cudnn.enabled)
         if t.running_mean is not None and x.numel() > 0:
-            self._watch(t)
+            values = t.x.detach().to(accumulator_dtype(t.x.dtype))
+            groups = values.reshape(x.shape[0], self.groups, -1)
+            var, mean = torch.var_mean(groups, dim=-1, correction=0)
+            self._update(t, mean, var)
         return stock.cast(y, t.x.dtype, autocast, self.autocast_output)
-
-    def _watch(self, t: Tensors) -> None:
-        x = t.x.detach()
-        groups = x.to(accumulator_dtype(x.dtype)).reshape(x.shape[0], self.groups, -1)
-        var, mean = torch.var_mean(groups, dim=-1, correction=0)
-        self._update(t, mean, var)
 
     # Normplug's kernels.
 
     def refusal(self, t: Tensors) -> str | None:
-        why = eligible.refusal_of(t)
-        if why is not None:
-            return why
-        n, c = t.x.shape[:2]
-        channels = c // self.groups
-        if eligible.is_too_long(channels * math.prod(t.x.shape[2:]), n * self.groups):
-            return "a group has nearly 2^31 values or more, or there are as many groups"
-        return None
+        why, (n, c, *space) = eligible.refusal_of(t), t.x.shape
+        each = c // self.groups * math.prod(space)
+        if why is None and eligible.is_too_long(each, n * self.groups):
+            why = "a group has nearly 2^31 values or more, or there are as many groups"
+        return why
 
     def laid_out(self, t: Tensors) -> Tensors:
         """The call with x dense."""

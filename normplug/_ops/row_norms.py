@@ -444,7 +444,8 @@ class LayerNormPlan(Plan):
         if not self.has_total:
             return super().composed_backward(saved, dy, None, needs)
         either = needs[0] or needs[1]  # x and the residual have the same gradient, `through`
-        through, vectors = None, [None, None, None]
+        through: Tensor | None = None
+        vectors: list[Tensor | None] = [None, None, None]
         if dy is not None:
             asked = (either, False, *needs[2:])
             through, _, *vectors = super().composed_backward(saved, dy, None, asked)
