@@ -17,7 +17,7 @@ from normplug._ops import eligible, peers, stock
 from normplug._ops.call import key_of, made_once
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import RUNNING, Needs, Plan, Program, gradients_of, named, needed
-from normplug._ops.spec import Pool, Tensors, others
+from normplug._ops.spec import Pool, Tensors
 from normplug._torch import interposed, transforms_active
 from normplug.reference import accumulator_dtype, channel_dims
 
@@ -61,7 +61,7 @@ class BatchNormSpec(NamedTuple):
 
     def check(self, caller: str, t: Tensors, *, joined: bool = False) -> None:
         """With `joined`, x is a process's part of the batch, and may have one value per channel."""
-        _checks.tensors(caller, t.x, **others(t))
+        _checks.tensors(caller, *t)
         _checks.flags(caller, training=self.training)
         _checks.eps(caller, self.eps)
         statistics = {"running_mean": t.running_mean, "running_var": t.running_var}

@@ -14,7 +14,7 @@ from normplug._layouts import dense, lies_like
 from normplug._ops import eligible, stock
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Needs, Plan, Program, gradients_of, named, needed
-from normplug._ops.spec import Tensors, autocast_result, others
+from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype
 
 
@@ -44,7 +44,7 @@ class GroupNormSpec(NamedTuple):
         return autocast_result(x, self.autocast, self.autocast_output) or x
 
     def check(self, caller: str, t: Tensors) -> None:
-        _checks.tensors(caller, t.x, **others(t))
+        _checks.tensors(caller, *t)
         _checks.eps(caller, self.eps)
         _checks.channels(caller, t.x, weight=t.weight, bias=t.bias)
         statistics = {"running_mean": t.running_mean, "running_var": t.running_var}

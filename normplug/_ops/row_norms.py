@@ -26,7 +26,7 @@ from normplug._ops.plans import (
     named,
     needed,
 )
-from normplug._ops.spec import Tensors, autocast_result, others
+from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype, rms_eps
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class LayerNormSpec(NamedTuple):
         return torch.promote_types(self.rounds_to(total, weight) or total, weight)
 
     def check(self, caller: str, t: Tensors) -> None:
-        _checks.tensors(caller, t.x, **others(t))
+        _checks.tensors(caller, *t)
         _checks.shape(caller, self.normalized_shape)
         _checks.eps(caller, self.eps, none=not self.centred)
         if self.centred:
