@@ -25,6 +25,9 @@ from normplug.modes import shown
 BACKENDS = ("auto", "triton", "torch")
 _LARGEST = sys.float_info.max  # torch.compile of torch 2.6 cannot read it in `sys`
 _LAYOUTS = (torch.strided, torch.jagged)
+# The tensors of a call after its input, in order: see `_ops.spec.Tensors`.
+_OTHERS = ("residual", "weight", "bias", "input_bias", "running_mean", "running_var")
+_OTHERS += ("num_batches_tracked",)
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # read once: calls take microseconds
 
 
@@ -192,13 +195,6 @@ def eps(caller: str, value: Any, none: bool = False) -> None:
         number(caller, "eps", value)
 
 
-def variance(caller: str, value: Any) -> None:
-    """Reject a `target_variance` that was assigned to a layer and is no finite float above 0."""
-    if not isinstance(value, (float, int)) or not 0 < value <= _LARGEST:
-        rule, way_out = "a finite float above 0", "Use normplug.set_mode, or assign mode."
-        raise ValueError(must(caller, "target_variance", rule, described(value), way_out))
-
-
 def count(caller: str, name: str, value: Any) -> None:
     """Reject anything but an integer of at least 1."""
     whole = (int, torch.SymInt, numbers.Integral)
@@ -241,10 +237,10 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
     flags(caller, **{name: given[name] for name in switches if name in given})
 
 
-def tensors(caller: str, x: Any, **others: Any) -> None:
-    """Reject an input, or another tensor argument, of a type or dtype that no norm accepts."""
+def tensors(caller: str, x: Any, *others: Any) -> None:
+    """Reject an input, or another tensor of a call, of a type or dtype that no norm accepts."""
     floating(caller, x)
-    for name, t in others.items():
+    for name, t in zip(_OTHERS, others, strict=True):
         if t is None:
             continue
         if name == "num_batches_tracked":
@@ -256,12 +252,12 @@ def tensors(caller: str, x: Any, **others: Any) -> None:
                 raise TypeError(must(caller, name, "a dense tensor", kind, "Use .to_dense()."))
 
 
-def devices(caller: str, x: Tensor, **others: Tensor | None) -> None:
+def devices(caller: str, x: Tensor, *others: Tensor | None) -> None:
     """Reject tensors on different devices.
 
     Call it after the route is chosen: with backend="triton", the kernels' own reason comes first.
     """
-    for name, t in others.items():
+    for name, t in zip(_OTHERS, others, strict=True):
         if t is not None and t.device != x.device:
             rule = f"on the input's device {x.device}"
             way_out = "Move one of them with .to(device)."

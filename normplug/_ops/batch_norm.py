@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from normplug._ops import eligible, peers, stock
 from normplug._ops.call import key_of, made_once
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import RUNNING, Needs, Plan, Program, gradients_of, named, needed
-from normplug._ops.spec import Pool, Tensors, others
+from normplug._ops.spec import Pool, Tensors
 from normplug._torch import interposed, transforms_active
 from normplug.reference import accumulator_dtype, channel_dims
 
@@ -61,10 +61,9 @@ class BatchNormSpec(NamedTuple):
 
     def check(self, caller: str, t: Tensors, *, joined: bool = False) -> None:
         """With `joined`, x is a process's part of the batch, and may have one value per channel."""
-        _checks.tensors(caller, t.x, **others(t))
+        _checks.tensors(caller, *t)
         _checks.flags(caller, training=self.training)
         _checks.eps(caller, self.eps)
-        _checks.variance(caller, self.target_variance)
         statistics = {"running_mean": t.running_mean, "running_var": t.running_var}
         _checks.channels(caller, t.x, **statistics, weight=t.weight, bias=t.bias)
         _checks.running_pair(caller, t.running_mean, t.running_var, self.training)
@@ -262,7 +261,7 @@ class BatchNormPlan(Plan):
     """
 
     spec: BatchNormSpec
-    state = ("stats", "bits")
+    state: ClassVar[tuple[str, ...]] = ("stats", "bits")
 
     def __init__(self, t: Tensors, spec: BatchNormSpec) -> None:
         from normplug._kernels.batch_norm import launches, schedule

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from normplug import _checks, native
 from normplug._ops import eligible, parts
-from normplug._ops.spec import Tensors, others
+from normplug._ops.spec import Tensors
 from normplug._torch import interposed
 
 _log = logging.getLogger("normplug")
@@ -87,7 +87,7 @@ def _new_call(
     if t.x.is_nested and parts.is_nested(t.x):
         return parts.run_nested(t, spec.normalized_shape, again)
     way = choose(caller, t, spec, backend, isolated, key)
-    _checks.devices(caller, t.x, **others(t))
+    _checks.devices(caller, *t)
     result = way.run(way.t)
     if key:
         _store(key, (way.run, None if way.t is t else way.plan.spec.laid_out))

@@ -14,7 +14,7 @@ from normplug._layouts import dense, lies_like
 from normplug._ops import eligible, stock
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Needs, Plan, Program, gradients_of, named, needed
-from normplug._ops.spec import Tensors, autocast_result, others
+from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype
 
 
@@ -44,9 +44,8 @@ class GroupNormSpec(NamedTuple):
         return autocast_result(x, self.autocast, self.autocast_output) or x
 
     def check(self, caller: str, t: Tensors) -> None:
-        _checks.tensors(caller, t.x, **others(t))
+        _checks.tensors(caller, *t)
         _checks.eps(caller, self.eps)
-        _checks.variance(caller, self.target_variance)
         _checks.channels(caller, t.x, weight=t.weight, bias=t.bias)
         statistics = {"running_mean": t.running_mean, "running_var": t.running_var}
         if self.instance:
@@ -72,12 +71,8 @@ class GroupNormSpec(NamedTuple):
         x, weight = t.x, stock.scaled_channels(t, self.target_variance, None)
         if x.numel() == 0:
             return stock.empty_norm(x, weight, t.bias)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        y = torch.instance_norm(
-            x, weight, t.bias, t.running_mean, t.running_var, True, momentum, self.eps,
-            torch.backends.cudnn.enabled,
-        )  # fmt: skip
-        return stock.realigned(y)
+        given = (x, weight, t.bias, t.running_mean, t.running_var, True, self.momentum or 0.0)
+        return stock.realigned(torch.instance_norm(*given, self.eps, torch.backends.cudnn.enabled))
 
     def _group_norm(self, t: Tensors) -> Tensor:
         autocast = None if t.x.dtype == torch.float64 else self.autocast
@@ -87,26 +82,20 @@ class GroupNormSpec(NamedTuple):
         )
         y = torch.group_norm(x, self.groups, weight, bias, self.eps, torch.backends.cudnn.enabled)
         if t.running_mean is not None and x.numel() > 0:
-            self._watch(t)
+            values = t.x.detach().to(accumulator_dtype(t.x.dtype))
+            groups = values.reshape(x.shape[0], self.groups, -1)
+            var, mean = torch.var_mean(groups, dim=-1, correction=0)
+            self._update(t, mean, var)
         return stock.cast(y, t.x.dtype, autocast, self.autocast_output)
-
-    def _watch(self, t: Tensors) -> None:
-        x = t.x.detach()
-        groups = x.to(accumulator_dtype(x.dtype)).reshape(x.shape[0], self.groups, -1)
-        var, mean = torch.var_mean(groups, dim=-1, correction=0)
-        self._update(t, mean, var)
 
     # Normplug's kernels.
 
     def refusal(self, t: Tensors) -> str | None:
-        why = eligible.refusal_of(t)
-        if why is not None:
-            return why
-        n, c = t.x.shape[:2]
-        channels = c // self.groups
-        if eligible.is_too_long(channels * math.prod(t.x.shape[2:]), n * self.groups):
-            return "a group has nearly 2^31 values or more, or there are as many groups"
-        return None
+        why, (n, c, *space) = eligible.refusal_of(t), t.x.shape
+        each = c // self.groups * math.prod(space)
+        if why is None and eligible.is_too_long(each, n * self.groups):
+            why = "a group has nearly 2^31 values or more, or there are as many groups"
+        return why
 
     def laid_out(self, t: Tensors) -> Tensors:
         """The call with x dense."""

@@ -381,9 +381,10 @@ class Plan:
         """The gradients by PyTorch's kernels, which autograd can differentiate again."""
         t, spec, dy = self.composed(saved, dy)
         wanted = [need and a is not None for need, a in zip(needs, t[:_INPUTS], strict=True)]
-        asked = [a for a, want in zip(t, wanted, strict=False) if want]
+        asked: list[Any] = [a for a, want in zip(t, wanted, strict=False) if want]
+        wide: Any = (None if a is None else a.to(self.acc) for a in t)
         with torch.autocast(dy.device.type, enabled=False):
-            y = spec.by_torch(Tensors(*(None if a is None else a.to(self.acc) for a in t)))
+            y = spec.by_torch(Tensors(*wide))
             dy = dy.to(self.acc)
             found = iter(torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ())
         return [next(found) if want else None for want in wanted]

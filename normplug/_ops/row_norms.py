@@ -26,7 +26,7 @@ from normplug._ops.plans import (
     named,
     needed,
 )
-from normplug._ops.spec import Tensors, autocast_result, others
+from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype, rms_eps
 
 if TYPE_CHECKING:
@@ -92,10 +92,9 @@ class LayerNormSpec(NamedTuple):
         return torch.promote_types(self.rounds_to(total, weight) or total, weight)
 
     def check(self, caller: str, t: Tensors) -> None:
-        _checks.tensors(caller, t.x, **others(t))
+        _checks.tensors(caller, *t)
         _checks.shape(caller, self.normalized_shape)
         _checks.eps(caller, self.eps, none=not self.centred)
-        _checks.variance(caller, self.target_variance)
         if self.centred:
             _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
         else:
@@ -445,7 +444,8 @@ class LayerNormPlan(Plan):
         if not self.has_total:
             return super().composed_backward(saved, dy, None, needs)
         either = needs[0] or needs[1]  # x and the residual have the same gradient, `through`
-        through, vectors = None, [None, None, None]
+        through: Tensor | None = None
+        vectors: list[Tensor | None] = [None, None, None]
         if dy is not None:
             asked = (either, False, *needs[2:])
             through, _, *vectors = super().composed_backward(saved, dy, None, asked)

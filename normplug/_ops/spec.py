@@ -43,20 +43,6 @@ class Tensors(NamedTuple):
     tracked: Tensor | None = None
 
 
-def others(t: Tensors) -> dict[str, Tensor | None]:
-    """All tensors but x, by argument name."""
-    _, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
-    return {
-        "residual": residual,
-        "weight": weight,
-        "bias": bias,
-        "input_bias": input_bias,
-        "running_mean": running_mean,
-        "running_var": running_var,
-        "num_batches_tracked": tracked,
-    }
-
-
 class Pool(NamedTuple):
     """Max pooling over two dimensions, height first, with the arguments of `F.max_pool2d`."""
 
