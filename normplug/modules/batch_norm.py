@@ -49,7 +49,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
             keeps_residual: whether to save the residual, so that the backward can recompute the
                 output.
         """
-        measures = self._probe is not None  # read first: another thread may unswap the layer
+        # Read first: another thread may unswap the layer. A joined call measures itself.
+        measures = self._probe is not None and self.group_to_join() is None
         reading = (input, residual, None, activation, pool, keeps_residual)
         y: Tensor = self._run(*reading, isolated=isolated)
         if measures:
@@ -169,26 +170,12 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 class _SyncBatchNorm(_BatchNorm):
     process_group: Any
 
-    def _fused(
-        self,
-        input: Tensor,
-        residual: Tensor | None = None,
-        activation: ActivationLike = None,
-        pool: Pool | None = None,
-        *,
-        isolated: bool = False,
-        keeps_residual: bool = False,
-    ) -> Tensor:
-        """Compute the call over the joined batch of all processes in training.
-
-        `isolated` then has no effect.
-        """
+    def _run(self, *reading: Any, isolated: bool = False) -> Any:
+        """Run a call over the joined batch of all processes in training."""
         group = self.group_to_join()
         if group is None:
-            return super()._fused(
-                input, residual, activation, pool, isolated=isolated, keeps_residual=keeps_residual
-            )
-        reading = (input, residual, None, activation, pool, keeps_residual)
+            return super()._run(*reading, isolated=isolated)
+        input = reading[0]
         measured, compiling = self._probe is not None, torch.compiler.is_compiling()
         if not (measured or compiling):
             others = peers.known(group, input.device)

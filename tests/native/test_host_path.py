@@ -623,13 +623,6 @@ def test_no_call_is_found_inside_a_transform_a_trace_or_a_mode(cached):
     assert native.call(SPEC, "triton", ROWS) is not None
 
 
-def test_only_a_plans_bound_call_is_cached(cached):
-    other = SPEC._replace(eps=1e-3)
-    for function in (lambda t: t, other.by_torch):
-        native.keep(other, "triton", ROWS, ROWS, function)
-        assert native.call(other, "triton", ROWS) is None
-
-
 def test_only_y_of_a_norm_in_cpp_can_be_recomputed():
     x, weight, bias, residual = leaves()
     y, total = functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")
