@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
+from kernels import copy_gbps
 from normplug._kernels import ahead, power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
@@ -27,7 +28,7 @@ from normplug._ops.group_norm import GroupNormPlan, GroupNormSpec
 from normplug._ops.spec import Tensors
 from normplug._results import stamp
 from normplug.bench.op import error
-from normplug.bench.timing import copy_gbps, gpu_stopwatch
+from normplug.bench.timing import gpu_stopwatch
 
 CASES = [
     (f"{op} {'x'.join(map(str, shape))} {layout} bf16", shape, groups, activation, layout)

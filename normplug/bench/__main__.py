@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--out", type=Path, default=Path("sweep"), help="a folder; default: sweep")
 
     command(_table, "print a table of a file of rows", measures=False)("file", type=Path)
-    add = command(_plot, "plot a file of rows", measures=False)
+    add = command(_plot, "plot GB/s over the width", measures=False)
     add("file", type=Path)
     add("-o", "--out", metavar="FILE", type=Path, help="default: FILE.png")
     return top
@@ -149,9 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         a.run(a)
     except (OSError, ValueError, TypeError) as error:
-        path = str(getattr(a, "file", ""))
-        told = "" if path in str(error) else f"{path}: "
-        raise SystemExit(f"normplug.bench {a.command}: {told}{error}") from None
+        raise SystemExit(f"normplug.bench {a.command}: {error}") from None
 
 
 if __name__ == "__main__":

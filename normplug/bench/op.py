@@ -263,7 +263,6 @@ def measure_op(
         **case.facts(),
         "eps": problem.eps,
         "mode": "standard",
-        "copy_gbps": timing.copy_gbps() if gpu else None,
         **stamp(gpu, *RIVALS),
     }
     rows = []

@@ -5,13 +5,12 @@ The stopwatches are `triton.testing.do_bench` and `torch.utils.benchmark`.
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ FEWEST, MOST = 5, 2000  # calls back to back
 # LEAD_US. Otherwise the GPU would wait for the host in the middle of a measurement. The lead also
 # covers a clock of up to 4 GHz.
 LEAD, LEAD_US, CYCLES_PER_US = 2.0, 50.0, 2000
-COPY_BYTES = 512 * 2**20
 STEPS = 3  # in a profile
 
 
@@ -83,14 +81,6 @@ def spread(key: str, samples: Sequence[float]) -> Row:
     times = torch.tensor(samples, dtype=torch.float64)
     low, middle, high = times.quantile(times.new_tensor([0.2, 0.5, 0.8])).tolist()
     return {key: middle, f"{key}_p20": low, f"{key}_p80": high, f"best_{key}": min(samples)}
-
-
-@cache
-def copy_gbps() -> float:
-    """The bandwidth of a large copy on the GPU in 1e9 bytes a second, read and written."""
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    times = gpu_stopwatch(partial(torch.empty_like(source).copy_, source))()
-    return 2 * COPY_BYTES / statistics.median(times) / 1e3
 
 
 class _Sleep:

@@ -88,6 +88,8 @@ def test_the_command_measures_on_the_cpu(tmp_path, capsys):
     main(["table", str(path)])
     table = capsys.readouterr().out
     assert "layer_norm  2x6    float32  rows    F+B        normplug" in table
+    main(["plot", str(path)])
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_shape_that_an_operation_does_not_take_is_one_sentence(capsys):
@@ -113,15 +115,13 @@ def test_a_file_without_rows_or_speeds_is_one_sentence_and_left_as_it_is(tmp_pat
     for content, says in (
         (None, "No such file"),
         ("{", "Expecting property name"),
-        ('[{"arm": "golden"}]', "it has no speeds over eager: `model`, `op` and `sweep`"),
+        ('[{"arm": "golden"}]', "it has no rows of LayerNorm or RMSNorm: `op` and `sweep` write"),
         ('{"rows": 5}', "is not a list of rows"),
     ):
         if content is not None:
             path.write_text(content)
-        with pytest.raises(SystemExit, match=says) as caught:
+        with pytest.raises(SystemExit, match=f"^normplug.bench plot: .*{says}"):
             main(["plot", str(path)])
-        assert str(caught.value).startswith("normplug.bench plot: ")
-        assert str(path) in str(caught.value)
     with pytest.raises(ValueError, match="is not a list of rows"):
         rows.add_to_file(path, [{"us": 1}])
     assert list(tmp_path.iterdir()) == [path]
@@ -161,4 +161,4 @@ def test_on_a_gpu_every_operation_is_right_and_timed(name):
     shape = (256, 1024) if name in ROWS else (8, 64, 16, 16)
     case = cases([name], [shape], ["bfloat16"])[-1]
     found = measure_op(case, torch.device("cuda"), providers=TWO)
-    assert all(0 < row["us"] < 1e5 and row["copy_gbps"] > 100 for row in found)
+    assert all(0 < row["us"] < 1e5 and row["gbps"] > 0 for row in found)
