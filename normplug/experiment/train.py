@@ -87,17 +87,8 @@ def main(cfg: DictConfig, run: Run) -> None:
         "batch_size": data.batch_size,
         "split": data.held_out,
     }
-    model = data.learner(
-        net,
-        optimizer,
-        seed=cfg.seed,
-        schedule=cfg.schedule,
-        warmup=cfg.warmup,
-        cycle_momentum=cfg.cycle_momentum,
-        label_smoothing=cfg.label_smoothing,
-        graph=cfg.graph,
-        identity=identity,
-    )
+    keys = ("seed", "schedule", "warmup", "cycle_momentum", "label_smoothing", "graph")
+    model = data.learner(net, optimizer, identity=identity, **{key: cfg[key] for key in keys})
     trainer = run.trainer()
     checkpoint = run.begin(trainer)
     if cfg.train:
