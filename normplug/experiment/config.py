@@ -148,8 +148,10 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
         sentence = str(cause).rpartition("\nValueError: ")[2].strip()
         if sentence.startswith("normplug"):
             return sentence
-        built = isinstance(error, InstantiationException)
-        if isinstance(cause, OSError) and cause.errno in UNWRITABLE and not built:
+        reads = isinstance(error, InstantiationException) or (
+            checkpoint and getattr(cause, "filename", None) == str(checkpoint)
+        )
+        if isinstance(cause, OSError) and cause.errno in UNWRITABLE and not reads:
             path = Path(cause.filename or "a file of the run").absolute()
             return (
                 f"{WHO}: {path} cannot be written: {cause.strerror}. Free up space or make it "

@@ -326,10 +326,9 @@ class Run:
 
     def _write(self, *, gpus: int = 0, **values: Any) -> None:
         versions = stamp(gpus > 0, "scikit-learn", gpus=max(gpus, 1))
-        where = {key: versions.pop(key) for key in ("date", "commit")}
-        where["hardware"] = versions.pop("device")
-        self.result = self.labels | self.result | values | where
-        self.result["versions"] = versions
+        where = {key: versions.pop(key) for key in ("date", "commit", "device")}
+        where["hardware"] = where.pop("device")
+        self.result = self.labels | self.result | values | where | {"versions": versions}
         if self.result["status"] != "running":
             self.result.pop("process", None)
         write(self.directory / RESULT, json.dumps(self.result, indent=2) + "\n")

@@ -87,17 +87,9 @@ def main(cfg: DictConfig, run: Run) -> None:
         "optimizer": cfg.optimizer._target_,
         "batch_size": data.batch_size,
     }
+    keys = ("seed", "schedule", "warmup", "cycle_momentum", "label_smoothing", "graph")
     model = Learner(
-        net,
-        data.measure,
-        optimizer,
-        seed=cfg.seed,
-        schedule=cfg.schedule,
-        warmup=cfg.warmup,
-        cycle_momentum=cfg.cycle_momentum,
-        label_smoothing=cfg.label_smoothing,
-        graph=cfg.graph,
-        identity=identity,
+        net, data.measure, optimizer, identity=identity, **{key: cfg[key] for key in keys}
     )
     trainer = run.trainer()
     checkpoint = run.begin(trainer)

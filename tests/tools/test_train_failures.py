@@ -1,5 +1,8 @@
 """Runs of train.py that cannot go on: wrong checkpoints, and losses that are not finite."""
 
+import errno
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -32,15 +35,20 @@ def test_what_is_no_checkpoint_is_refused_before_anything_starts(refuses, sweep,
         ("weights", "KeyError"),
         ("content['optimizer_states'] = []", "ValueError: it lacks the optimizer"),
         ("content['loops'] = [1]", "TypeError"),
+        ("locked", "PermissionError: [Errno 13] Permission denied"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_restored_is_one_sentence(
-    refuses, sweep, tmp_path, change, words
+    refuses, sweep, tmp_path, monkeypatch, change, words
 ):
     path = tmp_path / "spoilt.ckpt"
     content = torch.load(sweep.golden / LAST, weights_only=True)
     if change == "text":
         path.write_text("not a checkpoint")
+    elif change == "locked":
+        path.write_text("")
+        denied = PermissionError(errno.EACCES, "Permission denied", str(path))
+        monkeypatch.setattr(torch, "load", Mock(side_effect=denied))
     elif change == "weights":
         torch.save(content["state_dict"], path)
     else:
