@@ -196,8 +196,7 @@ def _stand_in(
     A forward that was replaced on the instance may hold a reference to the instance. Then the layer
     itself is yielded with the copy's attributes, and gets its own back after the block.
     """
-    patched = is_patched(layer)
-    twin, own = layer if patched else object.__new__(type(layer)), dict(vars(layer))
+    patched, own = is_patched(layer), dict(vars(layer))
     # Autograd cannot save parameters that were created in inference mode.
     inference = any(p.is_inference() for p in layer.parameters())
     try:
@@ -207,7 +206,11 @@ def _stand_in(
             parametrize.cached(),
             torch.autocast(_like(layer).device.type, enabled=False),
         ):
-            vars(twin).update(_copied(layer), training=training, _probe=None)
+            twin = _copy(layer)
+            if patched:
+                vars(layer).update(vars(twin))
+                twin = layer
+            vars(twin).update(training=training, _probe=None)
             yield twin
     finally:
         if patched:
@@ -215,20 +218,16 @@ def _stand_in(
             vars(layer).update(own)
 
 
-def _copied(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, with clones of its buffers and of its descendants' buffers."""
-    state = dict(vars(module))
+def _copy(module: Any) -> Any:
+    """A copy of a module with the same tensors, but clones of the buffers in it."""
+    twin = object.__new__(type(module))
+    state = vars(twin)
+    state.update(vars(module))
     if not is_patched(module):
         state.pop("forward", None)  # bound to the module
     buffers, children = module._buffers, module._modules
     state["_buffers"] = {k: None if b is None else b.clone() for k, b in buffers.items()}
     state["_modules"] = {k: None if m is None else _copy(m) for k, m in children.items()}
-    return state
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    twin = object.__new__(type(module))
-    vars(twin).update(_copied(module))
     return twin
 
 

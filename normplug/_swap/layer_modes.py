@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -27,14 +27,8 @@ WAY_OUT = (
 _KEY = "mode key"
 
 
-class Assigned(NamedTuple):
-    """A layer's mode, and the number of its block if that decides the mode."""
-
-    mode: NormMode
-    block: int | None = None
-
-
-Modes: TypeAlias = dict[nn.Module, Assigned]
+# Layer -> its mode, and the number of its block if that decides the mode.
+Modes: TypeAlias = dict[nn.Module, tuple[NormMode, int | None]]
 
 
 class LayerModes:
@@ -98,7 +92,7 @@ class One(LayerModes):
         self.mode, self.name = mode, str(mode)
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
-        return dict.fromkeys(taken, Assigned(self.mode))
+        return dict.fromkeys(taken, (self.mode, None))
 
 
 class _ByFilter(LayerModes):
@@ -113,10 +107,10 @@ class _ByFilter(LayerModes):
             matching(_KEY, filters, {})  # refuses invalid regular expressions
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
-        modes: dict[nn.Module, Assigned] = {}
+        modes: Modes = {}
         for filters, mode in self._modes:
             for module in matching(_KEY, filters, inventory.norms):
-                modes.setdefault(module, Assigned(mode))
+                modes.setdefault(module, (mode, None))
         left = [shown(inventory.names[module][0]) for module in taken if module not in modes]
         if left:
             raise ValueError(
@@ -133,11 +127,8 @@ class _ByFunction(LayerModes):
         self._function, self.name = function, getattr(function, "__qualname__", repr(function))
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
-        modes = {}
-        for module in taken:
-            path = inventory.names[module][0]
-            modes[module] = Assigned(mode_of(shown(path), self._function(path, module)))
-        return modes
+        paths = {module: inventory.names[module][0] for module in taken}
+        return {m: (mode_of(shown(p), self._function(p, m)), None) for m, p in paths.items()}
 
 
 def by_depth(schedule: str | Schedule) -> ByDepth:
@@ -200,7 +191,7 @@ class ByDepth(LayerModes):
         """Number the blocks, and call the schedule once for each block that contains a layer."""
         blocks = _blocks(inventory, taken)
         schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
-        assigned = dict.fromkeys(taken, Assigned(NormMode.STANDARD))
+        assigned: Modes = dict.fromkeys(taken, (NormMode.STANDARD, None))
         for number, block in enumerate(blocks, 1):
             inside = [m for m in inventory.modules[block].modules() if m in assigned]
             if not inside:
@@ -208,12 +199,12 @@ class ByDepth(LayerModes):
             target = schedule(number, len(blocks))
             mode = mode_of(f"block {number} of {len(blocks)}, {block}", target)
             for module in inside:
-                if (other := assigned[module].block) is not None:
+                if (other := assigned[module][1]) is not None:
                     raise ValueError(
                         f"normplug.by_depth: {shown(inventory.names[module][0])} is in block "
                         f"{other} and in block {number}. {WAY_OUT}"
                     )
-                assigned[module] = Assigned(mode, number)
+                assigned[module] = mode, number
         return assigned
 
 

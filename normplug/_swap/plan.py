@@ -10,7 +10,7 @@ from torch import nn
 
 from normplug import _checks, _convert, native
 from normplug._swap.inventory import Filters, Inventory, has_tensors, matching, name_of
-from normplug._swap.layer_modes import Assigned, LayerModes, ModesLike, read
+from normplug._swap.layer_modes import LayerModes, Modes, ModesLike, read
 from normplug._table import Rows, counts, shown, table
 from normplug._torch import is_patched
 from normplug.modes import NormMode
@@ -140,7 +140,7 @@ def make(
             becomes, note = None, "not included"
         found[module] = becomes, note
     taken = [module for module, (becomes, _) in found.items() if becomes]
-    assigned: dict[nn.Module, Assigned] = {}
+    assigned: Modes = {}
     if modes is not None and taken:
         assigned = modes.assign(caller, inventory, taken)
     rows = []

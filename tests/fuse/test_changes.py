@@ -153,13 +153,6 @@ def test_a_changed_module_deep_inside_runs_as_it_is_written(how, change, calls):
     torch.compiler.reset()
 
 
-def test_a_missing_key_is_an_error_as_when_unfused():
-    model = fuse(swapped(Nested()))
-    renamed(model.heads, b="d")
-    with pytest.raises(KeyError, match="b"):
-        model(X)
-
-
 # Attributes of activations, and the calls that stay fused when they change.
 SETTINGS = {
     "gelu": (nn.GELU, "approximate", "tanh", []),
