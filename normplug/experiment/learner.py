@@ -98,6 +98,9 @@ class Learner(LightningModule):
         identity: what distinguishes the run, e.g. its arm; stored in checkpoints as "run".
     """
 
+    _losses: Tensor  # the sum over the epoch's steps, and how many they are
+    _steps: int
+
     def __init__(
         self,
         net: nn.Module,
