@@ -198,7 +198,7 @@ def _draw_dots(axes: Axes, group: Group, styles: Styles, name: str, stored: pd.D
 def _over_targets(group: Group) -> pd.DataFrame:
     """The rows of the arms whose name is just a mode, by target variance, ascending."""
     rows = group.table.dropna(subset="difference_to_reference_mean")
-    targets = pd.to_numeric(rows.arm.replace(TARGETS), errors="coerce")
+    targets = pd.to_numeric([TARGETS.get(arm, arm) for arm in rows.arm], errors="coerce")
     return rows.assign(target=targets).dropna(subset="target").sort_values("target")
 
 
