@@ -218,7 +218,7 @@ class Run:
         variances = {r.layer: r.input_variance for r in rows if math.isfinite(r.input_variance)}
         self._write(
             **model.result(),
-            **data.facts(),
+            **data.facts(model.score("test")),
             **{"step_ms": step_ms, model.measure.speed_key: step_ms and items * 1e3 / step_ms},
             # On the host, the peak of a process would include the earlier runs of a sweep.
             peak_memory_bytes=torch.cuda.max_memory_allocated() if gpu else None,

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 import normplug
 from normplug.experiment.config import mode_of
+from normplug.experiment.learner import Learner
 from normplug.experiment.measure import BASELINE
 from normplug.experiment.models import scale_norm_weights
 from normplug.experiment.run import Run, task
@@ -42,10 +43,10 @@ def main(cfg: DictConfig, run: Run) -> None:
         **{key: run.labels[key] for key in ("arm", "seed", "model", "data")},
         "optimizer": cfg.optimizer._target_,
         "batch_size": data.batch_size,
-        "split": data.held_out,
     }
-    model = data.learner(
+    model = Learner(
         net,
+        data.measure,
         optimizer,
         seed=cfg.seed,
         schedule=cfg.schedule,

@@ -42,27 +42,18 @@ def composed(*overrides):
 
 @pytest.mark.parametrize(
     "line",
-    [
-        *(
-            [f"model={model}"]
-            for model in choices("model")
-            if model not in ("timm", "hf_causal_lm")
-        ),
-        *(["model=vit_tiny", f"optimizer={name}"] for name in choices("optimizer")),
-    ],
-    ids=str,
+    [f"model={name}" for name in choices("model") if name not in ("timm", "hf_causal_lm")],
 )
-def test_every_model_and_every_optimizer_train_a_step(line):
-    cfg, model = composed(*line), line[0].removeprefix("model=")
-    if model.startswith("gpt"):
-        net = instantiate(cfg.model, vocabulary=7, block_size=9, depth=2, width=32)
-        x, shape = torch.randint(7, (2, 5)), (2, 5, 7)
-    else:
-        net = instantiate(cfg.model, num_classes=7, image_size=16)
-        x, shape = torch.randn(2, 3, 16, 16), (2, 7)
+def test_every_model_trains_a_step(line):
+    cfg = composed(line)
+    sizes, x = {"num_classes": 7, "image_size": 16}, torch.randn(2, 3, 16, 16)
+    if "gpt" in line:
+        sizes = {"vocabulary": 7, "block_size": 9, "depth": 2, "width": 32}
+        x = torch.randint(7, (2, 5))
+    net = instantiate(cfg.model, **sizes)
     before = [p.clone() for p in net.parameters()]
     y = net(x)
-    assert y.shape == shape
+    assert y.shape == ((2, 5, 7) if "gpt" in line else (2, 7))
     y.square().sum().backward()
     instantiate(cfg.optimizer)(net.parameters()).step()
     assert all(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
@@ -261,11 +252,10 @@ def test_a_sweep_of_language_models_is_compared_by_its_losses(trains, tmp_path):
     assert drop["loss_without"][0] != drop["loss"]
     bits = golden["test_bits_per_character"]
     assert bits == pytest.approx(golden["test_loss"] / math.log(2), rel=0.01)  # nearly all ASCII
-    assert 4 < golden["unigram_bits_per_character"] < 6
     assert golden["tokens_per_s"] == pytest.approx(16 * 16e3 / golden["step_ms"])
     assert (golden["norms_swapped"], golden["norms_fused"]) == (3, 2)
-    shown = f"{golden['test_loss']:.4f} nats/byte, {bits:.3f} bits per character"
-    for words in (shown, "unigram entropy", "tokens/s", " test loss, nats/byte |"):
+    shown = f"{golden['test_loss']:.4f} nats/byte"
+    for words in (shown, "tokens/s", " test loss, nats/byte |"):
         assert words in output
     root = tmp_path / "logs/sweeps/default"
     assert {"loss_gpt_tiny_text.png", "seeds_gpt_tiny_text.png"} < {p.name for p in root.iterdir()}

@@ -5,7 +5,7 @@ import torch
 
 from forks import forked
 from normplug.compare import compare
-from normplug.experiment.learner import Classifier
+from normplug.experiment.learner import Learner
 from normplug.experiment.resume import LAST
 from training import PLAIN, SWEEP, TWO_PROCESSES, result_of, results
 
@@ -83,14 +83,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_recorded(refuses, tmp_pa
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Make the outputs of a Classifier nan where `when(classifier)`."""
-    forward = Classifier.forward
+    """Make the outputs of a Learner nan where `when(learner)`."""
+    forward = Learner.forward
 
     def patch(when):
         def spoilt(self, images):
             return forward(self, images) * (float("nan") if when(self) else 1)
 
-        monkeypatch.setattr(Classifier, "forward", spoilt)
+        monkeypatch.setattr(Learner, "forward", spoilt)
 
     return patch
 
@@ -119,13 +119,13 @@ def test_an_evaluation_whose_loss_is_not_finite_is_no_result(refuses, tmp_path, 
 
 SPOILT = """
 import train
-from normplug.experiment.learner import Classifier
+from normplug.experiment.learner import Learner
 
-forward = Classifier.forward
+forward = Learner.forward
 def spoilt(self, images):
     bad = self.trainer.global_step == self.trainer.global_rank == 1
     return forward(self, images * float("nan") if bad else images)
-Classifier.forward = spoilt
+Learner.forward = spoilt
 train.main()
 """
 

@@ -9,7 +9,7 @@ import torch
 
 import train
 from forks import forked
-from normplug.experiment.learner import Classifier
+from normplug.experiment.learner import Learner
 from normplug.experiment.resume import LAST
 from training import GOLDEN, PLAIN, SMALL, SWEEP, one_thread, result_of, run_in, variance_rows
 
@@ -52,14 +52,14 @@ def assert_same_run(run, whole):
 
 def stop_at(step, monkeypatch, act):
     """Let `act` happen in the forward of an optimizer step of the arm golden."""
-    training_step = Classifier.training_step
+    training_step = Learner.training_step
 
     def stopping(self, batch, batch_idx):
         if self.trainer.global_step == step and self.identity["arm"] == "golden":
             act()
         return training_step(self, batch, batch_idx)
 
-    monkeypatch.setattr(Classifier, "training_step", stopping)
+    monkeypatch.setattr(Learner, "training_step", stopping)
 
 
 def interrupted(command, step, signum, *overrides):
@@ -73,14 +73,14 @@ def interrupted(command, step, signum, *overrides):
 
 KILLED = """
 import os, signal, train
-from normplug.experiment.learner import Classifier
+from normplug.experiment.learner import Learner
 
-training_step = Classifier.training_step
+training_step = Learner.training_step
 def killing(self, batch, batch_idx):
     if self.trainer.global_step == 9:  # after rows of steps that the checkpoint does not have
         os.kill(os.getpid(), signal.SIGKILL)
     return training_step(self, batch, batch_idx)
-Classifier.training_step = killing
+Learner.training_step = killing
 train.main()
 """
 

@@ -105,7 +105,7 @@ WRONG = [
     ("model=gpt_tiny data.block_size", "greater than or equal to 1", "0"),
     ("model=gpt_tiny data.megabytes", "greater than 0", "0 -1"),
     ("data.augment.pad", "greater than or equal to 0", "-1"),
-    (f"{FOLDER} data.memory_gib, {FOLDER} data.num_workers", "greater than or equal to 0", "-1"),
+    (f"{FOLDER} data.memory_gib", "greater than or equal to 0", "-1"),
     ("optimizer.lr", "greater than 0", "0"),
     ("optimizer.lr", "less than or equal to 10000000000", "1e+300"),
     ("swap", "a valid dictionary", "null"),
