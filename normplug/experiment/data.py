@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -176,9 +176,6 @@ class ImageData(Source):
     gives = ("num_classes", "image_size")
     augment: Augment | None = None
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    if TYPE_CHECKING:  # constants or arguments of a subclass
-        num_classes: int
-        image_size: int
 
     @abstractmethod
     def load(self) -> tuple[Part, Part]:
@@ -389,7 +386,7 @@ class ImageFolder(ImageData):
         size = sum(map(len, self.folders)) * 3 * self.image_size**2 / 2**30
         if size > self.memory_gib:
             raise UserError(
-                f"{WHO}: the decoded images take {size:.1f} GiB, more than data.memory_gib="
+                f"{WHO}: the decoded images take {size:.3g} GiB, more than data.memory_gib="
                 f"{self.memory_gib}. Set a larger data.memory_gib or a smaller data.image_size."
             )
         train, *test = (

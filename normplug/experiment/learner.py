@@ -122,6 +122,7 @@ class Learner(LightningModule):
         self.graph = graph
         self.identity = dict(identity or {})
         self.scores_by_epoch: list[float] = []  # on the validation part
+        self._losses, self._steps = torch.zeros(()), 0  # of the current epoch
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The logits."""

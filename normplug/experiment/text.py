@@ -52,8 +52,7 @@ class Text(Source):
         if tenth <= self.block_size:
             raise UserError(
                 f"{WHO}: each part of the text must be longer than block_size={self.block_size}; "
-                f"the smallest has {tenth} tokens. Use a longer text or a smaller "
-                "data.block_size."
+                f"the smallest has {tenth} tokens. Use a longer text or a smaller data.block_size."
             )
         self.parts = self.tokens.split([len(self.tokens) - 2 * tenth, tenth, tenth])
 
