@@ -144,14 +144,14 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
     """Return the message for the user; None if the error is a bug, which needs its traceback."""
     cause: BaseException | None = error
     while cause is not None:  # the errors that Python's traceback shows
-        # A worker of a DataLoader sends its traceback, which ends in the message.
-        sentence = str(cause).rpartition("\nValueError: ")[2].strip()
-        if sentence.startswith("normplug"):
-            return sentence
+        if str(cause).startswith("normplug"):
+            return str(cause)
         reads = isinstance(error, InstantiationException) or (
             checkpoint and getattr(cause, "filename", None) == str(checkpoint)
         )
-        if isinstance(cause, OSError) and cause.errno in UNWRITABLE and not reads:
+        frames = traceback.extract_tb(cause.__traceback__)
+        makes = bool(frames) and frames[-1].name in ("mkdir", "mkdtemp")  # fails below /proc
+        if isinstance(cause, OSError) and (cause.errno in UNWRITABLE or makes) and not reads:
             path = Path(cause.filename or "a file of the run").absolute()
             return (
                 f"{WHO}: {path} cannot be written: {cause.strerror}. Free up space or make it "

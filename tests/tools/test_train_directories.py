@@ -162,3 +162,5 @@ def test_a_disk_that_cannot_be_written_is_one_line(refuses, tmp_path, monkeypatc
     place = f"hydra.run.dir={tmp_path}/file/run" if single else f"hydra.sweep.dir={tmp_path}/file"
     why = "Not a directory" if single else "File exists"
     assert f"cannot be written: {why}. Free up space" in refuses(*SMALL, place, *more)
+    nowhere = f"hydra.{'run' if single else 'sweep'}.dir=/proc/x"  # where nobody makes files
+    assert "/proc/x cannot be written: No such file" in refuses(*SMALL, nowhere, *more)
