@@ -26,8 +26,10 @@ BACKENDS = ("auto", "triton", "torch")
 _LARGEST = sys.float_info.max  # torch.compile of torch 2.6 cannot read it in `sys`
 _LAYOUTS = (torch.strided, torch.jagged)
 # The tensors of a call after its input, in order: see `_ops.spec.Tensors`.
-_OTHERS: tuple[str, ...] = ("residual", "weight", "bias", "input_bias")
-_OTHERS += ("running_mean", "running_var", "num_batches_tracked")
+_OTHERS = (
+    "residual", "weight", "bias", "input_bias", "running_mean", "running_var",
+    "num_batches_tracked",
+)  # fmt: skip
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # read once: calls take microseconds
 
 
