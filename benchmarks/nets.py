@@ -22,7 +22,7 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return F.cross_entropy(model(*inputs).flatten(0, -2), target.flatten())
 
 
-def layer(kind: type[nn.Module], sizes: Sequence[int], *shape: int, batch: int) -> Target:
+def layer(kind: type[nn.Module], sizes: Sequence[Any], *shape: int, batch: int) -> Target:
     """A small single layer, whose loss is the mean square of its outputs."""
     x = torch.randn(batch, *shape, requires_grad=True)
     return kind(*sizes), (x,), lambda model, batch: model(*batch).square().mean()

@@ -61,7 +61,8 @@ def _sweep(a: Namespace) -> None:
 
 
 def _table(a: Namespace) -> None:
-    columns = dict.fromkeys(("model", "batch", *models.COLUMNS, *op.COLUMNS))
+    times = models.COLUMNS[:4]  # before the speeds, which both kinds of rows have
+    columns = dict.fromkeys(("model", "batch", *times, *op.COLUMNS, *models.COLUMNS))
     print(Rows(read_file(a.file), tuple(columns)))
 
 

@@ -29,8 +29,10 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 WARM_UPS = 4  # steps after the first
 ROUNDS = 10
-COLUMNS: tuple[str, ...] = ("arm", "ms", "ms_p20", "ms_p80", "over_eager", "over_compile")
-COLUMNS += ("gpu_ms", "peak_gib", "first_step_s")
+COLUMNS = (
+    *("arm", "ms", "ms_p20", "ms_p80", "over_eager", "over_compile"),
+    *("gpu_ms", "peak_gib", "first_step_s"),
+)
 
 
 def usual_arms(mode: Any) -> dict[str, Change]:
