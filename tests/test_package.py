@@ -36,11 +36,11 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5800, "experiment": 3700, "_ops": 4000, "_fuse": 2430, "native": 1700,
-    "modules": 1650, "_swap": 1720, "bench": 1120, "adapters": 480,
-    "lightning": 600, "reference.py": 380, "": 2000,
+    "_kernels": 5500, "experiment": 3200, "_ops": 3700, "_fuse": 2380, "native": 1400,
+    "modules": 1520, "_swap": 1620, "bench": 1050, "adapters": 480,
+    "lightning": 500, "reference.py": 320, "": 1950,
 }  # fmt: skip
-MOST_FILES = 130
+MOST_FILES = 125
 
 
 def parts_imported(path):
