@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -35,32 +33,21 @@ RECIPE = (
 RESULTS = ("images_per_s", "step_ms", "test_accuracy", "learning_rate", "epochs")
 
 
-def run(gpus: int, graph: bool, seed: int, timeout: float, options: Sequence[str]) -> Row:
+def run(gpus: int, graph: bool, seed: int, options: Sequence[str]) -> Row:
     """Train once, and return the row. If the run fails, the row has its `error`."""
     several = ["trainer=ddp_sync"] if gpus > 1 else []
     chosen = [f"trainer.devices={gpus}", f"graph={graph}", f"seed={seed}"]
+    facts: Row = {"model": "resnet18-cifar", "gpus": gpus, "graph": graph, "seed": seed}
     with TemporaryDirectory() as directory:
-        place = f"hydra.run.dir={directory}"
-        process = subprocess.Popen(
-            [sys.executable, TRAIN, *RECIPE, *several, *options, *chosen, place],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            text, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the processes of the other GPUs as well
-            text = process.communicate()[0] + f"\nended after {timeout:.0f} s"
-        facts: Row = {"model": "resnet18-cifar", "gpus": gpus, "graph": graph, "seed": seed}
+        words = [*RECIPE, *several, *options, *chosen, f"hydra.run.dir={directory}"]
+        done = subprocess.run([sys.executable, TRAIN, *words], capture_output=True, text=True)
         file = Path(directory, "result.json")
         result = json.loads(file.read_text()) if file.exists() else {}
         config = OmegaConf.load(file.with_name("config.yaml")) if file.exists() else None
-    if process.returncode != 0:
+    if done.returncode != 0:
+        text = (done.stdout + done.stderr).strip()
         print(text, file=sys.stderr)
-        lines = text.strip().splitlines()
-        return facts | {"error": str(result.get("error") or lines[-1])}
+        return facts | {"error": str(result.get("error") or text.splitlines()[-1])}
     facts["batch"] = gpus * config.data.batch_size
     where = {"date": result["date"], "commit": result["commit"], "device": result["hardware"]}
     return facts | {key: result[key] for key in RESULTS} | where | result["versions"]
@@ -71,21 +58,19 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     import pandas
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5, 3.5), layout="constrained")
-    axes = figure.add_subplot(
-        xlabel="GPUs", ylabel="images per second", title="ResNet-18, CIFAR-10, 512 images per GPU"
-    )
     done = pandas.DataFrame([row for row in rows if "error" not in row])
     done = done[done.batch == 512 * done.gpus]
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axes = figure.add_subplot(title="ResNet-18, CIFAR-10, 512 images per GPU")
     for graph, runs in done.groupby("graph"):
         name, colour = ("CUDA graphs", "tab:blue") if graph else ("no graphs", "tab:grey")
-        middle = runs.groupby("gpus").images_per_s.median()
-        axes.plot(middle.index, middle, color=colour, label=name)
         axes.plot(runs.gpus, runs.images_per_s, ".", color=colour)
-        ideal = middle.iloc[0] * middle.index / middle.index[0]
-        axes.plot(middle.index, ideal, ":", color=colour, label=f"{name}, in proportion")
-    axes.set(xticks=sorted(set(done.gpus)), ylim=(0, None))
-    axes.legend()
+        middle = runs.groupby("gpus").images_per_s.median()
+        middle.plot(ax=axes, color=colour, label=name, legend=True)
+        ideal = middle.iloc[0] / middle.index[0] * middle.index.to_series()
+        ideal.plot(ax=axes, style=":", color=colour)
+    axes.set(xticks=sorted(set(done.gpus)), ylim=(0, None), xlabel="GPUs; dotted: in proportion")
+    axes.set_ylabel("images per second")
     figure.savefig(path, dpi=150)
 
 
@@ -96,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--graphs", choices=("no", "yes"), nargs="+", default=["no", "yes"])
-    parser.add_argument("--timeout", type=float, default=150, help="seconds a run")
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="append to it")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows, and run nothing")
     a = parser.parse_intermixed_args(argv)
@@ -104,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot(read_file(a.json), a.plot)
         return
     for seed, gpus, graphs in product(a.seeds, a.gpus, a.graphs):
-        row = run(gpus, graphs == "yes", seed, a.timeout, a.options)
+        row = run(gpus, graphs == "yes", seed, a.options)
         add_to_file(a.json, [row])
         shown = ("gpus", "graph", "seed", "images_per_s", "test_accuracy", "error")
         print({key: row[key] for key in shown if key in row}, flush=True)

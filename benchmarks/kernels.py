@@ -5,14 +5,18 @@ python benchmarks/kernels.py --suite headline --json kernels.json
 
 from __future__ import annotations
 
+import statistics
 from argparse import Namespace
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
+
+import torch
 
 import rivals
 import script
-from normplug.bench.op import cases, measure_op, usual_providers
+from normplug.bench.op import PROVIDERS, cases, measure_op
 from normplug.bench.rows import Rows
+from normplug.bench.timing import gpu_stopwatch
 
 BATCH_NORMS = ("batch_norm", "batch_norm_relu", "batch_norm_add_relu")
 HEADLINE = [
@@ -42,11 +46,11 @@ SUITES = {
     "headline": [
         *cases(["batch_norm"], HEADLINE, HALF),
         *cases(["batch_norm"], HEADLINE[:1], ["float32"]),
-        *cases(BATCH_NORMS[1:], FUSED, HALF, ["NHWC"]),
+        *cases(BATCH_NORMS[1:], FUSED, HALF),
         *cases(["layer_norm"], [*WIDTHS, VIT, (512, 8192)], BOTH),
         *cases(["add_layer_norm"], [VIT, (8192, 4096)], HALF),
     ],
-    "float32-float64": cases(BATCH_NORMS, PLAIN, ["float32", "float64"], ["NC", "NCHW"]),
+    "float32-float64": cases(BATCH_NORMS, PLAIN, ["float32", "float64"]),
     "small": [
         *cases(BATCH_NORMS, SMALL, BOTH),
         *cases(["layer_norm", "add_layer_norm"], SMALL_ROWS, BOTH),
@@ -55,14 +59,25 @@ SUITES = {
         *cases(["rms_norm"], [(4096, 4096), (4096, 8192), VIT, HEADS], HALF),
         *cases(["add_rms_norm"], [(8192, 4096)], HALF),
         *cases(["group_norm", "group_norm_silu"], UNET, HALF),
-        *cases(["instance_norm"], [VOLUME], HALF, ["NHWC"]),
+        *cases(["instance_norm"], [VOLUME], HALF),
     ],
-    # BatchNorm where eager runs cuDNN's kernels.
+    # In float16 and channels_last, eager runs cuDNN's BatchNorm.
     "cudnn": [
-        *cases(["batch_norm"], HEADLINE, ["float16"], ["NHWC"]),
-        *cases(BATCH_NORMS[1:], FUSED, ["float16"], ["NHWC"]),
+        *cases(["batch_norm"], HEADLINE, ["float16"]),
+        *cases(BATCH_NORMS[1:], FUSED, ["float16"]),
     ],
 }
+COPY_BYTES = 512 * 2**20
+
+
+@cache
+def copy_gbps() -> float:
+    """The bandwidth of a large copy on the GPU in 1e9 bytes a second, read and written."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    times = gpu_stopwatch(partial(torch.empty_like(source).copy_, source))()
+    return 2 * COPY_BYTES / statistics.median(times) / 1e3
+
+
 OPTIONS = {
     "--suite": {"choices": SUITES, "default": "headline"},
     "--only": {"default": "", "help": "cases whose name has this text"},
@@ -76,9 +91,13 @@ def measure(a: Namespace) -> Iterator[Rows]:
     if not found:
         raise SystemExit(f"no case of suite {a.suite} has {a.only!r} in its name")
     for case in found:
-        providers = usual_providers("golden") | rivals.of(case.op)
+        providers = PROVIDERS | rivals.of(case.op)
         chosen = {name: providers[name] for name in a.provider or providers if name in providers}
-        yield measure_op(case, a.device, providers=chosen)
+        rows = measure_op(case, a.device, providers=chosen)
+        if a.device.type == "cuda":
+            for row in rows:
+                row["copy_gbps"] = copy_gbps()
+        yield rows
 
 
 main = partial(script.main, __doc__, measure, OPTIONS)

@@ -1,7 +1,4 @@
-"""The networks whose training steps are measured, with random weights and batches.
-
-Each can be given to the user's command: `python -m normplug.bench model benchmarks/nets.py:gpt2`.
-"""
+"""The networks whose training steps are measured, with random weights and batches."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return F.cross_entropy(model(*inputs).flatten(0, -2), target.flatten())
 
 
-def layer(make: Callable[[], nn.Module], *shape: int, batch: int) -> Target:
-    """A single layer, whose loss is the mean square of its outputs."""
+def layer(kind: type[nn.Module], sizes: Sequence[Any], *shape: int, batch: int) -> Target:
+    """A small single layer, whose loss is the mean square of its outputs."""
     x = torch.randn(batch, *shape, requires_grad=True)
-    return make(), (x,), lambda model, batch: model(*batch).square().mean()
+    return kind(*sizes), (x,), lambda model, batch: model(*batch).square().mean()
 
 
 def images(
@@ -104,11 +101,7 @@ class UNet3d(nn.Module):
 
     It has a stage at this resolution, and a U-Net at half of it, between a stride of 2 and a
     transposed convolution. A stage is two convolutions, each with an InstanceNorm and a LeakyReLU.
-
-    Args:
-        inputs: channels of the input.
-        widths: channels of each stage, finest first; also of the output.
-        stride: of the first convolution.
+    `widths` are the channels of the stages, finest first.
     """
 
     def __init__(self, inputs: int, widths: Sequence[int], stride: int = 1) -> None:
@@ -151,11 +144,10 @@ def _nnunet3d(
 
 
 class Net(NamedTuple):
-    """How to make a network and a batch, the batch sizes to measure, and its library if any."""
+    """How to make a network and a batch, and the batch sizes to measure."""
 
     make: Callable[..., Target]
     batches: tuple[int, ...]
-    library: str | None = "torchvision"
 
 
 _LLAMA = {
@@ -181,28 +173,18 @@ NETS = {
     "regnet_y_1_6gf": Net(partial(images, "regnet_y_1_6gf"), (128,)),
     "densenet121": Net(partial(images, "densenet121"), (64,)),
     "swin_t": Net(partial(images, "swin_t", channels_last=False), (128,)),
-    "encoder_6x256": Net(encoder, (64,), None),
-    "bert_base": Net(_bert, (32,), "transformers"),
-    "gpt2": Net(_gpt2, (16,), "transformers"),
-    "llama_16x1024": Net(_llama, (8,), "transformers"),
-    "t5_small": Net(_t5, (32,), "transformers"),
-    "unet2d": Net(_unet2d, (16,), "diffusers"),
-    "nnunet3d": Net(_nnunet3d, (2,), None),
+    "encoder_6x256": Net(encoder, (64,)),
+    "bert_base": Net(_bert, (32,)),
+    "gpt2": Net(_gpt2, (16,)),
+    "llama_16x1024": Net(_llama, (8,)),
+    "t5_small": Net(_t5, (32,)),
+    "unet2d": Net(_unet2d, (16,)),
+    "nnunet3d": Net(_nnunet3d, (2,)),
 }
-# Small single layers, whose host time is measured.
 LAYERS = {
-    "layer_norm": Net(partial(layer, partial(nn.LayerNorm, 128), 128), (32,), None),
-    "rms_norm": Net(partial(layer, partial(nn.RMSNorm, 128), 128), (32,), None),
-    "batch_norm": Net(partial(layer, partial(nn.BatchNorm1d, 128), 128), (32,), None),
-    "group_norm": Net(partial(layer, partial(nn.GroupNorm, 8, 32), 32, 8, 8), (8,), None),
-    "instance_norm": Net(
-        partial(layer, partial(nn.InstanceNorm2d, 32, affine=True), 32, 8, 8), (8,), None
-    ),
+    "layer_norm": Net(partial(layer, nn.LayerNorm, (128,), 128), (32,)),
+    "rms_norm": Net(partial(layer, nn.RMSNorm, (128,), 128), (32,)),
+    "batch_norm": Net(partial(layer, nn.BatchNorm1d, (128,), 128), (32,)),
+    "group_norm": Net(partial(layer, nn.GroupNorm, (8, 32), 32, 8, 8), (8,)),
+    "instance_norm": Net(partial(layer, nn.InstanceNorm2d, (32, 1e-5, 0.1, True), 32, 8, 8), (8,)),
 }
-
-
-def __getattr__(name: str) -> Callable[..., Target]:
-    """Each network as a function with its usual batch."""
-    if name not in NETS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return partial(NETS[name].make, batch=NETS[name].batches[0])

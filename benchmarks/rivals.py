@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from normplug.bench.op import Change
 
@@ -25,25 +24,6 @@ class _Called(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         """What the layer would return."""
         return self.function(self.norm, *inputs)
-
-
-class _Cudnn(_BatchNorm):
-    """The stock BatchNorm through cuDNN, which torch picks in some dtypes and layouts only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise in training."""
-        self.num_batches_tracked.add_(1)
-        running = (self.running_mean, self.running_var)
-        return torch.cudnn_batch_norm(
-            x, self.weight, self.bias, *running, True, self.momentum, self.eps
-        )[0]
-
-
-def _cudnn(layer: nn.Module) -> nn.Module:
-    for norm in layer.modules():
-        if isinstance(norm, _BatchNorm):
-            norm.__class__ = _Cudnn
-    return layer
 
 
 def _liger(module: str, name: str) -> Any:
@@ -155,8 +135,6 @@ _RIVALS: dict[str, dict[str, Callable[..., Any]]] = {
 def of(op: str) -> dict[str, Change]:
     """Provider -> what it does to the stock layer of an operation."""
     found: dict[str, Change] = {}
-    if op.startswith("batch_norm"):
-        found["cudnn"] = _cudnn
     for package, functions in _RIVALS.items():
         if op in functions and find_spec(package) is not None:
             provider = package.removesuffix("_kernel").replace("_", "")
@@ -170,14 +148,13 @@ def liger_llama(net: nn.Module) -> nn.Module:
     Raises:
         ValueError: it is no Llama.
     """
-    modeling: Any = import_module("transformers.models.llama.modeling_llama")
-    if not isinstance(net, modeling.LlamaForCausalLM):
-        raise ValueError("the arm liger is for a LlamaForCausalLM only")
-    liger: Any = import_module("liger_kernel.transformers")
-    stock = modeling.LlamaRMSNorm
-    others = ("rope", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
-    try:
-        liger.apply_liger_kernel_to_llama(rms_norm=True, model=net, **dict.fromkeys(others, False))
-    finally:  # Liger also replaces the class, for Llamas that are built later
-        modeling.LlamaRMSNorm = stock
+    norms = [(p, n) for p, n in net.named_modules() if type(n).__name__ == "LlamaRMSNorm"]
+    if not norms:
+        raise ValueError("the arm liger is for a Llama only")
+    for path, norm in norms:
+        made = import_module("liger_kernel.transformers").LigerRMSNorm(
+            norm.weight.numel(), norm.variance_epsilon
+        )
+        made.weight = norm.weight
+        net.set_submodule(path, made)
     return net

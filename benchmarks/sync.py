@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,61 +24,48 @@ import normplug
 from normplug._results import stamp
 from normplug.bench.models import Change, make_step
 from normplug.bench.rows import Row, Rows, report
-from normplug.bench.timing import Call, at_rest, in_turns, ready, spread
+from normplug.bench.timing import Call, Turn, at_rest, in_turns, ready
 
-MODE = "standard"
 COLUMNS = ("model", "batch", "arm", "ms", "ms_p20", "ms_p80")
-_alone = partial(normplug.swap, mode=MODE)
-_joined = partial(normplug.swap, mode=MODE, sync=True)
-
+_joined = partial(normplug.swap, sync=True)
 # arm -> the changes to the stock model; arms with "local" in their name do not synchronise
 ARMS: dict[str, tuple[Change, ...]] = {
     "local": (),
     "torch": (nn.SyncBatchNorm.convert_sync_batchnorm,),
     "normplug": (_joined,),
     "normplug+fuse": (_joined, normplug.fuse),
-    "normplug-local": (_alone,),
-    "normplug-local+fuse": (_alone, normplug.fuse),
+    "normplug-local": (normplug.swap,),
+    "normplug-local+fuse": (normplug.swap, normplug.fuse),
 }
-# Each model is compiled before DistributedDataParallel wraps it, as train.py does.
 COMPILED: dict[str, tuple[Change, ...]] = {
     f"{name}+compile": (*ARMS[name], torch.compile)
     for name in ("torch", "normplug+fuse", "normplug-local+fuse")
 }
 
 
-def measure(
-    model: str,
-    batch: int,
-    size: int,
-    warm_ups: int,
-    rounds: int,
-    turn: int,
-    device: torch.device,
-    arms: Mapping[str, tuple[Change, ...]],
-) -> Iterator[Row]:
+def measure(a: Namespace, batch: int, device: torch.device) -> Iterator[Row]:
     """A row for each arm: milliseconds a step, over its turns."""
     torch.compiler.reset()  # earlier models count towards the recompilation limit
     torch.manual_seed(0)
-    stock, _, loss = nets.NETS[model].make(batch=1)
+    stock, _, loss = nets.NETS[a.model].make(batch=1)
     torch.manual_seed(dist.get_rank())
-    _, data, _ = nets.NETS[model].make(batch=batch, size=size)
+    _, data, _ = nets.NETS[a.model].make(batch=batch, size=a.size)
     data = tuple(tensor.to(device) for tensor in data)
-    steps: dict[str, Call] = {}
-    for name, changes in arms.items():
+    turns: dict[str, Turn] = {}
+    for name, changes in (ARMS | COMPILED if a.compile else ARMS).items():
         if name.startswith("torch") and device.type == "cpu":  # it needs CUDA
             continue
         change = partial(_parallel, changes)
-        steps[name], _ = make_step(stock.to(device), data, loss, torch.bfloat16, change)
-        for _ in range(warm_ups):
-            steps[name]()
+        step, _ = make_step(stock.to(device), data, loss, torch.bfloat16, change)
+        for _ in range(a.warm_ups):
+            step()
+        turns[name] = partial(_turn_ms, step, a.turn)
     # Each round starts with another arm, which is the same in all processes.
-    times = in_turns({name: partial(_turn_ms, step, turn) for name, step in steps.items()}, rounds)
-    for name, samples in times.items():
+    for name, timed in in_turns("ms", turns, a.rounds).items():
         yield {
-            **{"model": model, "batch": batch, "arm": name, "mode": MODE, "size": size},
-            **spread("ms", samples),
-            "steps": rounds * turn,
+            **{"model": a.model, "batch": batch, "arm": name, "mode": "standard", "size": a.size},
+            **timed,
+            "steps": a.rounds * a.turn,
             "processes": dist.get_world_size(),
             "native": normplug.native.status().way,
             **stamp(device.type == "cuda", gpus=dist.get_world_size()),
@@ -85,15 +73,11 @@ def measure(
 
 
 def _parallel(changes: Sequence[Change], net: nn.Module) -> nn.Module:
+    """Change a model in DistributedDataParallel, which on a CPU refuses to wrap a SyncBatchNorm."""
     device = next(net.parameters()).device
-    parallel: nn.Module | None = None
-    if device.type == "cpu":  # there DistributedDataParallel refuses to wrap a SyncBatchNorm
-        parallel = nn.parallel.DistributedDataParallel(net)
+    parallel = nn.parallel.DistributedDataParallel(net, [device] if device.type == "cuda" else None)
     for change in changes:
-        net = change(net)
-    if parallel is None:
-        return nn.parallel.DistributedDataParallel(net, device_ids=[device])
-    parallel.module = net
+        parallel.module = change(parallel.module)
     return parallel
 
 
@@ -123,21 +107,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             "benchmarks/sync.py runs in several processes; got one. Start it with "
             "python -m torch.distributed.run --nproc_per_node 2 benchmarks/sync.py."
         )
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    local = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
     try:
-        if os.environ["LOCAL_RANK"] == "0":
+        if local == 0:
             ready(device.type)
         dist.barrier()  # the other processes of a host load the same file
         for batch in a.batch:
-            arms = ARMS | COMPILED if a.compile else ARMS
-            rows = list(measure(a.model, batch, a.size, a.warm_ups, a.rounds, a.turn, device, arms))
+            rows = list(measure(a, batch, device))
             if dist.get_rank() == 0:
                 report([Rows(rows, COLUMNS, [str(normplug.native.status())])], a.json)
     finally:

@@ -12,20 +12,23 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import statistics
-import time
+from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
+from kernels import copy_gbps
 from normplug._kernels import ahead, power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
 from normplug._ops.group_norm import GroupNormPlan, GroupNormSpec
-from normplug._ops.plans import BLANKS, SLOT
 from normplug._ops.spec import Tensors
 from normplug._results import stamp
-from normplug.bench.timing import copy_gbps, gpu_stopwatch
+from normplug.bench.op import error
+from normplug.bench.timing import gpu_stopwatch
 
 CASES = [
     (f"{op} {'x'.join(map(str, shape))} {layout} bf16", shape, groups, activation, layout)
@@ -39,6 +42,7 @@ CASES = [
     for layout in layouts
 ]
 LAGS = (12, 48, 96, 192, 384)  # KiB per multiprocessor
+NEEDS = (True, False, True, True, False)  # gradients of x, weight and bias
 
 
 def lag_of(shape, kib, sms):
@@ -113,6 +117,8 @@ def variants(base, sms):
 
 
 class Sweep:
+    """The schedules of a case; `emit` takes a row for each."""
+
     def __init__(self, case, emit):
         self.name, shape, groups, activation, layout = case
         self.emit = emit
@@ -125,165 +131,87 @@ class Sweep:
             last = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)]
             return t.contiguous(memory_format=last)
 
-        c = shape[1]
-        self.activation, self.groups = activation, groups
-        weight, bias = (torch.rand(c, device="cuda") + 0.5 for _ in range(2))
-        self.dy = image()
-        self.t = Tensors(image().mul_(2).add_(3), None, weight.bfloat16(), bias.bfloat16())
+        weight, bias = ((torch.rand(shape[1], device="cuda") + 0.5).bfloat16() for _ in range(2))
+        self.t, self.dy = Tensors(image().mul_(2).add_(3), None, weight, bias), image()
         self.spec = GroupNormSpec(groups, 1e-5, 1.0, activation)
-        self.plan = GroupNormPlan(self.t, self.spec)
-        self.sms = self.plan._machine
-        self.saved = None
-        self.bytes = self.t.x.numel() * 2
+        self.saved = GroupNormPlan(self.t, self.spec).forward(self.t, True)[1]
 
-    def eager(self, x, weight, bias):
-        y = F.group_norm(x, self.groups, weight, bias, 1e-5)
-        return F.silu(y) if self.activation else y
-
-    def program(self, direction, shape):
-        """The launches for one schedule."""
-        name = f"group_norm_{direction}"
-        chosen = getattr(schedule, name)
-        setattr(schedule, name, lambda *sizes: shape)
-        try:
+    def plan(self, direction, choose):
+        """A plan with the schedule that `choose` returns; workers compile its kernel."""
+        plan = GroupNormPlan(self.t, self.spec)
+        with patch.object(schedule, f"group_norm_{direction}", choose):
             if direction == "forward":
-                return self.plan.forward_program(self.t, True)
-            named = self.plan._named(self.saved)
-            return self.plan.backward_program(
-                named, self.dy, None, (True, False, True, True, False)
-            )
-        finally:
-            setattr(schedule, name, chosen)
-
-    def call(self, direction, program):
-        def run():
-            if direction == "forward":
-                slots = [*self.t, *BLANKS]
+                program = plan.forward_of(self.t, True)
             else:
-                slots = self.plan._slots(self.saved)
-                slots[SLOT["dy"]] = self.dy
-            program.run(slots, self.plan)
-            return slots
+                program = plan.backward_of(self.saved, self.dy, None, NEEDS)
+        for job in program.jobs(plan.acc):
+            ahead.expect(job)
+        return plan
 
-        return run
+    def call(self, direction, plan):
+        if direction == "forward":
+            return (plan.forward(self.t, True)[0],)
+        return [t for t in plan.backward(self.saved, self.dy, None, NEEDS) if t is not None]
 
-    def right(self, slots, truth):
-        for name, exact in truth.items():
-            ours = slots[SLOT[name]].float()
-            error = float((ours - exact).norm() / exact.norm().clamp_min(1e-30))
-            if not error < 1e-2:
-                return f"{name}: error {error:.2g}"
-        return None
-
-    def measured(self, direction, passes, shape, program, truth):
+    def measured(self, direction, passes, shape, plan, truth):
+        """Microseconds of a schedule; infinite if it fails or is wrong."""
         row = {"case": self.name, "direction": direction, "shape": dataclasses.asdict(shape)}
-        row["held"] = shape.lag == 0
+        us = math.inf
         try:
-            run = self.call(direction, program)
-            wrong = self.right(run(), truth)
-            torch.cuda.synchronize()
-            if wrong:
-                row["wrong"] = wrong
-            else:
-                row["us"] = statistics.median(gpu_stopwatch(run)())
-                row["percent"] = 100 * passes * self.bytes / row["us"] / 1e3 / copy_gbps()
-        except Exception as error:
-            row["failed"] = repr(error)[:200]
+            run = partial(self.call, direction, plan)
+            row["error"] = max(map(error, run(), truth))
+            if row["error"] < 1e-2:
+                us = row["us"] = statistics.median(gpu_stopwatch(run)())
+                row["percent"] = 100 * passes * self.t.x.nbytes / us / 1e3 / copy_gbps()
+        except Exception as failure:
+            row["failed"] = repr(failure)[:200]
         self.emit(row)
-        return row
+        return us
 
-    def sweep(self, direction, passes, truth, deadline):
-        choose = getattr(schedule, f"group_norm_{direction}")
-        base = choose(*self.plan._shape, self.sms)
-        programs = {shape: self.program(direction, shape) for shape in variants(base, self.sms)}
-        for program in programs.values():
-            for job in program.jobs(self.plan.acc):
-                ahead.expect(job)
-        rows = []
-        for shape, program in programs.items():
-            if rows and time.monotonic() > deadline:
-                break
-            rows.append((shape, self.measured(direction, passes, shape, program, truth)))
-        good = sorted((pair for pair in rows if "us" in pair[1]), key=lambda pair: pair[1]["us"])
-        # The lag is not compiled in.
-        for shape, _ in [pair for pair in good if pair[0].lag][:3]:
-            for kib in LAGS:
-                other = lagged(shape, kib, self.sms)
-                if other != shape:
-                    program = self.program(direction, other)
-                    row = self.measured(direction, passes, other, program, truth)
-                    rows.append((other, row))
-        good = [row for _, row in rows if "us" in row]
-        first = rows[0][1]
-        best = min(good, key=lambda row: row["us"])
-        held = min((r for r in good if r["held"]), key=lambda row: row["us"], default=None)
-        summary = {
-            "best of": f"{self.name} {direction}",
-            "rule": round(first.get("percent", 0), 1),
-            "best": round(best["percent"], 1),
-            "best shape": best["shape"],
-            "best held": held and round(held["percent"], 1),
-            "rule us": first.get("us"),
-            "best us": best["us"],
-            "failed": sum("failed" in row or "wrong" in row for _, row in rows),
+    def sweep(self, direction, passes, truth):
+        sizes = []  # what the rule is asked, by a plan with the rule's schedule
+        rule = getattr(schedule, f"group_norm_{direction}")
+        self.plan(direction, lambda *asked: sizes.append(asked) or rule(*asked))
+        base, sms = rule(*sizes[0]), sizes[0][-1]
+        fixed = {
+            shape: self.plan(direction, lambda *_, s=shape: s) for shape in variants(base, sms)
         }
-        self.emit(summary)
-        return first.get("us"), best["us"]
+        times = {s: self.measured(direction, passes, s, plan, truth) for s, plan in fixed.items()}
+        # The lag is not compiled in.
+        for shape in [s for s in sorted(times, key=times.get) if s.lag][:3]:
+            for other in {lagged(shape, kib, sms) for kib in LAGS} - set(times):
+                plan = self.plan(direction, lambda *_, s=other: s)
+                times[other] = self.measured(direction, passes, other, plan, truth)
+        best = min(times, key=times.get)
+        row = {"best of": f"{self.name} {direction}", "rule us": times[base], "us": times[best]}
+        self.emit(row | {"shape": dataclasses.asdict(best)})
 
-    def run(self, deadline):
-        x, weight, bias = (
-            t.float().requires_grad_() for t in (self.t.x, self.t.weight, self.t.bias)
-        )
-        y = self.eager(x, weight, bias)
-        gradients = torch.autograd.grad(y, (x, weight, bias), self.dy.float())
-        exact = dict(zip(("dx", "dweight", "dbias"), gradients, strict=True))
-        forward = self.sweep("forward", 2, {"y": y.detach()}, deadline)
-        del x, y
-        torch.cuda.empty_cache()
-        self.saved = self.plan.forward(self.t, True)[1]
-        backward = self.sweep("backward", 3, exact, deadline)
-        times = {}
-        for place, name in enumerate(("rule", "best")):
-            if None not in (forward[place], backward[place]):
-                times[name] = (forward[place], forward[place] + backward[place])
-        self.emit(
-            {
-                "total": self.name,
-                **{
-                    name: {
-                        "F": round(200 * self.bytes / f / 1e3 / copy_gbps(), 1),
-                        "F+B": round(500 * self.bytes / b / 1e3 / copy_gbps(), 1),
-                    }
-                    for name, (f, b) in times.items()
-                },
-            }
-        )
+    def run(self):
+        leaves = [t.float().requires_grad_() for t in (self.t.x, self.t.weight, self.t.bias)]
+        y = F.group_norm(leaves[0], self.spec.groups, *leaves[1:], self.spec.eps)
+        y = F.silu(y) if self.spec.activation else y
+        gradients = torch.autograd.grad(y, leaves, self.dy.float())
+        self.sweep("forward", 2, [y.detach()])
+        self.sweep("backward", 3, gradients)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--out", default="gn_sweep.jsonl")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds")
     options = parser.parse_args()
-    deadline = time.monotonic() + options.budget
     origin = stamp(gpu=True) | {"copy_gbps": round(copy_gbps())}
     with open(options.out, "a") as out:
 
         def emit(row):
             line = json.dumps(row | origin)
-            out.write(line + "\n")
-            out.flush()
-            if "case" not in row:
+            print(line, file=out, flush=True)
+            if "best of" in row:
                 print(line, flush=True)
 
         for case in CASES:
-            if options.cases and not any(part in case[0] for part in options.cases):
-                continue
-            if time.monotonic() > deadline:
-                break
-            Sweep(case, emit).run(deadline)
-            torch.cuda.empty_cache()
+            if not options.cases or any(part in case[0] for part in options.cases):
+                Sweep(case, emit).run()
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from itertools import product
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,55 +41,59 @@ PROFILES, STEPS = 5, 3  # profiles of an arm, and steps in each
 NETS = nets.NETS | nets.LAYERS
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
+Sample = dict[str, float]
+Samples = dict[str, list[Sample]]  # checkout -> what was measured in each round
+held: dict[str, Any] = {}  # in the process of a checkout: its step, and how many make a turn
 
-Ask = Callable[..., Any]  # sends a request to a process, and returns the answer
+
+def _process(tree: str, device: str) -> ProcessPoolExecutor:
+    """Start a process for a checkout, whose host path in C++ is built first."""
+    place = Path(tree).resolve()
+    if device == "cuda":
+        subprocess.run([sys.executable, "-m", "normplug.native", "build"], cwd=place)
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawn, initializer=_start, initargs=(place, device))
 
 
-def _serve(connection: Connection, tree: Path, device: str) -> None:
-    """Answer the parent's requests, with the normplug of `tree`; only its public names are used."""
+def _start(tree: Path, device: str) -> None:
+    """Import the normplug of `tree`, of which only public names are used."""
     sys.path.insert(0, str(tree))
     normplug = importlib.import_module("normplug")
     if Path(str(normplug.__file__)).parents[1] != tree:
         raise ImportError(f"benchmarks/turns.py needs the normplug of {tree}")
     torch.zeros(1, device=device)  # initialise the device before the first step is timed
-    step: Callable[[], Any] = object
-    count = 1
-    while (request := _received(connection)) is not None:
-        match request:
-            case "build", name, batch, arm, forward:
-                step, count = object, 1
-                gc.collect()
-                step = _step(normplug, name, batch, arm, forward, device)
-                first_ms, _ = _turn(step, 1)
-                for _ in range(WARM_UPS):
-                    step()
-                ms, _ = _turn(step, 2)
-                count = max(1, min(int(TURN_MS / ms), MOST))
-                kernels = importlib.import_module("normplug.native").status().kernels
-                connection.send({"first_step_s": first_ms / 1e3, "kernels": sum(kernels.values())})
-            case ("time",):
-                wall_ms, _ = _turn(step, count)
-                _, host_ms = _turn(step, max(1, count // 4))  # they fit the queue of launches
-                connection.send({"ms": wall_ms, "host_ms": host_ms})
-            case ("profile",):
-                with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                    _turn(step, STEPS)
-                events = [e for e in profiler.events() or () if e.device_type == DeviceType.CUDA]
-                us = sum(event.time_range.elapsed_us() for event in events)
-                connection.send({"gpu_ms": us / 1e3 / STEPS})
 
 
-def _received(connection: Connection) -> Any:
-    """The next request, or None at the end."""
-    try:
-        return connection.recv()
-    except EOFError:
-        return None
+def _build(name: str, batch: int, arm: str, device: str) -> Sample:
+    """Hold the step of a model, and time the first one."""
+    held.clear()
+    gc.collect()
+    step = _step(name, batch, arm, device)
+    first_ms, _ = _turn(step, 1)
+    for _ in range(WARM_UPS):
+        step()
+    ms, _ = _turn(step, 2)
+    held.update(step=step, count=max(1, min(int(TURN_MS / ms), MOST)))
+    kernels = importlib.import_module("normplug.native").status().kernels
+    return {"first_step_s": first_ms / 1e3, "kernels": sum(kernels.values())}
 
 
-def _step(
-    normplug: Any, name: str, batch: int, arm: str, forward: bool, device: str
-) -> Callable[[], Any]:
+def _time() -> Sample:
+    step, count = held["step"], held["count"]
+    ms, _ = _turn(step, count)
+    _, host_ms = _turn(step, max(1, count // 4))  # they fit the queue of launches
+    return {"ms": ms, "host_ms": host_ms}
+
+
+def _profile() -> Sample:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        _turn(held["step"], STEPS)
+    events = [e for e in profiler.events() or () if e.device_type == DeviceType.CUDA]
+    return {"gpu_ms": sum(e.time_range.elapsed_us() for e in events) / 1e3 / STEPS}
+
+
+def _step(name: str, batch: int, arm: str, device: str) -> Callable[[], Any]:
+    normplug = importlib.import_module("normplug")
     torch.compiler.reset()
     torch.manual_seed(0)
     model, data, loss = NETS[name].make(batch=batch)
@@ -103,11 +107,10 @@ def _step(
         model = torch.compile(model)
 
     def step() -> None:
-        with torch.set_grad_enabled(not forward), torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             value = loss(model, data)
-        if not forward:
-            value.backward()
-            model.zero_grad()
+        value.backward()
+        model.zero_grad()
 
     return step
 
@@ -124,53 +127,26 @@ def _turn(step: Callable[[], Any], count: int) -> tuple[float, float]:
     return (time.perf_counter() - start) * 1e3 / count, (queued - start) * 1e3 / count
 
 
-@contextmanager
-def _worker(tree: str, device: str) -> Iterator[Ask]:
-    """Start a process for a checkout, whose host path in C++ is built first.
-
-    Raises:
-        EOFError: the process has failed; its traceback is on stderr.
-    """
-    place = Path(tree).resolve()
-    if device == "cuda":
-        subprocess.run([sys.executable, "-m", "normplug.native", "build"], cwd=place)
-    ours, its = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(its, place, device))
-    process.start()
-    its.close()
-
-    def ask(*request: Any) -> Any:
-        ours.send(request)
-        return ours.recv()
-
-    try:
-        yield ask
-    finally:
-        ours.close()  # the process then ends, and with it the workers that compile kernels
-        process.join()
-
-
-Samples = dict[str, list[dict[str, float]]]  # checkout -> what was measured in each round
-
-
 def _first_steps(a: argparse.Namespace, build: Sequence[Any]) -> Samples:
     """The seconds of first steps, each in a new process with empty caches of kernels."""
     found: Samples = {tree: [] for tree in a.trees}
     for _, tree in product(range(a.first_step), a.trees):
         with TemporaryDirectory() as folder:
             os.environ |= {cache: str(Path(folder, cache)) for cache in CACHES}
-            with _worker(tree, a.device) as ask:
-                found[tree].append(ask("build", *build))
+            with _process(tree, a.device) as process:
+                found[tree].append(process.submit(_build, *build).result())
     return found
 
 
-def _rounds(a: argparse.Namespace, asks: Mapping[str, Ask], build: Sequence[Any]) -> Samples:
-    for ask in asks.values():
-        ask("build", *build)
-    found: Samples = {tree: [] for tree in asks}
-    whats = ["time"] * a.rounds + ["profile"] * (PROFILES if a.device == "cuda" else 0)
-    for what, (tree, ask) in product(whats, asks.items()):
-        found[tree].append(ask(what))
+def _rounds(
+    a: argparse.Namespace, processes: Mapping[str, ProcessPoolExecutor], build: Sequence[Any]
+) -> Samples:
+    for process in processes.values():
+        process.submit(_build, *build).result()
+    found: Samples = {tree: [] for tree in processes}
+    works = [_time] * a.rounds + [_profile] * (PROFILES if a.device == "cuda" else 0)
+    for work, (tree, process) in product(works, processes.items()):
+        found[tree].append(process.submit(work).result())
     return found
 
 
@@ -178,17 +154,16 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each network, arm and checkout: medians, and the median ratio to the first one."""
     origins = {tree: _origin(Path(tree), a.device) for tree in a.trees}
     with ExitStack() as stack:
-        workers = () if a.first_step else a.trees
-        asks = {tree: stack.enter_context(_worker(tree, a.device)) for tree in workers}
+        trees = () if a.first_step else a.trees
+        processes = {tree: stack.enter_context(_process(tree, a.device)) for tree in trees}
         for name, arm in product(a.rows, [*a.arms, *[COMPILED] * a.compile]):
             batch = a.batch or NETS[name].batches[0]
-            build = (name, batch, arm, a.forward)
-            found = _rounds(a, asks, build) if asks else _first_steps(a, build)
+            build = (name, batch, arm, a.device)
+            found = _rounds(a, processes, build) if processes else _first_steps(a, build)
             frames = {tree: pandas.DataFrame(samples) for tree, samples in found.items()}
             for tree, frame in frames.items():
                 ratios = (frame / frames[a.trees[0]]).median().add_prefix("ratio_")
                 facts = {"model": name, "batch": batch, "arm": arm, "tree": tree}
-                facts["direction"] = "F" if a.forward else "F+B"
                 medians = {**frame.median(), **ratios}
                 yield facts | {key: float(each) for key, each in medians.items()} | origins[tree]
 
@@ -213,7 +188,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, help="samples; default: the network's own")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["swap", "swap+fuse"])
     parser.add_argument("--compile", action="store_true", help=f"add {COMPILED}")
-    parser.add_argument("--forward", action="store_true", help="time forwards without gradients")
     parser.add_argument("--rounds", type=int, default=40)
     told = "time first steps instead, each of N in a new process with empty caches of kernels"
     parser.add_argument("--first-step", type=int, nargs="?", const=1, metavar="N", help=told)

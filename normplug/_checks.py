@@ -25,6 +25,11 @@ from normplug.modes import shown
 BACKENDS = ("auto", "triton", "torch")
 _LARGEST = sys.float_info.max  # torch.compile of torch 2.6 cannot read it in `sys`
 _LAYOUTS = (torch.strided, torch.jagged)
+# The tensors of a call after its input, in order: see `_ops.spec.Tensors`.
+_OTHERS = (
+    "residual", "weight", "bias", "input_bias", "running_mean", "running_var",
+    "num_batches_tracked",
+)  # fmt: skip
 DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # read once: calls take microseconds
 
 
@@ -115,13 +120,6 @@ def _one_of(caller: str, name: str, value: str, names: Sequence[Any], rule: str 
     return value
 
 
-def no_kernel(caller: str, why: str) -> NotImplementedError:
-    """Return the error for a call that requires the kernels where they cannot run."""
-    return NotImplementedError(
-        f"normplug.{caller}: backend='triton', but {why}. Use backend='auto' or 'torch'."
-    )
-
-
 def flags(caller: str, **values: Any) -> None:
     """Reject anything but True and False: values such as "no" and 0.0 are ambiguous."""
     for name, value in values.items():
@@ -199,13 +197,6 @@ def eps(caller: str, value: Any, none: bool = False) -> None:
         number(caller, "eps", value)
 
 
-def variance(caller: str, value: Any) -> None:
-    """Reject a `target_variance` that was assigned to a layer and is no finite float above 0."""
-    if not isinstance(value, (float, int)) or not 0 < value <= _LARGEST:
-        rule, way_out = "a finite float above 0", "Use normplug.set_mode, or assign mode."
-        raise ValueError(must(caller, "target_variance", rule, described(value), way_out))
-
-
 def count(caller: str, name: str, value: Any) -> None:
     """Reject anything but an integer of at least 1."""
     whole = (int, torch.SymInt, numbers.Integral)
@@ -248,10 +239,10 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
     flags(caller, **{name: given[name] for name in switches if name in given})
 
 
-def tensors(caller: str, x: Any, **others: Any) -> None:
-    """Reject an input, or another tensor argument, of a type or dtype that no norm accepts."""
+def tensors(caller: str, x: Any, *others: Any) -> None:
+    """Reject an input, or another tensor of a call, of a type or dtype that no norm accepts."""
     floating(caller, x)
-    for name, t in others.items():
+    for name, t in zip(_OTHERS, others, strict=True):
         if t is None:
             continue
         if name == "num_batches_tracked":
@@ -263,12 +254,12 @@ def tensors(caller: str, x: Any, **others: Any) -> None:
                 raise TypeError(must(caller, name, "a dense tensor", kind, "Use .to_dense()."))
 
 
-def devices(caller: str, x: Tensor, **others: Tensor | None) -> None:
+def devices(caller: str, x: Tensor, *others: Tensor | None) -> None:
     """Reject tensors on different devices.
 
     Call it after the route is chosen: with backend="triton", the kernels' own reason comes first.
     """
-    for name, t in others.items():
+    for name, t in zip(_OTHERS, others, strict=True):
         if t is not None and t.device != x.device:
             rule = f"on the input's device {x.device}"
             way_out = "Move one of them with .to(device)."
@@ -321,12 +312,6 @@ def channels(caller: str, x: Tensor, **vectors: Tensor | None) -> None:
         if vector is not None and (vector.dim() != 1 or vector.shape[0] != x.shape[1]):
             rule = f"(C,) = ({x.shape[1]},) for input of shape {tuple(x.shape)}"
             raise ValueError(must(caller, name, rule, str(tuple(vector.shape))))
-
-
-def more_than_one_value(caller: str, x: Tensor) -> None:
-    """Reject training on one value per channel, whose variance is always 0."""
-    if x.numel() == x.shape[1] != 0:
-        raise one_value(caller, f"input of shape {tuple(x.shape)}")
 
 
 def one_value(caller: str, what: str) -> ValueError:
@@ -397,12 +382,6 @@ def _sizes(x: Tensor) -> tuple[Any, ...]:
     if x.is_nested and x.layout == torch.strided:
         return tuple(tuple(part.shape) for part in x.unbind())
     return tuple(x.shape)
-
-
-def not_replicated(caller: str, name: str, placements: Any) -> ValueError:
-    """Return the error for a running statistic that is sharded over processes."""
-    way_out = "Use redistribute(placements=[Replicate()])."
-    return ValueError(must(caller, name, "replicated", f"a DTensor {placements}", way_out))
 
 
 def scalars(caller: str, **values: Tensor | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from normplug import modules
+from normplug._checks import as_number
 from normplug._ops import likely
 from normplug._torch import is_class_patched, is_patched
 from normplug.modules.base import Settings, TargetVarianceNorm
@@ -67,6 +68,8 @@ def why_left(module: nn.Module) -> str | None:
     if (ours := REPLACEMENTS.get(cls)) is not None:
         patch = "the forward of its class was replaced by other code, which a swapped layer skips"
         return patch if is_class_patched(cls) else ours._refusal(module)
+    if getattr(cls, "cls_to_become", None) in REPLACEMENTS:
+        return "it is lazy and has no shape yet: run one forward, then swap"
     why = _adapted(cls)
     return why if isinstance(why, str) else None
 
@@ -145,7 +148,7 @@ def convert(
         ours = replacement(module)
         assert ours is not None
         ours._adopt(module, track_running_stats, device)
-        eps = getattr(module, ours._eps_name)
+        eps = as_number(getattr(module, ours._eps_name))
         settings = Settings(target_variance, backend, autocast_output, eps)
         vars(module)["_normplug"] = settings
         assign_class(module, ours)
@@ -211,8 +214,6 @@ def desynchronise(module: nn.Module) -> None:
         return
     assert isinstance(module, TargetVarianceNorm)
     before: Any = module._normplug.unsynced_class
-    if not hasattr(plain_class(module), "cls_to_become"):  # a lazy layer has materialised
-        before = getattr(before, "cls_to_become", before)
     ours = REPLACEMENTS.get(before, before)
     assign_class(module, ours)
     module._set(unsynced_class=None)

@@ -79,15 +79,12 @@ def _commit() -> str:
     checkout = Path(__file__).parents[1]
     if not (checkout / ".git").exists():  # installed: a repository around it is not ours
         return "unknown"
-    git = ["git", "-C", str(checkout)]
+    describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True)
+        found = subprocess.run(["git", "-C", checkout, *describe], capture_output=True, text=True)
     except OSError:  # no git
         return "unknown"
-    if head.returncode:
-        return "unknown"
-    return head.stdout.strip() + ("-dirty" if changed.stdout else "")
+    return found.stdout.strip() or "unknown"
 
 
 def _processor() -> str:

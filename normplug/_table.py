@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+Row = TypeVar("Row")
 # How many texts an error or a warning lists.
 _MOST = 8
+
+
+@dataclass(frozen=True)
+class Rows(Generic[Row]):
+    """The rows of a report."""
+
+    rows: tuple[Row, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
-from torch.nn.modules.batchnorm import _LazyNormBase as LazyNormBase
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -28,7 +27,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "BatchNormBase",
     "InstanceNormBase",
-    "LazyNormBase",
     "tree_leaves",
     "tree_map_only",
 ]

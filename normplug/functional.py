@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from normplug import _checks
 from normplug._checks import as_number
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.batch_norm import channel_stats as _channel_stats
-from normplug._ops.call import Explained, call
+from normplug._ops.call import call
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
@@ -24,7 +23,6 @@ __all__ = [
     "add_rms_norm",
     "batch_norm",
     "channel_stats",
-    "explain",
     "group_norm",
     "instance_norm",
     "layer_norm",
@@ -515,40 +513,6 @@ def instance_norm(
     groups = input.shape[1] if has_channels else 1  # the checks refuse an input without channels
     spec = GroupNormSpec(groups, eps, tv, activation, momentum=momentum, instance=True)
     return call(caller, t, spec, backend)
-
-
-def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
-    """Say in one line by which kernels a call of a norm would run, and why.
-
-    The arguments are checked. Nothing is computed, and no statistic is updated.
-
-    Args:
-        function: a function of this module, such as `normplug.functional.layer_norm`.
-        *args: its arguments.
-        **kwargs: its named arguments.
-
-    Returns:
-        The function's name; then why PyTorch's kernels would run, or normplug's plan, the plan's
-        kernels with the number of warps of each, and whether C++ or Python launches them.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: the errors of the call itself; a ValueError also
-            for any other function.
-
-    Examples:
-        >>> import torch
-        >>> explain(layer_norm, torch.ones(2, 8), (8,))
-        "layer_norm: PyTorch's kernels, as the input is on cpu"
-    """
-    functions = (
-        add_layer_norm, add_rms_norm, batch_norm, group_norm, instance_norm, layer_norm, rms_norm
-    )  # fmt: skip
-    if function not in functions:
-        names = ", ".join(each.__name__ for each in functions)
-        rule, got = f"a function of normplug.functional: {names}", _checks.described(function)
-        raise ValueError(_checks.must("functional.explain", "function", rule, got))
-    backend = Explained(kwargs.pop("backend", "auto"))
-    return function(*args, backend=backend, **kwargs)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

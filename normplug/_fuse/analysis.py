@@ -20,8 +20,7 @@ from normplug._fuse.fusion import (
     has_fused_class,
     plain_class,
 )
-from normplug._fuse.rewrite import compiled, recompute_results, rewrite
-from normplug._fuse.sites import find, refusal
+from normplug._fuse.sites import compiled, find, recompute_results, refusal, rewrite
 from normplug._fuse.source import Reads, Untraceable
 from normplug._fuse.trace import Trace
 from normplug._torch import has_hooks, is_patched

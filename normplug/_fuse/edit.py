@@ -155,6 +155,9 @@ class _Editor:
                 raise Untraceable(f"its forward assigns to {self.me}")
             if isinstance(node, _REFUSED):
                 raise Untraceable("its forward has a try or match statement")
+            name = getattr(node, "attr", "")
+            if name.startswith("__") and not name.endswith("__"):  # Python renames it in a class
+                raise Untraceable(f"its forward uses {name}, a private attribute")
 
     def edit(self, body: list[ast.stmt], branch: Branch = ()) -> None:
         """Edit the norms in statements; branch: the branches that contain the statements."""

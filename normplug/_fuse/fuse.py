@@ -2,17 +2,68 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from normplug import _checks, _convert
 from normplug._fuse.analysis import Analysis
-from normplug._fuse.fusion import FORWARDS, fused_class, has_fused_class, plain_class
-from normplug._fuse.report import Report, report
+from normplug._fuse.edit import REASON
+from normplug._fuse.fusion import (
+    FORWARDS,
+    FusedForwards,
+    fused_class,
+    has_fused_class,
+    plain_class,
+)
+from normplug._fuse.sites import refusal
 from normplug._ops import likely
 from normplug._ops import recompute as _recompute
+from normplug._table import Rows, counts, shown, table
+from normplug.modules import TargetVarianceNorm
+
+
+class Row(NamedTuple):
+    """One norm layer, and what it is fused with.
+
+    Attributes:
+        path: its path in the model; "" is the model itself.
+        kind: the name of its class.
+        label: what it is fused with; None if it is not fused.
+        owner: the module whose forward makes the fused call.
+        note: why it is not fused; "" otherwise.
+    """
+
+    path: str
+    kind: str
+    label: str | None
+    owner: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Report(Rows[Row]):
+    """Every norm layer of a model, in order; `print` it for a table."""
+
+    def __str__(self) -> str:
+        rows = [("path", "class", "fused with", "notes")]
+        for row in self.rows:
+            note = f"in {shown(row.owner)}" if row.label else row.note
+            rows.append((shown(row.path), row.kind, row.label or "-", note))
+        return f"{table(rows)}\n{self.summary()}"
+
+    def summary(self) -> str:
+        """One line: how many norms are fused with what, how many are not, and why."""
+        fused = Counter(f"with {row.label}" for row in self.rows if row.label)
+        left = Counter(row.note for row in self.rows if not row.label)
+        parts = [f"{fused.total()} of {len(self.rows)} norm layers fused: {counts(fused)}"]
+        if left:
+            parts.append("not fused: " + ", ".join(f"{n} ({why})" for why, n in left.items()))
+        return "; ".join(parts)
 
 
 def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
@@ -84,7 +135,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     if not analysis.fusions:
         _checks.warn(
             f"normplug.fuse: nothing to fuse in {type(model).__name__}; "
-            f"{report(model, {}, analysis).summary()}."
+            f"{_report(model, {}, analysis).summary()}."
         )
     classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
     release(m for m in fused_modules(model).values() if m not in classes)  # of earlier calls
@@ -135,7 +186,38 @@ def fusions(model: nn.Module) -> Report:
     fused = {
         m: vars(m)[FORWARDS] for m in model.modules() if FORWARDS in vars(m) and has_fused_class(m)
     }
-    return report(model, fused or analysis.fusions, analysis)
+    return _report(model, fused or analysis.fusions, analysis)
+
+
+def _report(model: nn.Module, fused: dict[nn.Module, FusedForwards], analysis: Analysis) -> Report:
+    """List the norms of a model; fused: its fused modules, or the modules to fuse."""
+    paths = {module: path for path, module in model.named_modules()}
+    found, possible = _labels(fused, paths), _labels(analysis.fusions, paths)
+    rows = []
+    for path, norm in _convert.norm_layers(model):
+        label, owner, note = None, "", ""
+        if not isinstance(norm, TargetVarianceNorm):
+            note = "not swapped"
+        elif norm in found:
+            label, owner = found[norm]
+        elif norm in possible:
+            note = "not fused since the last change; normplug.fuse(model) fuses it"
+        else:
+            note = refusal(norm) or analysis.reasons.get(norm, REASON)
+        rows.append(Row(path, _convert.plain_class(norm).__name__, label, owner, note))
+    return Report(tuple(rows))
+
+
+def _labels(
+    fusions: dict[nn.Module, FusedForwards], paths: dict[nn.Module, str]
+) -> dict[nn.Module, tuple[str, str]]:
+    """Norm -> what it is fused with, and the path of the outermost module that fuses it."""
+    found: dict[nn.Module, tuple[str, str]] = {}
+    for module, path in paths.items():
+        if module in fusions:
+            for norm, label in fusions[module].labels(module).items():
+                found.setdefault(norm, (label, path))
+    return found
 
 
 def fused_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -365,13 +365,10 @@ def compiled(
     around = ast.parse(f"def around({', '.join((*code.co_freevars, *enclosing))}): pass")
     around.body[0].body = [found]  # type: ignore[attr-defined]
     made = compile(around, code.co_filename, "exec", dont_inherit=True)
-    return _inside(_inside(made, "around"), found.name).replace(co_firstlineno=code.co_firstlineno)
-
-
-def _inside(code: types.CodeType, name: str) -> types.CodeType:
-    """The code of a function that is defined in other code."""
-    parts = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return next(c for c in parts if c.co_name == name)
+    for name in ("around", found.name):
+        parts = (c for c in made.co_consts if isinstance(c, types.CodeType))
+        made = next(c for c in parts if c.co_name == name)
+    return made.replace(co_firstlineno=code.co_firstlineno)
 
 
 def is_name(node: Any, names: Collection[str]) -> bool:

@@ -23,7 +23,7 @@ def _sigmoid(z):
 
 
 @triton.jit
-def activate(z, ACTIVATION: tl.constexpr):
+def activate(z, ACTIVATION):
     """Apply relu, silu, exact gelu, relu6, hardswish or leaky relu to z; nan stays nan."""
     if ACTIVATION < 0:
         y = tl.where(z > 0, z, z * -ACTIVATION)
@@ -43,7 +43,7 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def activation_gradient(dy, z, ACTIVATION: tl.constexpr):
+def activation_gradient(dy, z, ACTIVATION):
     """Return dy times the derivative of the activation at z.
 
     At 0, relu, relu6 and leaky relu take the derivative from the left. At 6, relu6 takes the
@@ -76,13 +76,13 @@ def positive(z):
 
 
 @triton.jit
-def pack_bits(bits, COUNT: tl.constexpr):
+def pack_bits(bits, COUNT):
     """Pack COUNT zeros and ones, of any shape, into COUNT / 8 bytes, lowest bit first."""
     eights = tl.reshape(bits.to(tl.int32), [COUNT // 8, 8])
     return tl.sum(eights << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
 
 
 @triton.jit
-def unpack_bits(packed, COUNT: tl.constexpr):
+def unpack_bits(packed, COUNT):
     """Unpack COUNT / 8 bytes into COUNT zeros and ones."""
     return tl.reshape((packed.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1, [COUNT])

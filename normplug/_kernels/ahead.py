@@ -38,11 +38,11 @@ import triton
 
 from normplug import native
 from normplug._kernels import ahead_worker
+from normplug._kernels.primitives import VERSION
 
 _log = logging.getLogger("normplug")
-_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Whether a kernel's key in Triton's cache can be computed, and workers can be forked.
-KEYED = _VERSION >= (3, 5) and sys.platform == "linux"
+KEYED = VERSION >= (3, 5) and sys.platform == "linux"
 _PATIENCE = 60.0  # seconds to wait for a worker that has started
 _MOST = 15  # workers
 
@@ -88,7 +88,6 @@ class Ahead:
     def __init__(self) -> None:
         # Kernels by origin: compiled here, compiled by a worker, found in Triton's cache.
         self.counts = {"here": 0, "workers": 0, "cache": 0}
-        self._lock = threading.RLock()
         self._process = os.getpid()
         self._off = not KEYED
         # By job: whether a worker compiles it; None if its kernel was in Triton's cache.
@@ -104,16 +103,15 @@ class Ahead:
         Returns:
             True while a worker has yet to compile it. False if it is compiled, or no worker will.
         """
-        with self._lock:
-            key = job.key
-            # A process that was forked from this one does not have its threads.
-            is_off = self._off or most_workers() == 0 or self._process != os.getpid()
-            if is_off or key in self._settled:
-                return False
-            if key not in self._expected:
-                self._expected[key] = None if _is_kept(_name(job)) else self._submit(job)
-            future = self._expected[key]
-            return future is not None and not future.done()
+        key = job.key
+        # A process that was forked from this one does not have its threads.
+        is_off = self._off or most_workers() == 0 or self._process != os.getpid()
+        if is_off or key in self._settled:
+            return False
+        if key not in self._expected:  # at worst, two threads submit one job twice
+            self._expected[key] = None if _is_kept(_name(job)) else self._submit(job)
+        future = self._expected[key]
+        return future is not None and not future.done()
 
     def compile_now(self, jobs: Sequence[Job]) -> int:
         """Have workers compile kernels, and wait; return how many they have compiled."""
@@ -126,12 +124,17 @@ class Ahead:
         Returns:
             The kernel's key in Triton's cache; None if that is unknown.
         """
-        with self._lock:
-            key = job.key
-            if key in self._settled:
-                return self._settled[key]
-            name = self._settled[key] = _name(job) if KEYED else None
-        by_worker = self._wait(self._expected.get(key))
+        key = job.key
+        if key in self._settled:
+            return self._settled[key]
+        name = self._settled[key] = _name(job) if KEYED else None
+        by_worker, future = False, self._expected.get(key)
+        # If no worker has started, this process compiles the kernel, and cancels the job.
+        if future is not None and self._process == os.getpid() and not future.cancel():
+            with contextlib.suppress(futures.TimeoutError):
+                by_worker = future.result(_PATIENCE)
+                if not by_worker and self.counts["workers"] == 0:
+                    self.stop()  # perhaps no worker can compile
         if name is not None and _is_kept(name):
             self.counts["workers" if by_worker else "cache"] += 1
         else:
@@ -179,32 +182,11 @@ class Ahead:
         self._workers.discard(process)
         return process.returncode == 0
 
-    def _wait(self, future: futures.Future[bool] | None) -> bool:
-        """Wait for a started worker, or cancel the job; return whether a worker compiled it."""
-        if future is None or self._process != os.getpid() or future.cancel():
-            return False
-        try:
-            by_worker = future.result(_PATIENCE)
-        except futures.TimeoutError:
-            return False
-        if not by_worker and self.counts["workers"] == 0:
-            self.stop()  # perhaps no worker can compile
-        return by_worker
-
 
 _ahead = Ahead()
 expect, compile_now, settle, stop = _ahead.expect, _ahead.compile_now, _ahead.settle, _ahead.stop
 atexit.register(stop)
-native.counts_in(_ahead.counts)
-
-
-def _unlock() -> None:
-    """Replace the lock in a child process: a thread that holds it has no copy there."""
-    _ahead._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock)
+native.kernels = _ahead.counts
 
 
 def _name(job: Job) -> str:

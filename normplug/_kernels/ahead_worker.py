@@ -30,16 +30,11 @@ def main() -> None:
 def compile_now(
     module: str, name: str, key: str, arguments: tuple[Any, ...], options: Any, on: Any
 ) -> Any:
-    """Compile a kernel into Triton's cache; return its source, a `triton.compiler.ASTSource`.
+    """Compile the kernel `module.name` into Triton's cache; return its `ASTSource`.
 
-    Args:
-        module: The module that defines the kernel.
-        name: The kernel's name.
-        key: The hash of the kernel's source in the other process, which goes into cache keys.
-            Before Triton 3.9 it depends on which kernels a process has hashed before it.
-        arguments: Signature, constants and attributes, as `triton.compiler.ASTSource` takes them.
-        options: The compiler's options.
-        on: Backend, architecture and warp size of the GPU.
+    key: the hash of the kernel's source in the other process, which goes into cache keys. Before
+    Triton 3.9 it depends on which kernels a process has hashed before it. arguments: signature,
+    constants and attributes. options: the compiler's. on: backend, architecture and warp size.
     """
     import triton
     from triton.backends.compiler import GPUTarget

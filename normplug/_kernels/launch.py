@@ -17,17 +17,15 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from normplug._kernels import ahead
-from normplug._kernels.primitives import SCALARS
+from normplug._kernels.primitives import SCALARS, VERSION
 
-_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-_DIRECT = (3, 3) <= _VERSION <= (3, 9) and torch.version.hip is None
-BUILDS = _VERSION >= (3, 3)  # the compiler of 3.2 crashes the process on some of the kernels
-COOPERATIVE = _VERSION >= (3, 3) and torch.version.hip is None
+_DIRECT = (3, 3) <= VERSION <= (3, 9) and torch.version.hip is None
+BUILDS = VERSION >= (3, 3)  # the compiler of 3.2 crashes the process on some of the kernels
+COOPERATIVE = BUILDS and torch.version.hip is None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes", "y")
 
 
@@ -109,23 +107,29 @@ class Launch:
 
     def __call__(self, stream: int, *tensors: Tensor) -> None:
         """Launch on `stream`, which must be the current stream of the current device."""
-        if self._run is not None:
-            pointers = [tensor.data_ptr() for tensor in tensors]
-            misaligned = 0
-            for pointer in pointers:
-                misaligned |= pointer
-            if not misaligned & 15:
-                try:
-                    self._run(
-                        self._grid, 1, 1, stream, self._function, self._metadata, None, None, None,
-                        *pointers, *self._tail,
-                    )  # fmt: skip
-                except TypeError:  # the launcher takes other arguments
-                    self._run, self._direct = None, False
-                else:
-                    return
-        compiled = self._compile(tensors)
-        if self._direct and all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        misaligned = 0
+        for pointer in pointers:
+            misaligned |= pointer
+        aligned = not misaligned & 15
+        if aligned and self._run is not None:
+            try:
+                self._run(
+                    self._grid, 1, 1, stream, self._function, self._metadata, None, None, None,
+                    *pointers, *self._tail,
+                )  # fmt: skip
+            except TypeError:  # the launcher takes other arguments
+                self._run, self._direct = None, False
+            else:
+                return
+        name = None
+        if aligned and tensors[0].is_cuda and not self._settled:  # the first launch
+            self._settled = True
+            name = ahead.settle(self.job([tensor.dtype for tensor in tensors]))
+        compiled = self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)
+        if name is not None and compiled.hash != name:  # `job` has predicted it wrongly
+            ahead.stop()
+        if aligned and self._direct:
             self._function, self._metadata = compiled.function, compiled.packed_metadata
             self._run = compiled.run
             self._signature = compiled.src.signature
@@ -160,21 +164,6 @@ class Launch:
             tuple(parameters),
         )
 
-    def _compile(self, tensors: tuple[Tensor, ...]) -> Any:
-        name = self._settle(tensors)
-        compiled = self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)
-        if name is not None and compiled.hash != name:  # `job` has predicted it wrongly
-            ahead.stop()
-        return compiled
-
-    def _settle(self, tensors: tuple[Tensor, ...]) -> str | None:
-        """Before the first launch, wait for a worker's kernel; return its cache key, if known."""
-        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        if self._settled or not tensors[0].is_cuda or not aligned:
-            return None
-        self._settled = True
-        return ahead.settle(self.job([tensor.dtype for tensor in tensors]))
-
     def job(self, dtypes: Sequence[torch.dtype]) -> ahead.Job:
         """Describe what Triton compiles for tensors of these dtypes, aligned to 16 bytes."""
         names, count = self._kernel.arg_names, len(dtypes)
@@ -187,7 +176,7 @@ class Launch:
         options = {k: v for k, v in self._constants.items() if k not in names}
         attributes: dict[tuple[int], list[list[Any]]]
         attributes = {(i,): [["tt.divisibility", 16]] for i in range(count)}
-        if _VERSION >= (3, 7):
+        if VERSION >= (3, 7):
             attributes |= {place: [] for place in constants}
         return ahead.Job(self._kernel, signature, constants, attributes, options)
 

@@ -27,7 +27,7 @@ def room_for_parts(units: int, items: int, columns: int) -> tuple[int, int]:
 
 
 @triton.jit
-def tile_counts(k, total, BLOCK: tl.constexpr, ACC: tl.constexpr):
+def tile_counts(k, total, BLOCK, ACC):
     """Number of values in tile k, where `total` values are cut into tiles of BLOCK."""
     return tl.minimum(tl.maximum(total - k * BLOCK, 0), BLOCK).to(ACC)
 
@@ -42,9 +42,7 @@ def _with_chunk(count, mean, m2, chunk_count, chunk_mean, chunk_m2):
 
 
 @triton.jit
-def merge_tile_moments(
-    partial_ptr, K, total, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr
-):
+def merge_tile_moments(partial_ptr, K, total, BLOCK, KP, ACC):
     """Merge the moments of K tiles of BLOCK values, `total` values in all.
 
     It takes KP tiles at a time, in order. Means are relative to the first tile's mean, so that
@@ -69,7 +67,7 @@ def merge_tile_moments(
 
 
 @triton.jit
-def merge_tile_sum(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
+def merge_tile_sum(partial_ptr, K, KP, ACC):
     """Add up the sums of K tiles, KP at a time, in order."""
     total = tl.full([], 0.0, ACC)
     for start in range(0, K, KP):
@@ -79,7 +77,7 @@ def merge_tile_sum(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def merge_tile_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
+def merge_tile_sums(partial_ptr, K, KP, ACC):
     """Add up the pairs of sums of K tiles, KP at a time, in order."""
     a = tl.full([], 0.0, ACC)
     b = tl.full([], 0.0, ACC)
@@ -91,9 +89,7 @@ def merge_tile_sums(partial_ptr, K, KP: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def merge_column_moments(
-    partial_ptr, items, rows_each, rows, BC: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr
-):
+def merge_column_moments(partial_ptr, items, rows_each, rows, BC, F, ACC):
     """Merge each column's moments of `items` parts, F at a time, in order.
 
     A part has `rows_each` rows, or the last one fewer; all together have `rows`.
@@ -121,7 +117,7 @@ def merge_column_moments(
 
 
 @triton.jit
-def merge_column_sums(partial_ptr, items, BC: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr):
+def merge_column_sums(partial_ptr, items, BC, F, ACC):
     """Add up each column's pairs of sums of `items` parts, F at a time, in order."""
     places = tl.arange(0, BC)
     a = tl.zeros([BC], ACC)
@@ -137,8 +133,8 @@ def merge_column_sums(partial_ptr, items, BC: tl.constexpr, F: tl.constexpr, ACC
 
 @triton.jit
 def publish_part(
-    a, b, partial_ptr, counters_ptr, unit, item, UNITS, ITEMS, ROWS, ROWS_EACH, HW,
-    BC: tl.constexpr, ACC: tl.constexpr, MOMENTS: tl.constexpr, SINGLE: tl.constexpr,
+    a, b, partial_ptr, counters_ptr, unit, item, UNITS, ITEMS, ROWS, ROWS_EACH, HW, BC, ACC,
+    MOMENTS, SINGLE,
 ):  # fmt: skip
     """Publish an item's part of a unit; return the whole, and True, to the last program to arrive.
 
@@ -189,7 +185,7 @@ def publish_part(
 
 
 @triton.jit
-def after_parts(partial_ptr, UNITS, ITEMS, BC: tl.constexpr):
+def after_parts(partial_ptr, UNITS, ITEMS, BC):
     """The address in `partial` after the parts of all items and batches."""
     return partial_ptr + (UNITS * (ITEMS + tl.cdiv(ITEMS, FAN_IN))) * (2 * BC)
 
@@ -202,9 +198,8 @@ def ready_flag(counters_ptr, unit, UNITS, ITEMS):
 
 @triton.jit
 def _finish_columns(
-    gradient_ptr, parts_ptr, which, stretch, WIDTH, PARTS, factor,
-    SUMS: tl.constexpr, F: tl.constexpr, FINISH: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
+    gradient_ptr, parts_ptr, which, stretch, WIDTH, PARTS, factor, SUMS, F, FINISH, ACC
+):
     """Store a stretch of FINISH columns of a gradient, the sum of its parts times `factor`.
 
     Each of PARTS parts has SUMS rows of WIDTH sums, of which row `which` belongs to this gradient.
@@ -224,9 +219,8 @@ def _finish_columns(
 
 @triton.jit
 def finish_gradients(
-    dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, PARTS, root,
-    FINISH: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr, SUMS: tl.constexpr, ROOT: tl.constexpr,
+    dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, PARTS, root, FINISH, FAN_IN,
+    ACC, DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROOT,
 ):  # fmt: skip
     """Store a stretch of FINISH columns of each wanted gradient.
 

@@ -1,10 +1,26 @@
-"""What the kernels of several norms share: scalars, dtypes, running statistics, sums."""
+"""What the kernels of several norms share: arguments, scalars, dtypes, running statistics, sums.
+
+Only kernels declare which of their arguments are constants; Triton passes them on as constants. The
+arguments that all kernels have, or most:
+
+Sizes, such as N or ROWS, are not compiled in, so another batch size needs no other kernel. The size
+    X_UNITS is X / UNIT, a constant that divides it, so that the compiler sees the alignment.
+ACC: the dtype to compute in: float32, or float64 if a tensor is float64.
+EVEN: no tile has padding. WIDE: offsets need 64 bits.
+WEIGHT, BIAS, INPUT_BIAS, RESIDUAL, DTOTAL: there is one, and it is needed.
+DX, DWEIGHT and so on: this gradient is wanted. ACTIVATION: see `activation`.
+root: the square root of the target variance.
+
+How the work is cut is explained in the classes of the schedules, whose attributes have the names of
+sizes and constants in lower case.
+"""
 
 import inspect
 
 import triton
 import triton.language as tl
 
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])  # of Triton
 SCALARS = ("momentum", "eps", "root")  # the arguments that `scalar` decodes
 
 
@@ -20,7 +36,7 @@ def kernel(function):
 
 
 @triton.jit
-def scalar(value, ACC: tl.constexpr):
+def scalar(value, ACC):
     """Decode a number from the host, which passes a float64 as bits: kernels take no float64."""
     if ACC == tl.float64:
         number = value.to(tl.int64).to(tl.float64, bitcast=True)
@@ -30,7 +46,7 @@ def scalar(value, ACC: tl.constexpr):
 
 
 @triton.jit
-def as_dtype(value, DTYPE: tl.constexpr):
+def as_dtype(value, DTYPE):
     """Convert to another dtype; float64 is rounded to float32 before float16 or bfloat16."""
     if value.dtype == tl.float64:
         # Two conditions: Triton 3.3 cannot join them with `or` here.
@@ -60,16 +76,13 @@ def _add_pairs(a, b, c, d):
 
 
 @triton.jit
-def sum_both(a, b, AXIS: tl.constexpr):
+def sum_both(a, b, AXIS):
     """Sum a and b over an axis, in one exchange between threads."""
     return tl.reduce((a, b), AXIS, _add_pairs)
 
 
 @triton.jit
-def affine(
-    rstd, weight_ptr, bias_ptr, channels, live, root,
-    BC: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
+def affine(rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS):
     """Each column's scale and bias: the norm is (x - mean) * scale + bias."""
     scale = rstd * scalar(root, ACC)
     if WEIGHT:

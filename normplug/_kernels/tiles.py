@@ -10,15 +10,14 @@ since 3.7 (triton-lang/triton#7143), so the order of those two axes depends on t
 import triton
 import triton.language as tl
 
-from normplug._kernels.primitives import as_stored
+from normplug._kernels.primitives import VERSION, as_stored
 
-_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-STEP_AXIS = tl.constexpr(1 if _VERSION < (3, 7) else 0)
-LANE_AXIS = tl.constexpr(0 if _VERSION < (3, 7) else 1)
+STEP_AXIS = tl.constexpr(1 if VERSION < (3, 7) else 0)
+LANE_AXIS = tl.constexpr(0 if VERSION < (3, 7) else 1)
 
 
 @triton.jit
-def tile_of_zeros(LANES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr, ACC):
+def tile_of_zeros(LANES, STEPS, COLUMNS, ACC):
     """A tile of zeros."""
     if STEP_AXIS == 1:
         tile = tl.zeros([LANES, STEPS, COLUMNS], ACC)
@@ -28,7 +27,7 @@ def tile_of_zeros(LANES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit
-def as_tile(values, LANES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr):
+def as_tile(values, LANES, STEPS, COLUMNS):
     """Reshape a tensor of any shape to a tile, its values in order."""
     if STEP_AXIS == 1:
         tile = tl.reshape(values, [LANES, STEPS, COLUMNS])
@@ -38,7 +37,7 @@ def as_tile(values, LANES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.conste
 
 
 @triton.jit
-def load(pointer, offsets, mask, FULL: tl.constexpr, LAST: tl.constexpr):
+def load(pointer, offsets, mask, FULL, LAST):
     """Load a tile of any shape. FULL: all of it is in bounds. LAST: it is not read again."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     if FULL:
@@ -49,7 +48,7 @@ def load(pointer, offsets, mask, FULL: tl.constexpr, LAST: tl.constexpr):
 
 
 @triton.jit
-def store(pointer, offsets, value, mask, FULL: tl.constexpr, LAST: tl.constexpr):
+def store(pointer, offsets, value, mask, FULL, LAST):
     """Store a tile of any shape. FULL: all of it is in bounds. LAST: caches evict it first."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     value = as_stored(value, pointer)
@@ -60,14 +59,14 @@ def store(pointer, offsets, value, mask, FULL: tl.constexpr, LAST: tl.constexpr)
 
 
 @triton.jit
-def tile_rows(row, U: tl.constexpr, BT: tl.constexpr):
+def tile_rows(row, U, BT):
     """Row numbers of a tile from `row` on: each of BT lanes takes every BT-th row, in U steps."""
     lanes = tl.expand_dims(tl.arange(0, BT), STEP_AXIS)
     return row + lanes + tl.expand_dims(tl.arange(0, U), LANE_AXIS) * BT
 
 
 @triton.jit
-def _places(row, end, columns, live, W, U: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr):
+def _places(row, end, columns, live, W, U, BT, WIDE):
     """Offsets and mask of a tile: the two axes of its rows, W values apart, then its columns."""
     rows = tile_rows(row, U, BT)
     mask = (rows < end)[:, :, None] & live[None, None, :]
@@ -77,10 +76,7 @@ def _places(row, end, columns, live, W, U: tl.constexpr, BT: tl.constexpr, WIDE:
 
 
 @triton.jit
-def load_tile(
-    pointer, columns, live, row, end, W, U: tl.constexpr, BT: tl.constexpr, EVEN: tl.constexpr,
-    WHOLE: tl.constexpr, WIDE: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
+def load_tile(pointer, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, LAST):
     """Load U * BT rows of some columns, from `row` on and before `end`; rows are W values apart.
 
     WHOLE: all of these rows exist. EVEN: all columns exist; otherwise only `live` ones. WIDE:
@@ -91,17 +87,14 @@ def load_tile(
 
 
 @triton.jit
-def write_tile(
-    value, pointer, columns, live, row, end, W, U: tl.constexpr, BT: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def write_tile(value, pointer, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE):
     """Store a tile of U * BT rows, with the arguments of `load_tile`."""
     offsets, mask = _places(row, end, columns, live, W, U, BT, WIDE)
     store(pointer, offsets, value, mask, WHOLE and EVEN, True)
 
 
 @triton.jit
-def lane_counts(rows, BT: tl.constexpr, ACC: tl.constexpr):
+def lane_counts(rows, BT, ACC):
     """How many of `rows` rows each of BT lanes gets, if they take rows in turn."""
     return tl.maximum((rows - tl.arange(0, BT) + BT - 1) // BT, 0).to(ACC)[:, None]
 

@@ -85,7 +85,7 @@ def publish(words_ptr, place, a, b):
 
 
 @triton.jit
-def collect(words_ptr, PAIRS, FAN_IN: tl.constexpr):
+def collect(words_ptr, PAIRS, FAN_IN):
     """Wait for PAIRS published pairs; return their two sums, added in order; clear the words."""
     halves = tl.arange(0, 2)[None, :]
     total = tl.zeros([FAN_IN, 2], tl.float64)

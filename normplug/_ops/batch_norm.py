@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from normplug._layouts import dense, laid_out_like, lies_like
 from normplug._ops import eligible, peers, stock
 from normplug._ops.call import key_of, made_once
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import RUNNING, Needs, Plan, Program, named
-from normplug._ops.spec import Pool, Tensors, others
+from normplug._ops.plans import RUNNING, Needs, Plan, Program, gradients_of, named, needed
+from normplug._ops.spec import Pool, Tensors
 from normplug._torch import interposed, transforms_active
 from normplug.reference import accumulator_dtype, channel_dims
 
@@ -27,7 +28,7 @@ _LAST = torch.channels_last
 
 
 class BatchNormSpec(NamedTuple):
-    """The non-tensor arguments of a BatchNorm call, and its `spec.Spec`.
+    """The spec of a BatchNorm call.
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
     peers: the `peers.Peers` of the processes that join their batches; None for one process.
@@ -60,18 +61,18 @@ class BatchNormSpec(NamedTuple):
 
     def check(self, caller: str, t: Tensors, *, joined: bool = False) -> None:
         """With `joined`, x is a process's part of the batch, and may have one value per channel."""
-        _checks.tensors(caller, t.x, **others(t))
+        _checks.tensors(caller, *t)
         _checks.flags(caller, training=self.training)
         _checks.eps(caller, self.eps)
-        _checks.variance(caller, self.target_variance)
         statistics = {"running_mean": t.running_mean, "running_var": t.running_var}
         _checks.channels(caller, t.x, **statistics, weight=t.weight, bias=t.bias)
         _checks.running_pair(caller, t.running_mean, t.running_var, self.training)
         _checks.scalars(caller, num_batches_tracked=t.tracked)
         updates = self.training and t.running_mean is not None
         _checks.momentum(caller, self.momentum, t.tracked, updates)
-        if self.training and not joined and self.peers is None:
-            _checks.more_than_one_value(caller, t.x)
+        alone = self.training and not joined and self.peers is None
+        if alone and t.x.numel() == t.x.shape[1] != 0:
+            raise _checks.one_value(caller, f"input of shape {tuple(t.x.shape)}")
         _checks.activation(caller, self.activation)
         _checks.same_shape(caller, t.x, residual=t.residual)
 
@@ -80,12 +81,8 @@ class BatchNormSpec(NamedTuple):
     def by_torch(self, t: Tensors) -> Tensor:
         like = None if self.instance else t.running_mean
         x, weight = t.x, stock.scaled_channels(t, self.target_variance, like)
-        if x.numel() == 0:
-            y = stock.empty_norm(x, weight, t.bias)
-        elif self.training and t.running_mean is not None and t.running_var is not None:
-            y = self._by_batch(t, weight)
-        else:
-            y = self._by(t, weight, t.running_mean, t.running_var, 0.0)
+        empty = x.numel() == 0
+        y = stock.empty_norm(x, weight, t.bias) if empty else self._normalised(t, weight)
         if t.residual is not None:
             # In place if possible: nothing else holds y, nor does the backward need it.
             same = t.residual.shape == y.shape and t.residual.dtype == y.dtype
@@ -95,31 +92,22 @@ class BatchNormSpec(NamedTuple):
             y = _activations.apply(self.activation, y)
         return y if self.pool is None else self.pool(y)
 
-    def _by_batch(self, t: Tensors, weight: Tensor | None) -> Tensor:
-        """Normalise by the batch's statistics, and update the running ones."""
-        if self.momentum is None:  # before the norm, which saves the last tensors for the backward
-            x = t.x.detach()
-            var, mean = torch.var_mean(x.to(accumulator_dtype(x.dtype)), channel_dims(x))
-            stock.update_running(t, None, mean, var)
-            return self._by(t, weight, None, None, 0.0)
-        if t.tracked is not None:
-            t.tracked.add_(1)
-        return self._by(t, weight, t.running_mean, t.running_var, self.momentum)
-
-    def _by(
-        self,
-        t: Tensors,
-        weight: Tensor | None,
-        mean: Tensor | None,
-        var: Tensor | None,
-        momentum: float,
-    ) -> Tensor:
+    def _normalised(self, t: Tensors, weight: Tensor | None) -> Tensor:
         """Call ATen's operator, since `torch.nn.functional.batch_norm` refuses an eps of 0."""
-        x, bias, eps, cudnn = t.x, t.bias, self.eps, torch.backends.cudnn.enabled
+        x, mean, var, momentum = t.x, t.running_mean, t.running_var, self.momentum or 0.0
+        if self.training and mean is not None and self.momentum is None:
+            # Before the norm, which saves the last tensors for the backward.
+            values = x.detach().to(accumulator_dtype(x.dtype))
+            batch_var, batch_mean = torch.var_mean(values, channel_dims(x))
+            stock.update_running(t, None, batch_mean, batch_var)
+            mean = var = None
+        elif self.training and mean is not None and t.tracked is not None:
+            t.tracked.add_(1)
+        given, cudnn = (x, weight, t.bias, mean, var), torch.backends.cudnn.enabled
         if self.instance:  # it is contiguous, and takes statistics of any dtype
-            y = torch.instance_norm(x, weight, bias, mean, var, False, 0.0, eps, cudnn)
+            y = torch.instance_norm(*given, False, 0.0, self.eps, cudnn)
         else:
-            y = torch.batch_norm(x, weight, bias, mean, var, self.training, momentum, eps, cudnn)
+            y = torch.batch_norm(*given, self.training, momentum, self.eps, cudnn)
         return stock.realigned(y)
 
     # Normplug's kernels.
@@ -147,21 +135,13 @@ class BatchNormSpec(NamedTuple):
             why = "a channel has 2^31 values or more"
         return why
 
-    def laid_out(self, t: Tensors) -> tuple[Tensors, BatchNormSpec]:
+    def laid_out(self, t: Tensors) -> Tensors:
         """The call with x dense, and the residual in the layout of x."""
-        x, residual = t.x, t.residual
-        if self.pool is not None:
-            x = x.contiguous(memory_format=torch.channels_last)
-            return (t if x is t.x else t._replace(x=x)), self
-        x = dense(x)
+        x, residual = self.fake_dx(t.x), t.residual
         if residual is not None and residual.stride() != x.stride():
             residual = laid_out_like(residual, x)
-        if x is t.x and residual is t.residual:
-            return t, self
-        spec = self
-        if residual is not t.residual:  # saving the copy would cost memory: nothing else holds it
-            spec = self._replace(keeps_residual=False)
-        return t._replace(x=x, residual=residual), spec
+        same = x is t.x and residual is t.residual
+        return t if same else t._replace(x=x, residual=residual)
 
     def plan(self, t: Tensors) -> Plan:
         if self.pool is None:
@@ -240,6 +220,7 @@ class BatchNormSpec(NamedTuple):
         return torch.empty_like(x), stats, x.new_empty(count, dtype=torch.uint8)
 
     def fake_dx(self, x: Tensor) -> Tensor:
+        """The layout of x that the kernels read is the one of its gradient."""
         if self.pool is not None:
             return x.contiguous(memory_format=torch.channels_last)
         return dense(x)
@@ -280,15 +261,14 @@ class BatchNormPlan(Plan):
     """
 
     spec: BatchNormSpec
-    state = ("stats", "bits")
+    state: ClassVar[tuple[str, ...]] = ("stats", "bits")
 
     def __init__(self, t: Tensors, spec: BatchNormSpec) -> None:
         from normplug._kernels.batch_norm import launches, schedule
 
         super().__init__(t, spec)
-        x = t.x
+        x, peers = t.x, spec.peers
         self._channels = x.shape[1]
-        self._running_dtype = None if t.running_mean is None else t.running_mean.dtype
         self._shape = shape_of(x)
         updates = spec.training and t.running_mean is not None
         self._flags = launches.Flags(
@@ -300,15 +280,15 @@ class BatchNormPlan(Plan):
             running=t.running_mean is not None,
             cumulative=updates and spec.momentum is None,
             tracked=updates and t.tracked is not None and spec.momentum is not None,
-            **group_of(spec),
+            **({} if peers is None else {"world": peers.world, "peers": peers.table}),
         )
-        self.mark = 0 if spec.peers is None else spec.peers.mark
+        self.mark = 0 if peers is None else peers.mark
         self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
         self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self._keeps_residual or not self._flags.residual
-        self.is_recomputable &= x.numel() > 0
-        self._machine = machine_of(x, spec.peers is None)
+        self.is_recomputable &= x.numel() > 0 and spec.pool is None
+        self._machine = machine_of(x, peers is None)
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         from normplug._kernels.batch_norm import launches, schedule
@@ -340,14 +320,10 @@ class BatchNormPlan(Plan):
         from normplug._kernels.batch_norm import launches, schedule
 
         x, spec = saved["x"], self.spec
-        flags = launches.Flags(
-            training=False,
-            given=True,
-            weight=self._flags.weight,
-            bias=self._flags.bias,
-            residual=self._flags.residual,
-            activation=self._flags.activation,
-        )
+        flags = replace(
+            self._flags, training=False, given=True, running=False, cumulative=False, tracked=False,
+            world=1, peers=0,
+        )  # fmt: skip
         geometry = schedule.geometry(*self._shape, 1, *self._machine)
         numbers = (0.0, spec.eps, spec.target_variance)
         launch = launches.forward_launch(geometry, x.dtype, flags, *numbers)
@@ -368,15 +344,11 @@ class BatchNormPlan(Plan):
         # Without an activation, dy is the residual's gradient.
         through = needs[1] and not plain
         wanted = (needs[0], needs[2], needs[3], through)
-        empties = {
-            f"d{name}": (saved[name].shape, saved[name].stride(), saved[name].dtype)
-            for name, want in zip(("x", "weight", "bias"), wanted, strict=False)
-            if want and name in saved
-        }
+        empties = gradients_of(saved, wanted[:3])
         if through:
             empties["dresidual"] = (x.shape, x.stride(), x.dtype)
         slots = ("dx", "dy" if plain else "dresidual", "dweight", "dbias", "nothing")
-        results = [n if need else "nothing" for n, need in zip(slots, needs, strict=True)]
+        results = needed(slots, needs)
         if not any(wanted):
             return Program(saved, copies=copies, empties={}, launches=[], results=results)
         geometry = schedule.geometry(*self._shape, 2, *self._machine)
@@ -392,31 +364,25 @@ class BatchNormPlan(Plan):
             scratch=launches.scratch(geometry),
         )
 
-    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        x, residual, weight, bias, _, stats, bits = saved
-        spec, activation = self.spec, self.spec.activation
+    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, BatchNormSpec, Tensor]:
+        x, residual, weight, bias, _, stats, *_ = saved
+        spec, mean, var = self.spec, None, None
         if spec.peers is not None:
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
-        if bits is not None:
+        if self._flags.bits:
             # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
             needs = (False, True, False, False, False)
             detached = (x.detach(), *saved[1:])
             _, mask, *_ = self.backward(detached, torch.ones_like(x), None, needs)
             assert mask is not None
-            dy, activation = dy * mask, None
+            dy, spec = dy * mask, spec._replace(activation=None)
         if self._flags.residual and not self._reads_residual:
             # The gradients do not depend on its values.
             residual = torch.zeros_like(x).requires_grad_()
-        mean, var = constants_of(stats, spec, self._running_dtype)
-        t = Tensors(x, residual, weight, bias, None, mean, var)
-        plain = BatchNormSpec(spec.training, 0.0, spec.eps, spec.target_variance, activation)
-        return (x, residual, weight, bias, None), plain.by_torch(t), dy
-
-
-def group_of(spec: BatchNormSpec) -> dict[str, Any]:
-    """The flags for joining the batches of several processes; none for one process."""
-    peers = spec.peers
-    return {} if peers is None else {"world": peers.world, "peers": peers.table}
+        if not spec.training:
+            mean, rstd = stats.chunk(2)
+            var = stock.variance_of(rstd, spec.eps)
+        return Tensors(x, residual, weight, bias, None, mean, var), spec, dy
 
 
 def shape_of(x: Tensor) -> tuple[int, int, int, bool, int]:
@@ -436,17 +402,6 @@ def machine_of(x: Tensor, alone: bool = True) -> tuple[int, bool]:
     from normplug._kernels.launch import COOPERATIVE
 
     return processors(x.device), COOPERATIVE and x.is_cuda and alone
-
-
-def constants_of(
-    stats: Tensor, spec: BatchNormSpec, dtype: torch.dtype | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The running statistics that a forward in eval mode used; None in training."""
-    if spec.training:
-        return None, None
-    mean, rstd = stats.chunk(2)
-    var = stock.variance_of(rstd, spec.eps)
-    return (mean, var) if dtype is None else (mean.to(dtype), var.to(dtype))
 
 
 class StatisticsPlan(Plan):
@@ -469,13 +424,19 @@ class StatisticsPlan(Plan):
         )
 
 
-def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`functional.channel_stats` of a checked x."""
+def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """`functional.channel_stats` of a checked x. A kernel reads x once, without gradients."""
     differentiates = x.requires_grad and torch.is_grad_enabled()
-    if x.is_cuda and not (differentiates or torch.compiler.is_compiling()):
-        found = channel_stats_by_kernel(x)
-        if found is not None:
-            return found
+    if eligible.is_asked_for(backend, x) and not (differentiates or torch.compiler.is_compiling()):
+        t = Tensors(dense(x.detach()))
+        stats = native.call(None, "channel_stats", t)
+        if stats is None and not (interposed() or eligible.refusal_now() or _PLAIN.refusal(t)):
+            run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, None).run
+            native.keep(None, "channel_stats", t, t, run)
+            stats = run(t)
+        if stats is not None:
+            mean, var = stats.chunk(2)
+            return mean, var
     x = x.to(accumulator_dtype(x.dtype))
     if x.numel() == 0:
         nan = x.new_full((x.shape[1],), torch.nan)
@@ -484,17 +445,4 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
-def channel_stats_by_kernel(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`channel_stats` in one read of x, without gradients; None if the kernels cannot run."""
-    t = Tensors(dense(x.detach()))
-    stats = native.call(None, "channel_stats", t)
-    if stats is None:
-        plain = BatchNormSpec(True, 0.0, 0.0, 1.0)
-        if interposed() or eligible.refusal_now() or plain.refusal(t):
-            return None
-        key = key_of(t, None, "channel_stats")
-        run = made_once(key, StatisticsPlan, t, None).run
-        native.keep(None, "channel_stats", t, t, run)
-        stats = run(t)
-    mean, var = stats.chunk(2)
-    return mean, var
+_PLAIN = BatchNormSpec(True, 0.0, 0.0, 1.0)

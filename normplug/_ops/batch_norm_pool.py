@@ -8,7 +8,7 @@ goes to the one that was largest before rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,14 +17,9 @@ from torch import Tensor
 from normplug._kernels.batch_norm import launches, schedule, windows
 from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
-from normplug._ops import eligible, peers
-from normplug._ops.batch_norm import (
-    BatchNormSpec,
-    constants_of,
-    group_of,
-    machine_of,
-)
-from normplug._ops.plans import RUNNING, Layout, Needs, Plan, Program, named
+from normplug._ops import eligible
+from normplug._ops.batch_norm import BatchNormPlan, BatchNormSpec
+from normplug._ops.plans import RUNNING, Layout, Needs, Program, named, needed
 from normplug._ops.spec import Pool, Tensors
 
 
@@ -45,14 +40,13 @@ def refusal(t: Tensors, pool: Pool) -> str | None:
     return None
 
 
-class PooledPlan(Plan):
+class PooledPlan(BatchNormPlan):
     """The launches of a BatchNorm with relu and max pooling. State: stats, peaks and places.
 
     stats: mean and rstd of the channels, (2 * C,). peaks: the largest input of each window, and
     places: where in the window it lies, shaped like the output.
     """
 
-    spec: BatchNormSpec
     state = ("stats", "peaks", "places")
 
     def __init__(self, t: Tensors, spec: BatchNormSpec) -> None:
@@ -60,50 +54,27 @@ class PooledPlan(Plan):
         x, pool = t.x, spec.pool
         assert pool is not None
         self._dtype = x.dtype
-        self._n, self._channels, height, width = x.shape
+        self._n, _, height, width = x.shape
         self._size = (height, width)
         self._pooled = pool.size(height, width)
         self._output_shape = (self._n, self._channels, *self._pooled)
         self._window = (pool.kernel, pool.stride, pool.padding)
-        self._machine = machine_of(x, spec.peers is None)
-        self._weight, self._bias = t.weight is not None, t.bias is not None
-        self._running_dtype = None if t.running_mean is None else t.running_mean.dtype
         self._joined = spec.peers is not None
-        self.mark = spec.peers.mark if self._joined else 0
-        self._cumulative = spec.training and spec.momentum is None and t.running_mean is not None
-
-    def _columns(self, size: tuple[int, int], tensors: int) -> schedule.Geometry:
-        shape = (self._n, self._channels, math.prod(size), True, self._dtype.itemsize)
-        return schedule.geometry(*shape, tensors, *self._machine)
-
-    def _statistics(self, t: Tensors) -> tuple[Launch, tuple[int, int]]:
-        """The launch for mean and rstd, and the scratch memory that it needs."""
-        spec, running = self.spec, t.running_mean is not None
-        geometry = self._columns(self._size, 1)
-        flags = launches.Flags(
-            weight=False,
-            bias=False,
-            running=running,
-            cumulative=self._cumulative,
-            tracked=running and t.tracked is not None and spec.momentum is not None,
-            normalize=False,
-            **group_of(spec),
-        )
-        launch = launches.forward_launch(
-            geometry, self._dtype, flags, spec.momentum or 0.0, spec.eps, spec.target_variance
-        )
-        return launch, launches.scratch(geometry)
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        spec, (height, width) = self.spec, self._pooled
+        spec, flags, (height, width) = self.spec, self._flags, self._pooled
         steps: list[tuple[Launch, dict[str, str]]] = []
         scratch = (0, 0)
         if spec.training:
-            launch, scratch = self._statistics(t)
+            geometry = schedule.geometry(*self._shape, 1, *self._machine)
+            alone = replace(flags, weight=False, bias=False, activation=None, normalize=False)
+            numbers = (spec.momentum or 0.0, spec.eps, spec.target_variance)
+            launch = launches.forward_launch(geometry, self._dtype, alone, *numbers)
             steps.append((launch, {"weight": "partial", "bias": "partial", "y": "x"}))
+            scratch = launches.scratch(geometry)
         forward = self._launch(
             windows.batch_norm_pool_forward, self._n * height, width, eps=spec.eps,
-            TRAINING=spec.training, WEIGHT=self._weight, BIAS=self._bias, KEEP=keep,
+            TRAINING=spec.training, WEIGHT=flags.weight, BIAS=flags.bias, KEEP=keep,
         )  # fmt: skip
         steps.append((forward, {}))
         output = (self._output_shape, _channels_last(self._output_shape))
@@ -117,7 +88,7 @@ class PooledPlan(Plan):
             launches=steps,
             saved=("x", "nothing", "weight", "bias", "nothing", *self.state),
             updates=RUNNING if spec.training else (),
-            counts=self._cumulative,
+            counts=flags.cumulative,
             scratch=scratch,
         )
 
@@ -133,16 +104,10 @@ class PooledPlan(Plan):
         steps: list[tuple[Launch, dict[str, str]]] = []
         scratch = (0, 0)
         if any(summed):
-            geometry = self._columns(self._pooled, 2)
+            shape = (self._n, self._channels, math.prod(self._pooled), True, self._dtype.itemsize)
+            geometry = schedule.geometry(*shape, 2, *self._machine)
             scratch = launches.scratch(geometry)
-            flags = launches.Flags(
-                training=training,
-                weight=self._weight,
-                bias=self._bias,
-                activation="relu",
-                share=self._joined and through,
-                **group_of(self.spec),
-            )
+            flags = replace(self._flags, share=self._joined and through)
             wanted = (False, *summed, False)
             launch = launches.backward_launch(geometry, self._dtype, flags, wanted, tv)
             steps.append((launch, {"x": "peaks", "dx": "message"}))
@@ -151,7 +116,7 @@ class PooledPlan(Plan):
             rows, columns = self._n * -(-self._size[0] // sh), -(-self._size[1] // sw)
             launch = self._launch(
                 windows.batch_norm_pool_backward, rows, columns, TRAINING=training,
-                JOINED=self._joined, WEIGHT=self._weight,
+                JOINED=self._joined, WEIGHT=self._flags.weight,
             )  # fmt: skip
             sums = {"dweight": "message"} if self._joined and training else {}
             steps.append((launch, sums))
@@ -163,17 +128,15 @@ class PooledPlan(Plan):
             empties["dx"] = (x.shape, x.stride(), x.dtype)
         if self._joined and through:
             empties["message"] = ((2 * self._channels,), (1,), self.acc)
+        casts = [
+            (f"d{n}", saved[n].dtype) if n in saved and saved[n].dtype != self.acc else f"d{n}"
+            for n in ("weight", "bias")
+        ]
         return Program(
             {**saved, "dy": dy},
             empties=empties,
             launches=steps,
-            results=[
-                "dx" if needs[0] else "nothing",
-                "nothing",
-                self._gradient_of("weight", saved, needs[2]),
-                self._gradient_of("bias", saved, needs[3]),
-                "nothing",
-            ],
+            results=needed(("dx", "nothing", *casts, "nothing"), needs),
             copies={} if is_laid_out else {"dy": _channels_last(self._output_shape)},
             scratch=scratch,
         )
@@ -183,23 +146,6 @@ class PooledPlan(Plan):
         pixels = schedule.pixels(rows, width, self._channels, self._dtype.itemsize)
         sizes = (self._window, self._size, self._pooled, self.spec.target_variance)
         return launches.pool_launch(kernel, pixels, self._dtype, *sizes, **given)
-
-    def _gradient_of(
-        self, name: str, saved: dict[str, Tensor], needed: bool
-    ) -> str | tuple[str, torch.dtype | None]:
-        if not needed or name not in saved:
-            return "nothing"
-        dtype = saved[name].dtype
-        return f"d{name}", None if dtype == self.acc else dtype
-
-    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        x, _, weight, bias, _, stats, *_ = saved
-        if self._joined:
-            raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
-        mean, var = constants_of(stats, self.spec, self._running_dtype)
-        t = Tensors(x, None, weight, bias, None, mean, var)
-        y = self.spec._replace(momentum=0.0, peers=None).by_torch(t)
-        return (x, None, weight, bias, None), y, dy
 
 
 def _channels_last(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:

@@ -32,7 +32,6 @@ from normplug._ops import eligible, peers, stock
 from normplug._ops.batch_norm import BatchNormSpec, channel_stats
 from normplug._ops.call import call, plan_of
 from normplug._ops.spec import Tensors
-from normplug._torch import dispatch_modes
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
 _CALLER = "SyncBatchNorm"
@@ -188,8 +187,7 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 def _has_operators(x: Tensor) -> bool:
     """Whether torch's operators for a synchronised backward can take x: only in eager CUDA."""
-    tracing = torch.compiler.is_compiling() or dispatch_modes() > 0
-    if tracing or not x.is_cuda or x.numel() == 0:
+    if eligible.is_compiling() or not x.is_cuda or x.numel() == 0:
         return False
     # For contiguous half input they round the mean to half: an error of 1e-3 (torch 2.11).
     # They read channels_last of 4 and 5 dimensions only.

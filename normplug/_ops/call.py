@@ -1,11 +1,13 @@
 """The way of every norm call: look it up, check it, choose how to run it, run it, store the choice.
 
-`_stored` is the only cache in Python. Calls with equal keys share their checks, the function that
-runs them, and their plan. The host path in C++ has its own cache, which is looked up first.
+The choice is logged at level DEBUG. `_stored` is the only cache in Python. Calls with equal keys
+share their checks, the function that runs them, and their plan. The host path in C++ has its own
+cache, which is looked up first.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -14,9 +16,10 @@ from torch import Tensor
 
 from normplug import _checks, native
 from normplug._ops import eligible, parts
-from normplug._ops.spec import Tensors, others
+from normplug._ops.spec import Tensors
 from normplug._torch import interposed
 
+_log = logging.getLogger("normplug")
 _MOST = 8192  # entries
 _stored: dict[tuple[Hashable, ...], Any] = {}
 
@@ -26,22 +29,14 @@ class Way(NamedTuple):
 
     run: the function that runs it.
     t: its tensors, with copies where `run` cannot read a layout.
-    spec: the spec whose `laid_out` makes the copies.
     why: why PyTorch's kernels run it, or None.
     plan: the plan of normplug's kernels, or None.
     """
 
     run: Callable[[Tensors], Any]
     t: Tensors
-    spec: Any
     why: str | None = None
     plan: Any = None
-
-
-class Explained(NamedTuple):
-    """A backend that makes `call` return a sentence on how the call would run, and run nothing."""
-
-    backend: Any
 
 
 def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = False) -> Any:
@@ -50,8 +45,8 @@ def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = F
     Args:
         caller: the function's name, for errors.
         t: the call's tensors.
-        spec: the call's other arguments, and the norm: see `spec.Spec`.
-        backend: "auto", "triton" or "torch", or `Explained`.
+        spec: the call's other arguments, and the norm: see `normplug._ops.spec`.
+        backend: "auto", "triton" or "torch".
         isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
 
     Returns:
@@ -71,7 +66,7 @@ def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = F
                 found = None
             if found is not None:
                 run, laid_out = found
-                ready = t if laid_out is None else laid_out(t)[0]
+                ready = t if laid_out is None else laid_out(t)
                 if native._extension is not None:
                     native.keep(spec, backend, t, ready, run)
                 return run(ready)
@@ -83,8 +78,6 @@ def _new_call(
 ) -> Any:
     """Check a call, choose how to run it, run it, and store the choice."""
     spec.check(caller, t)
-    if isinstance(backend, Explained):
-        return _explanation(caller, t, spec, backend.backend)
 
     def again(t: Tensors) -> Any:
         return call(caller, t, spec, backend, isolated=isolated)
@@ -94,10 +87,12 @@ def _new_call(
     if t.x.is_nested and parts.is_nested(t.x):
         return parts.run_nested(t, spec.normalized_shape, again)
     way = choose(caller, t, spec, backend, isolated, key)
-    _checks.devices(caller, t.x, **others(t))
+    _checks.devices(caller, *t)
     result = way.run(way.t)
     if key:
-        _store(key, (way.run, None if way.t is t else way.spec.laid_out))
+        _store(key, (way.run, None if way.t is t else way.plan.spec.laid_out))
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("normplug.%s of %s: %s", caller, tuple(t.x.shape), _description(way, t))
     return result
 
 
@@ -118,9 +113,9 @@ def choose(
     """
     backend = _checks.backend(caller, backend)
     if backend == "torch":
-        return Way(spec.by_torch, t, spec, "backend is 'torch'")
+        return Way(spec.by_torch, t, "backend is 'torch'")
     if not eligible.is_asked_for(backend, t.x):
-        return Way(spec.by_torch, t, spec, f"the input is on {t.x.device}")
+        return Way(spec.by_torch, t, f"the input is on {t.x.device}")
     why = eligible.refusal_now() or spec.refusal(t)
     if why is not None and (pool := getattr(spec, "pool", None)) is not None:
         way = choose(caller, t, spec.without_pool(), backend, isolated)  # may have kernels
@@ -128,14 +123,16 @@ def choose(
         return way._replace(run=lambda t: pool(run(t)))
     if why is not None:
         if backend == "triton":
-            raise _checks.no_kernel(caller, why)
-        return Way(spec.by_torch, t, spec, why)
+            raise NotImplementedError(
+                f"normplug.{caller}: backend='triton', but {why}. Use backend='auto' or 'torch'."
+            )
+        return Way(spec.by_torch, t, why)
     if eligible.is_compiling():
         if backend == "triton" or spec.operator_pays(t, isolated):
-            return Way(spec.operator, t, spec)
-        return Way(spec.by_torch, t, spec, "a compiler fuses PyTorch's operations")
+            return Way(spec.operator, t)
+        return Way(spec.by_torch, t, "a compiler fuses PyTorch's operations")
     plan, ready = plan_of(t, spec, key)
-    return Way(plan.bound(ready), ready, spec, None, plan)
+    return Way(plan.bound(ready), ready, None, plan)
 
 
 def plan_of(t: Tensors, spec: Any, key: tuple[Any, ...] = ()) -> tuple[Any, Tensors]:
@@ -144,7 +141,7 @@ def plan_of(t: Tensors, spec: Any, key: tuple[Any, ...] = ()) -> tuple[Any, Tens
     key: the key of the call, if it is known.
     """
     native.start()
-    ready, spec = spec.laid_out(t)
+    ready = spec.laid_out(t)
     key = key if key and ready is t else key_of(ready, spec, None)
     return made_once(key[1:], spec.plan, ready), ready  # all backends share the plan
 
@@ -182,18 +179,12 @@ def _store(key: tuple[Any, ...], value: Any) -> None:
     _stored[key] = value
 
 
-def _explanation(caller: str, t: Tensors, spec: Any, backend: str) -> str:
-    """A sentence on how a checked call would run."""
-    name = caller.removeprefix("functional.")
-    if parts.is_sharded(t.x):
-        return f"{name}: on each process's own shard; explain a call with x.to_local()"
-    if parts.is_nested(t.x):
-        return f"{name}: on the rows of all components; explain a call with torch.cat(x.unbind())"
-    way = choose(caller, t, spec, backend)
+def _description(way: Way, t: Tensors) -> str:
+    """Which kernels run a call, and why, or from where they are launched."""
     if way.plan is None:
-        return f"{name}: PyTorch's kernels, as {way.why}"
+        return f"PyTorch's kernels, as {way.why}"
     kernels = ", ".join(way.plan.kernels(way.t))
     copied = "" if way.t is t else "copies to a layout that the kernels read, "
     status = native.status()
     host = "C++" if status.way == "C++" else f"Python, as {status.why}"
-    return f"{name}: {type(way.plan).__name__}, {copied}{kernels}, launched by {host}"
+    return f"{type(way.plan).__name__}, {copied}{kernels}, launched by {host}"

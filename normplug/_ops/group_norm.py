@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _activations, _checks
@@ -15,13 +13,13 @@ from normplug._activations import ActivationLike
 from normplug._layouts import dense, lies_like
 from normplug._ops import eligible, stock
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import Needs, Plan, Program, named
-from normplug._ops.spec import Tensors, autocast_result, others
+from normplug._ops.plans import Needs, Plan, Program, gradients_of, named, needed
+from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype
 
 
 class GroupNormSpec(NamedTuple):
-    """The non-tensor arguments of a GroupNorm or InstanceNorm call, and its `spec.Spec`.
+    """The spec of a GroupNorm or InstanceNorm call.
 
     autocast, autocast_output: see `LayerNormSpec`.
     momentum: of the running statistics, if the call updates any. No kernel depends on it.
@@ -46,9 +44,8 @@ class GroupNormSpec(NamedTuple):
         return autocast_result(x, self.autocast, self.autocast_output) or x
 
     def check(self, caller: str, t: Tensors) -> None:
-        _checks.tensors(caller, t.x, **others(t))
+        _checks.tensors(caller, *t)
         _checks.eps(caller, self.eps)
-        _checks.variance(caller, self.target_variance)
         _checks.channels(caller, t.x, weight=t.weight, bias=t.bias)
         statistics = {"running_mean": t.running_mean, "running_var": t.running_var}
         if self.instance:
@@ -74,12 +71,8 @@ class GroupNormSpec(NamedTuple):
         x, weight = t.x, stock.scaled_channels(t, self.target_variance, None)
         if x.numel() == 0:
             return stock.empty_norm(x, weight, t.bias)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        y = torch.instance_norm(
-            x, weight, t.bias, t.running_mean, t.running_var, True, momentum, self.eps,
-            torch.backends.cudnn.enabled,
-        )  # fmt: skip
-        return stock.realigned(y)
+        given = (x, weight, t.bias, t.running_mean, t.running_var, True, self.momentum or 0.0)
+        return stock.realigned(torch.instance_norm(*given, self.eps, torch.backends.cudnn.enabled))
 
     def _group_norm(self, t: Tensors) -> Tensor:
         autocast = None if t.x.dtype == torch.float64 else self.autocast
@@ -89,31 +82,25 @@ class GroupNormSpec(NamedTuple):
         )
         y = torch.group_norm(x, self.groups, weight, bias, self.eps, torch.backends.cudnn.enabled)
         if t.running_mean is not None and x.numel() > 0:
-            self._watch(t)
+            values = t.x.detach().to(accumulator_dtype(t.x.dtype))
+            groups = values.reshape(x.shape[0], self.groups, -1)
+            var, mean = torch.var_mean(groups, dim=-1, correction=0)
+            self._update(t, mean, var)
         return stock.cast(y, t.x.dtype, autocast, self.autocast_output)
-
-    def _watch(self, t: Tensors) -> None:
-        x = t.x.detach()
-        groups = x.to(accumulator_dtype(x.dtype)).reshape(x.shape[0], self.groups, -1)
-        var, mean = torch.var_mean(groups, dim=-1, correction=0)
-        self._update(t, mean, var)
 
     # Normplug's kernels.
 
     def refusal(self, t: Tensors) -> str | None:
-        why = eligible.refusal_of(t)
-        if why is not None:
-            return why
-        n, c = t.x.shape[:2]
-        channels = c // self.groups
-        if eligible.is_too_long(channels * math.prod(t.x.shape[2:]), n * self.groups):
-            return "a group has nearly 2^31 values or more, or there are as many groups"
-        return None
+        why, (n, c, *space) = eligible.refusal_of(t), t.x.shape
+        each = c // self.groups * math.prod(space)
+        if why is None and eligible.is_too_long(each, n * self.groups):
+            why = "a group has nearly 2^31 values or more, or there are as many groups"
+        return why
 
-    def laid_out(self, t: Tensors) -> tuple[Tensors, GroupNormSpec]:
+    def laid_out(self, t: Tensors) -> Tensors:
         """The call with x dense."""
         x = dense(t.x)
-        return (t if x is t.x else t._replace(x=x)), self
+        return t if x is t.x else t._replace(x=x)
 
     def plan(self, t: Tensors) -> GroupNormPlan:
         return GroupNormPlan(t, self)
@@ -249,12 +236,6 @@ class GroupNormPlan(Plan):
         assert dy is not None
         x = saved["x"]
         wanted = (needs[0], needs[2], needs[3])
-        names = ("x", "weight", "bias")
-        found = [(n, want) for n, want in zip(names, wanted, strict=True) if n in saved]
-        slots = ("dx", "nothing", "dweight", "dbias", "nothing")
-        results = [n if need else "nothing" for n, need in zip(slots, needs, strict=True)]
-        if not any(wanted):
-            return Program(saved, empties={}, launches=[], results=results)
         geometry = schedule.group_norm_backward(*self._shape, self._machine)
         launch = launches.backward_launch(
             geometry, self.acc, self._flags, wanted, self.spec.target_variance
@@ -262,25 +243,8 @@ class GroupNormPlan(Plan):
         return Program(
             {**saved, "dy": dy},
             copies={} if lies_like(dy, x) else {"dy": x.stride()},
-            empties={
-                f"d{n}": (saved[n].shape, saved[n].stride(), saved[n].dtype)
-                for n, want in found
-                if want
-            },
+            empties=gradients_of(saved, wanted),
             launches=[(launch, {})],
-            results=results,
+            results=needed(("dx", "nothing", "dweight", "dbias", "nothing"), needs),
             scratch=launches.backward_scratch(geometry, wanted),
         )
-
-    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        x, _, weight, bias, _, _ = saved
-        acc, spec = self.acc, self.spec
-        vector = (1, -1, *[1] * (x.dim() - 2))
-        y = F.group_norm(x.to(acc), spec.groups, None, None, spec.eps)
-        y = y * math.sqrt(spec.target_variance)
-        if weight is not None:
-            y = y * weight.to(acc).reshape(vector)
-        if bias is not None:
-            y = y + bias.to(acc).reshape(vector)
-        y = _activations.apply(spec.activation, y)
-        return (x, None, weight, bias, None), y, dy.to(acc)

@@ -171,13 +171,8 @@ def of(group: Any, device: torch.device) -> Peers | None:
     if found is None:
         found = _agreements[group, device] = _agree(group, device)
         way = "inside the kernels" if found.peers else f"collectives, as {found.why}"
-        native.say_group(f"{group.size()} processes: {way}")
+        native.groups.append(f"{group.size()} processes: {way}")
     return found.peers
-
-
-def why_collectives(group: Any, device: torch.device) -> str:
-    """Why `of` has returned None."""
-    return _agreements[group, device].why
 
 
 def _agree(group: Any, device: torch.device) -> _Agreement:

@@ -170,17 +170,22 @@ class Program:
         dtypes = {_PARTIAL: accumulator, _COUNTERS: torch.int64, **self._dtypes}
         return [launch.job([dtypes[slot] for slot in slots]) for launch, slots, _ in self.steps]
 
-    def results_of(self, slots: Sequence[Any]) -> list[Any]:
-        """The results of a run, from its slots."""
-        return [
-            t if t is None or dtype is None else t.to(dtype)
-            for t, dtype in ((slots[slot], dtype) for slot, dtype in self.results)
-        ]
-
 
 def named(t: Tensors) -> dict[str, Tensor]:
     """The tensors of a call that are not None, by slot."""
     return {name: each for name, each in t._asdict().items() if each is not None}
+
+
+def needed(slots: Sequence[Any], needs: Needs) -> list[Any]:
+    """The results of a backward: the slots of the gradients that are needed."""
+    return [slot if need else "nothing" for slot, need in zip(slots, needs, strict=True)]
+
+
+def gradients_of(saved: Mapping[str, Tensor], wanted: Sequence[bool]) -> dict[str, Layout]:
+    """The layouts of the gradients of x, weight, bias and input_bias that are wanted."""
+    pairs = zip(("x", "weight", "bias", "input_bias"), wanted, strict=False)
+    found = {name: saved[name] for name, want in pairs if want}
+    return {f"d{name}": (t.shape, t.stride(), t.dtype) for name, t in found.items()}
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -256,9 +261,9 @@ class Plan:
         """
         raise NotImplementedError
 
-    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        """The inputs that have gradients, y computed from them by torch operations, and its dy."""
-        raise NotImplementedError
+    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, Any, Tensor]:
+        """The tensors and the spec of the call whose y has these derivatives, and its dy."""
+        return Tensors(*saved[:_INPUTS]), self.spec._replace(autocast=None), dy
 
     # The programs, each built once. The host path in C++ calls these methods by name, too.
 
@@ -290,7 +295,9 @@ class Plan:
         """The program of a key. `make` takes the saved tensors by slot, and `args`."""
         found = self._programs.get(key)
         if found is None:
-            found = self._programs[key] = make(self._named(saved), *args)
+            pairs = zip(self.saved_slots, saved, strict=True)
+            by_slot = {SLOTS[slot]: t for slot, t in pairs if t is not None}
+            found = self._programs[key] = make(by_slot, *args)
         return found
 
     def _expect_next(self, t: Tensors, forward: Program, keep: bool) -> None:
@@ -362,26 +369,23 @@ class Plan:
         dy = None if dy is None else readable(dy)
         dtotal = None if dtotal is None else readable(dtotal)
         program = self.backward_of(saved, dy, dtotal, needs)
-        slots = self._slots(saved)
-        slots[_DY], slots[_DTOTAL] = dy, dtotal
-        program.run(slots, self)
-        return program.results_of(slots)
+        return self._computed(program, saved, dy, dtotal)
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
         """Recompute the output y."""
-        program = self.recompute_of(saved)
-        slots = self._slots(saved)
-        program.run(slots, self)
-        return program.results_of(slots)[0]
+        return self._computed(self.recompute_of(saved), saved)[0]
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
     ) -> Gradients:
-        """The gradients by torch operations, which autograd can differentiate again."""
+        """The gradients by PyTorch's kernels, which autograd can differentiate again."""
+        t, spec, dy = self.composed(saved, dy)
+        wanted = [need and a is not None for need, a in zip(needs, t[:_INPUTS], strict=True)]
+        asked: list[Any] = [a for a, want in zip(t, wanted, strict=False) if want]
+        wide: Any = (None if a is None else a.to(self.acc) for a in t)
         with torch.autocast(dy.device.type, enabled=False):
-            inputs, y, dy = self.composed(saved, dy)
-            wanted = [need and t is not None for need, t in zip(needs, inputs, strict=True)]
-            asked = [t for t, want in zip(inputs, wanted, strict=True) if want]
+            y = spec.by_torch(Tensors(*wide))
+            dy = dy.to(self.acc)
             found = iter(torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ())
         return [next(found) if want else None for want in wanted]
 
@@ -399,15 +403,21 @@ class Plan:
             work = self._workspaces[scratch] = Workspace.get(self.device, self.acc, *scratch)
         return stream, work
 
-    def _slots(self, saved: Sequence[Any]) -> list[Any]:
-        slots = [None] * len(SLOTS)
+    def _computed(
+        self,
+        program: Program,
+        saved: Sequence[Any],
+        dy: Tensor | None = None,
+        dtotal: Tensor | None = None,
+    ) -> list[Any]:
+        """Run a program on the tensors that a forward saved, and return its results."""
+        slots: list[Any] = [None] * len(SLOTS)
         for slot, t in zip(self.saved_slots, saved, strict=True):
             slots[slot] = t
-        return slots
-
-    def _named(self, saved: Sequence[Any]) -> dict[str, Tensor]:
-        pairs = zip(self.saved_slots, saved, strict=True)
-        return {SLOTS[slot]: t for slot, t in pairs if t is not None}
+        slots[_DY], slots[_DTOTAL] = dy, dtotal
+        program.run(slots, self)
+        found = ((slots[slot], dtype) for slot, dtype in program.results)
+        return [t if t is None or dtype is None else t.to(dtype) for t, dtype in found]
 
 
 def unwrapped(t: Tensors) -> Tensors:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _checks
@@ -23,13 +22,16 @@ from normplug._ops.plans import (
     Plan,
     Program,
     contiguous,
+    gradients_of,
     named,
+    needed,
 )
-from normplug._ops.spec import Tensors, autocast_result, others
+from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype, rms_eps
 
 if TYPE_CHECKING:
-    from normplug._kernels.layer_norm import launches, schedule
+    from normplug._kernels.launch import Launch
+    from normplug._kernels.layer_norm import launches
     from normplug._kernels.layer_norm.launches import Spacing
 
 # Bytes of input from which torch.compile calls the operator, without and with a residual.
@@ -38,7 +40,7 @@ _ADD_OPERATOR_BYTES = 32 << 20
 
 
 class LayerNormSpec(NamedTuple):
-    """The non-tensor arguments of a norm of rows, LayerNorm or RMSNorm, and its `spec.Spec`.
+    """The spec of a norm of rows, LayerNorm or RMSNorm.
 
     eps: None only for an RMSNorm: see `reference.rms_eps`.
     autocast: the dtype that autocast has set on the device, or None where it is off or ignored.
@@ -90,10 +92,9 @@ class LayerNormSpec(NamedTuple):
         return torch.promote_types(self.rounds_to(total, weight) or total, weight)
 
     def check(self, caller: str, t: Tensors) -> None:
-        _checks.tensors(caller, t.x, **others(t))
+        _checks.tensors(caller, *t)
         _checks.shape(caller, self.normalized_shape)
         _checks.eps(caller, self.eps, none=not self.centred)
-        _checks.variance(caller, self.target_variance)
         if self.centred:
             _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
         else:
@@ -159,7 +160,7 @@ class LayerNormSpec(NamedTuple):
                 why = "a row has nearly 2^31 values or more, or there are as many rows"
         return why
 
-    def laid_out(self, t: Tensors) -> tuple[Tensors, LayerNormSpec]:
+    def laid_out(self, t: Tensors) -> Tensors:
         """The call with dense rows, where one launch can read the rows of x and of the residual."""
         row_dims, width = len(self.normalized_shape), math.prod(self.normalized_shape)
         x, residual = t.x, t.residual
@@ -169,7 +170,7 @@ class LayerNormSpec(NamedTuple):
         if residual is not None and spacing_after(residual, row_dims, width, spacing) is None:
             residual = residual.contiguous()
         same = x is t.x and residual is t.residual
-        return (t if same else t._replace(x=x, residual=residual)), self
+        return t if same else t._replace(x=x, residual=residual)
 
     def plan(self, t: Tensors) -> LayerNormPlan:
         return LayerNormPlan(t, self)
@@ -304,7 +305,7 @@ class LayerNormPlan(Plan):
         from normplug._kernels.layer_norm.launches import Flags
 
         super().__init__(t, spec)
-        x, residual, weight, bias, input_bias, running_mean, running_var, _ = t
+        x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
         self._dtype = x.dtype
         self._residual_dtype = None if residual is None else residual.dtype
         self._total_dtype = (
@@ -314,80 +315,77 @@ class LayerNormPlan(Plan):
         self._output_dtype = spec.output_dtype(self._total_dtype, weight_dtype)
         vectors = (t if t is None else t.dtype for t in (weight, bias, input_bias))
         self.acc = accumulator_dtype(self._total_dtype, *vectors)
-        self._shape, self._row = x.shape, spec.normalized_shape
-        self._row_dims = row_dims = len(self._row)
-        self._width = math.prod(self._row)
+        self._shape, self._row_dims = x.shape, len(spec.normalized_shape)
+        self._width = math.prod(spec.normalized_shape)
         self._rows = x.numel() // self._width
         self.has_total = self.is_recomputable = residual is not None
-        self._flags = partial(
-            Flags,
+        running = running_var is not None and (running_mean is not None or not spec.centred)
+        self._flags = Flags(
             centred=spec.centred,
             offset=float(spec.weight_offset),
             rounded=spec.rounds_to(self._total_dtype, weight_dtype),
             weight=weight is not None,
+            bias=bias is not None,
+            input_bias=input_bias is not None,
+            residual=residual is not None,
+            running=running,
+            tracked=running and tracked is not None,
+            cumulative=running and spec.momentum is None,
         )
-        self._bias_dtype = None if bias is None else bias.dtype
-        self._has_input_bias = input_bias is not None
         self._numbers = (spec.eps_of(self._total_dtype), spec.target_variance)
-        self._running = running_var is not None and (running_mean is not None or not spec.centred)
         # The widest value that a thread holds decides how a row is tiled.
         widest = max(self._total_dtype.itemsize, self._output_dtype.itemsize)
         self._itemsize = 8 if self.acc == torch.float64 else widest
         cooperative = COOPERATIVE and x.is_cuda
         self._machine = (processors(x.device), shared_memory(x.device), cooperative)
-        spacings: list[Any] = [
-            None if each is None else row_spacing(each.shape, each.stride(), row_dims)
-            for each in (x, residual)
-        ]
-        self._x_spacing, self._residual_spacing = spacings
         # Row spacing of what is normalised: x, or the total, which is allocated contiguous.
-        self._normalised = self._x_spacing if residual is None else self._width
+        self._normalised = self._width if self.has_total else self._spacing(x)
+
+    def _spacing(self, t: Tensor | None) -> Any:
+        return None if t is None else row_spacing(t.shape, t.stride(), self._row_dims)
+
+    def _forward(
+        self, flags: launches.Flags, strides: launches.Strides
+    ) -> tuple[Launch, tuple[int, int]]:
+        """The launch of a forward, and its scratch memory."""
+        from normplug._kernels.layer_norm import launches, schedule
+
+        sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
+        shape = schedule.layer_norm_forward(*sizes, flags.running, self._machine[0])
+        numbers = (0.0 if flags.given else self.spec.momentum or 0.0, *self._numbers)
+        launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
+        return launch, launches.forward_scratch(shape, flags)
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        from normplug._kernels.layer_norm import launches
+        from normplug._kernels.layer_norm.launches import Strides
 
-        spec = self.spec
-        flags = self._flags(
-            bias=self._bias_dtype is not None,
-            input_bias=self._has_input_bias,
-            residual=self.has_total,
-            stats=keep,
-            running=self._running,
-            tracked=self._running and t.tracked is not None,
-            cumulative=self._running and spec.momentum is None,
-        )
-        strides = launches.Strides(self._x_spacing, residual=self._residual_spacing)
-        shape = self._forward_shape(strides, self._running)
-        numbers = (spec.momentum or 0.0, *self._numbers)
-        launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
+        strides = Strides(self._spacing(t.x), residual=self._spacing(t.residual))
+        launch, scratch = self._forward(replace(self._flags, stats=keep), strides)
         dense = (self._shape, contiguous(self._shape))
         empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
         if keep:
-            empties["stats"] = (((1 + spec.centred) * self._rows,), (1,), self.acc)
-        saved = ("x", "nothing", "weight", "nothing", "input_bias", "stats")
-        results = ["y"]
+            empties["stats"] = (((1 + self.spec.centred) * self._rows,), (1,), self.acc)
         if self.has_total:
             empties["total"] = (*dense, self._total_dtype)
-            # The bias is saved so that y can be recomputed from the total.
-            saved = ("total", "nothing", "weight", "bias", "nothing", "stats")
-            results.append("total")
+        normalised = "total" if self.has_total else "x"
         return Program(
             named(t),
             empties=empties,
             launches=[(launch, {})],
-            results=results,
-            saved=saved,
+            results=("y", "total") if self.has_total else ("y",),
+            saved=(normalised, "nothing", "weight", "bias", "input_bias", "stats"),
             updates=RUNNING,
-            scratch=launches.forward_scratch(shape, flags),
+            scratch=scratch,
         )
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        from normplug._kernels.layer_norm import launches
+        from normplug._kernels.layer_norm.launches import Strides
 
-        flags = self._flags(bias=self._bias_dtype is not None, given=True, stats=False)
-        strides = launches.Strides(self._width)  # of the total
-        shape = self._forward_shape(strides, False)
-        launch = launches.forward_launch(shape, self.acc, flags, strides, 0.0, *self._numbers)
+        flags = replace(
+            self._flags, given=True, stats=False, residual=False, running=False, tracked=False,
+            cumulative=False,
+        )  # fmt: skip
+        launch, _ = self._forward(flags, Strides(self._width))  # of the total
         return Program(
             saved,
             empties={"y": (self._shape, contiguous(self._shape), self._output_dtype)},
@@ -413,34 +411,23 @@ class LayerNormPlan(Plan):
             spacings[name] = spacing
         wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
         results = self._results("dx", needs)
-        if not any(wanted):
-            return Program(saved, empties={}, launches=[], results=results)
-        flags = self._flags(input_bias=self._has_input_bias)
-        strides = launches.Strides(self._normalised, **spacings)
+        flags, strides = self._flags, launches.Strides(self._normalised, **spacings)
         sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
         shape = schedule.layer_norm_backward(*sizes, flags.input_bias, *self._machine)
         tv = self.spec.target_variance
         launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
+        empties = gradients_of(saved, wanted)
         # If the rows of x are dense, in any order, dx has the strides of x.
-        is_dense = lies_dense(self._normalised, self._rows, self._width)
-        rows = {
-            "dx": (x.shape, x.stride() if is_dense else contiguous(x.shape), x.dtype),
-            "dweight": self._vector("weight", saved),
-            "dbias": (self._row, contiguous(self._row), self._bias_dtype),
-            "dinput_bias": self._vector("input_bias", saved),
-        }
-        pairs = zip(rows.items(), wanted, strict=True)
+        if wanted[0] and not lies_dense(self._normalised, self._rows, self._width):
+            empties["dx"] = (x.shape, contiguous(x.shape), x.dtype)
         return Program(
             {**saved, **given},
-            empties={name: layout for (name, layout), want in pairs if want},
+            empties=empties,
             launches=[(launch, {})],
             results=results,
             copies=copies,
             scratch=launches.backward_scratch(shape, wanted),
         )
-
-    def _vector(self, name: str, saved: dict[str, Tensor]) -> Any:
-        return (self._row, contiguous(self._row), saved[name].dtype) if name in saved else None
 
     def _results(self, through: str, needs: Needs) -> list[Any]:
         """The gradients; x and the residual share the slot `through`."""
@@ -449,57 +436,30 @@ class LayerNormPlan(Plan):
             for dtype in (self._dtype, self._residual_dtype)
         ]
         slots += ["dweight", "dbias", "dinput_bias"] if through == "dx" else ["nothing"] * 3
-        return [slot if need else "nothing" for slot, need in zip(slots, needs, strict=True)]
+        return needed(slots, needs)
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
     ) -> Gradients:
         if not self.has_total:
             return super().composed_backward(saved, dy, None, needs)
-        through = dweight = dbias = None
-        needed = needs[0] or needs[1]  # x and the residual have the same gradient, `through`
+        either = needs[0] or needs[1]  # x and the residual have the same gradient, `through`
+        through: Tensor | None = None
+        vectors: list[Tensor | None] = [None, None, None]
         if dy is not None:
-            both = (needed, False, *needs[2:])
-            through, _, dweight, dbias, _ = super().composed_backward(saved, dy, None, both)
-        if needed and dtotal is not None:
+            asked = (either, False, *needs[2:])
+            through, _, *vectors = super().composed_backward(saved, dy, None, asked)
+        if either and dtotal is not None:
             through = dtotal if through is None else through + dtotal
-        dx, dresidual = (
+        both = (
             through.to(dtype) if need and through is not None else None
             for need, dtype in zip(needs, (self._dtype, self._residual_dtype), strict=False)
         )
-        return dx, dresidual, dweight, dbias, None
+        return (*both, *vectors)
 
-    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Sequence[Any], Tensor, Tensor]:
-        x, _, weight, _, input_bias, _ = saved
-        acc, root = self.acc, math.sqrt(self.spec.target_variance)
-        bias = None
-        if self._bias_dtype is not None:
-            # The gradients do not depend on its values.
-            bias = x.new_zeros(self._row, dtype=self._bias_dtype).requires_grad_()
-        h = x.to(acc)
-        if input_bias is not None:
-            h = h + input_bias.to(acc)
-        eps, _ = self._numbers
-        if self.spec.centred:
-            y = F.layer_norm(h, self._row, None, None, eps) * root
-        else:
-            dims = tuple(range(-self._row_dims, 0))
-            y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps) * root
-        if weight is not None:
-            y = y * (weight.to(acc) + self.spec.weight_offset)
-        if bias is not None:
-            y = y + bias.to(acc)
-        return (x, None, weight, bias, input_bias), y, dy.to(acc)
-
-    def _forward_shape(
-        self, strides: launches.Strides, running: bool
-    ) -> schedule.Rows | schedule.WideForward:
-        from normplug._kernels.layer_norm import schedule
-
-        unit = strides.unit(self._width)
-        return schedule.layer_norm_forward(
-            self._rows, self._width, unit, self._itemsize, running, self._machine[0]
-        )
+    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, LayerNormSpec, Tensor]:
+        t, spec, dy = super().composed(saved, dy)
+        return t, spec._replace(eps=self._numbers[0], rounding="output"), dy
 
 
 # How the rows of a tensor lie in memory, if the kernels can address them.

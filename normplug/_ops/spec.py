@@ -1,8 +1,26 @@
-"""What every norm has: the tensors of its calls, and the methods of its spec."""
+"""What every norm has: the tensors of its calls, and the methods of its spec.
+
+A spec is a named tuple of a call's non-tensor arguments, and the norm itself. It is hashable, since
+it is part of the key by which calls are stored. Its methods, for a call with the `Tensors` t:
+
+    check(caller, t)            refuse an invalid call, by a ValueError or a TypeError
+    free_dims(t)                the dimensions along which x can be split over processes without
+                                changing results
+    by_torch(t)                 run it by PyTorch's kernels: any device, differentiable twice
+    refusal(t)                  why the kernels cannot run it; None if they can
+    laid_out(t)                 t, with copies of tensors whose layout the kernels cannot read
+    plan(t)                     the `plans.Plan` of a call that is laid out
+    operator_pays(t, isolated)  whether a compiler should call the operator where kernels can run
+    operator(t)                 run it by the kernels, as an operator: see `operators.NormOperators`
+    fake(t), fake_dx(x)         the operator's outputs and the gradient of x, without values; sizes
+                                may be symbolic
+
+A spec may have a `pool`, and then `without_pool()`, the spec of the norm alone.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,20 +41,6 @@ class Tensors(NamedTuple):
     running_mean: Tensor | None = None
     running_var: Tensor | None = None
     tracked: Tensor | None = None
-
-
-def others(t: Tensors) -> dict[str, Tensor | None]:
-    """All tensors but x, by argument name."""
-    _, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
-    return {
-        "residual": residual,
-        "weight": weight,
-        "bias": bias,
-        "input_bias": input_bias,
-        "running_mean": running_mean,
-        "running_var": running_var,
-        "num_batches_tracked": tracked,
-    }
 
 
 class Pool(NamedTuple):
@@ -77,42 +81,3 @@ def autocast_result(
     if autocast is None or dtype == torch.float64:
         return None
     return autocast if autocast_output == "low" else torch.float32
-
-
-class Spec(Protocol):
-    """A norm: what it checks, and each way to run its calls.
-
-    It is a named tuple of a call's non-tensor arguments. It is hashable, since it is part of the
-    key by which calls are stored. A spec may have a `pool`, and then `without_pool`, the spec
-    of the norm alone.
-    """
-
-    def check(self, caller: str, t: Tensors) -> None:
-        """Refuse an invalid call, by a ValueError or a TypeError."""
-
-    def free_dims(self, t: Tensors) -> tuple[int, ...]:
-        """The dimensions along which x can be split over processes without changing results."""
-
-    def by_torch(self, t: Tensors) -> Any:
-        """Run a call by PyTorch's kernels: any device, differentiable twice."""
-
-    def refusal(self, t: Tensors) -> str | None:
-        """Why the kernels cannot run a call; None if they can."""
-
-    def laid_out(self, t: Tensors) -> tuple[Tensors, Spec]:
-        """The call, with copies of tensors whose layout the kernels cannot read; `t` if none."""
-
-    def plan(self, t: Tensors) -> Any:
-        """The `plans.Plan` of a call that is laid out."""
-
-    def operator_pays(self, t: Tensors, isolated: bool) -> bool:
-        """Whether a compiler should call the operator where the kernels can run."""
-
-    def operator(self, t: Tensors) -> Any:
-        """Run a call by the kernels, as an operator: see `operators.NormOperators`."""
-
-    def fake(self, t: Tensors) -> tuple[Tensor, ...]:
-        """The operator's outputs without values; sizes may be symbolic."""
-
-    def fake_dx(self, x: Tensor) -> Tensor:
-        """The gradient of x without values."""

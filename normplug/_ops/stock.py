@@ -129,17 +129,13 @@ def update_running(
     var: Tensor,
     counts: Tensor | None = None,
 ) -> None:
-    """Count a batch, and move a call's running statistics one step towards its values.
+    """Count a batch, and move a call's running statistics one step towards mean and var.
 
     One function does both, since activation checkpointing must not repeat one without the other: it
     recomputes a forward up to the last tensor that is saved for the backward.
 
-    Args:
-        t: the call's tensors. Its num_batches_tracked is incremented, if it has one.
-        momentum: a float, or None for a cumulative average, which needs the counter.
-        mean: the value of running_mean; None if there is none.
-        var: the value of running_var.
-        counts: a boolean tensor, whether the batch counts. If not, nothing is updated.
+    momentum: None for a cumulative average, which needs num_batches_tracked.
+    counts: a boolean tensor, whether the batch counts. If not, nothing is updated.
     """
     running_mean, running_var, tracked = t.running_mean, t.running_var, t.tracked
     assert running_var is not None

@@ -49,7 +49,7 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
         UserWarning: no tensor tells the dtype of a weight that is to be created.
     """
     owners: dict[int, list[tuple[str, float]]] = {}
-    for path, module in inventory.each():
+    for path, module in inventory.model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 owner = (shown(path), factors.get(module, 1.0))
@@ -94,7 +94,9 @@ def scale(inventory: Inventory, factors: Factors) -> None:
             offset = _convert.declared(module)._weight_offset
             if weight is None:
                 like = neighbour(inventory, module)
-                module.weight = _frozen_weight(module, factor - offset, like)
+                shape = _convert.declared(module)._affine_shape(module)
+                made = torch.full(shape, factor - offset, dtype=like.dtype, device=like.device)
+                module.weight = nn.Parameter(made, requires_grad=False)
             elif _made_here(module) and _is_constant(weight, 1.0 / factor - offset):
                 module.weight = None  # type: ignore[assignment]
             else:
@@ -142,7 +144,7 @@ def _tells_the_dtype(t: Tensor) -> bool:
 
 
 def _made_here(module: nn.Module) -> bool:
-    """Whether the layer was built without a weight, so that its weight is a `_frozen_weight`."""
+    """Whether the layer was built without a weight, so that its weight was made by `scale`."""
     return not getattr(module, "affine", True) or not getattr(module, "elementwise_affine", True)
 
 
@@ -152,9 +154,3 @@ def _is_constant(weight: Tensor, value: float) -> bool:
         return False
     rounding = 2 * torch.finfo(weight.dtype).eps
     return torch.allclose(weight, torch.full_like(weight, value), rtol=rounding, atol=0.0)
-
-
-def _frozen_weight(module: nn.Module, value: float, like: Tensor) -> nn.Parameter:
-    shape = _convert.declared(module)._affine_shape(module)
-    weight = torch.full(shape, value, dtype=like.dtype, device=like.device)
-    return nn.Parameter(weight, requires_grad=False)

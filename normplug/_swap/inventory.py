@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import TypeAlias
@@ -45,10 +45,6 @@ class Inventory:
     def norms(self) -> dict[nn.Module, list[str]]:
         """Every norm layer, stock or normplug's, with all its paths."""
         return {module: paths for module, paths in self.names.items() if _is_norm(module)}
-
-    def each(self) -> Iterator[tuple[str, nn.Module]]:
-        """(path, module) of every module, under its first path."""
-        return ((paths[0], module) for module, paths in self.names.items())
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -26,14 +27,8 @@ WAY_OUT = (
 _KEY = "mode key"
 
 
-class Assigned(NamedTuple):
-    """A layer's mode, and the number of its block if that decides the mode."""
-
-    mode: NormMode
-    block: int | None = None
-
-
-Modes: TypeAlias = dict[nn.Module, Assigned]
+# Layer -> its mode, and the number of its block if that decides the mode.
+Modes: TypeAlias = dict[nn.Module, tuple[NormMode, int | None]]
 
 
 class LayerModes:
@@ -97,7 +92,7 @@ class One(LayerModes):
         self.mode, self.name = mode, str(mode)
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
-        return dict.fromkeys(taken, Assigned(self.mode))
+        return dict.fromkeys(taken, (self.mode, None))
 
 
 class _ByFilter(LayerModes):
@@ -112,10 +107,10 @@ class _ByFilter(LayerModes):
             matching(_KEY, filters, {})  # refuses invalid regular expressions
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
-        modes: dict[nn.Module, Assigned] = {}
+        modes: Modes = {}
         for filters, mode in self._modes:
             for module in matching(_KEY, filters, inventory.norms):
-                modes.setdefault(module, Assigned(mode))
+                modes.setdefault(module, (mode, None))
         left = [shown(inventory.names[module][0]) for module in taken if module not in modes]
         if left:
             raise ValueError(
@@ -132,11 +127,8 @@ class _ByFunction(LayerModes):
         self._function, self.name = function, getattr(function, "__qualname__", repr(function))
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
-        modes = {}
-        for module in taken:
-            path = inventory.names[module][0]
-            modes[module] = Assigned(mode_of(shown(path), self._function(path, module)))
-        return modes
+        paths = {module: inventory.names[module][0] for module in taken}
+        return {m: (mode_of(shown(p), self._function(p, m)), None) for m, p in paths.items()}
 
 
 def by_depth(schedule: str | Schedule) -> ByDepth:
@@ -149,12 +141,12 @@ def by_depth(schedule: str | Schedule) -> ByDepth:
     "1/l" is LayerNorm Scaling (Sun et al. 2025, "The Curse of Depth in Large Language Models",
     arXiv:2502.05795), which multiplies the output of the norms of block l by 1 / sqrt(l).
 
-    Blocks are the numbered children that contain norms, in numerical order: the children of a
-    `ModuleList` or `Sequential`, such as `layers.0`, or children of any module whose names end in a
-    number, such as `encoder_layer_3`. Where each of them contains a sequence of its own, as ResNet
-    stages do, the blocks of the inner sequences are numbered consecutively. A unit of one norm and
-    otherwise only plain layers, such as a convolution with its BatchNorm, is not a block unless the
-    model has no others. `print(normplug.plan(model, by_depth(schedule)))` shows each layer's block.
+    Blocks are the items of a `ModuleList`, `Sequential` or `ModuleDict` that contain norms and have
+    a number at the end of their name, such as `layers.0`, in numerical order. Where each of them
+    contains such items of one class, as ResNet stages do, these are the blocks, and are numbered
+    consecutively. A unit of one norm and otherwise only plain layers, such as a convolution with
+    its BatchNorm, is not a block unless the model has no others.
+    `print(normplug.plan(model, by_depth(schedule)))` shows each layer's block.
 
     Norms outside the blocks have mode standard. That includes the final norm: it normalises the sum
     of all blocks for the head, and a smaller variance there would only scale the head's input.
@@ -197,9 +189,9 @@ class ByDepth(LayerModes):
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         """Number the blocks, and call the schedule once for each block that contains a layer."""
-        blocks = _Blocks(inventory).holding(taken)
+        blocks = _blocks(inventory, taken)
         schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
-        assigned = dict.fromkeys(taken, Assigned(NormMode.STANDARD))
+        assigned: Modes = dict.fromkeys(taken, (NormMode.STANDARD, None))
         for number, block in enumerate(blocks, 1):
             inside = [m for m in inventory.modules[block].modules() if m in assigned]
             if not inside:
@@ -207,117 +199,87 @@ class ByDepth(LayerModes):
             target = schedule(number, len(blocks))
             mode = mode_of(f"block {number} of {len(blocks)}, {block}", target)
             for module in inside:
-                if (other := assigned[module].block) is not None:
+                if (other := assigned[module][1]) is not None:
                     raise ValueError(
                         f"normplug.by_depth: {shown(inventory.names[module][0])} is in block "
                         f"{other} and in block {number}. {WAY_OUT}"
                     )
-                assigned[module] = Assigned(mode, number)
+                assigned[module] = mode, number
         return assigned
 
 
-class _Blocks:
-    """Finds the sequence of blocks in a model's module tree; a block is given by its path.
+def _blocks(inventory: Inventory, taken: Iterable[nn.Module]) -> list[str]:
+    """The paths of the only sequence of blocks that contains layers of `taken`.
 
-    A unit is a module of one norm and plain layers. What a module's other numbered children are:
+    The items of lists form a sequence if their paths differ only in numbers. Units of one norm and
+    plain layers count only if there is nothing else. Where the items of a sequence contain another
+    sequence, the classes of the items of each inner list decide:
 
-        each contains a sequence, and no norm of its own   stages: their blocks are one sequence
-        none contains a sequence                           blocks
-        none, and they are inside another numbered module  if they are a list and alike: blocks
-                                                           if they are unlike: its parts
+        all are the same          the inner items are blocks, and the outer ones are stages
+        each is another           the inner items are parts, such as attention and MLP
+        neither                   refused
 
-    Units are blocks only if there are no other blocks. Anything else is refused.
+    Raises:
+        ValueError: there is no sequence, there are several, or a block may be a stage.
     """
-
-    def __init__(self, inventory: Inventory) -> None:
-        self._modules, self._norms = inventory.modules, inventory.norms
-        norms = self._norms.keys()
-        self._holders = {m for m in inventory.names if not norms.isdisjoint(m.modules())} - norms
-
-    def holding(self, taken: Iterable[nn.Module]) -> list[str]:
-        """Return the only sequence of blocks that contains layers of `taken`.
-
-        Raises:
-            ValueError: there is none, or there are several.
-        """
-        wanted, found = set(taken), {}
-        for paths in self._sequences(""):
-            modules = tuple(self._modules[path] for path in paths)
-            if any(not wanted.isdisjoint(module.modules()) for module in modules):
-                found[modules] = paths
-        of_blocks = [paths for modules, paths in found.items() if not self._is_unit(modules[0])]
-        sequences = of_blocks or list(found.values())
-        if len(sequences) == 1:
-            return sequences[0]
-        text = "no sequence of blocks, that is, of numbered modules that contain norm layers"
-        if sequences:
-            listed = " and ".join(f"{paths[0]} to {paths[-1]}" for paths in sequences)
-            text = f"several sequences of blocks side by side: {listed}"
-        model = type(self._modules[""]).__name__
-        raise ValueError(f"normplug.by_depth: {model} has {text}. {WAY_OUT}")
-
-    def _sequences(self, parent: str, within: bool = False) -> Iterator[list[str]]:
-        """Yield a module's outermost sequences; within: whether it is inside a numbered module."""
-        # Numbered children by the text before the number: (number, path).
-        families: dict[str, list[tuple[int, str]]] = {}
-        for name, child in self._modules[parent]._modules.items():
-            if child not in self._holders:
-                continue
-            path, text = f"{parent}.{name}".removeprefix("."), name.rstrip(string.digits)
-            if text != name:
-                families.setdefault(text, []).append((int(name[len(text) :]), path))
-            else:
-                yield from self._sequences(path, within)
-        for text, numbered in families.items():
-            children = [path for _, path in sorted(numbered)]
-            # A single child such as `stage1` is no sequence, but may contain one.
-            if text and len(children) == 1 and not self._is_list(parent):
-                yield from self._sequences(children[0], within)
-            elif sequence := self._counted(parent, children, within):
-                yield sequence
-
-    def _counted(self, parent: str, children: list[str], within: bool) -> list[str]:
-        """The blocks that numbered children are or contain; [] if they are parts of one block."""
-        blocks = [path for path in children if not self._is_unit(self._modules[path])]
-        inner = {path: list(self._sequences(path, within=True)) for path in blocks}
-        stages = {path: found[0] for path, found in inner.items() if found}
-        if not stages:
-            return self._parts_or_blocks(parent, children, blocks) if within else blocks or children
-        for path, found in inner.items():
-            if len(found) != 1 or any(m in self._norms for m in self._modules[path].children()):
-                raise self._unclear(*next(iter(stages.items())))
-        return [path for sequence in stages.values() for path in sequence]
-
-    def _parts_or_blocks(self, parent: str, children: list[str], blocks: list[str]) -> list[str]:
-        """`blocks`; [] if they are parts of the numbered module, such as attention and MLP."""
-        modules = [self._modules[path] for path in blocks]
-        repeats = sum(any(_alike(a, b) for b in modules if b is not a) for a in modules)
-        listed = self._is_list(parent)
-        if listed and (len(children) == 1 or repeats == len(blocks)):
-            return blocks
-        if repeats > (0 if listed else 2):  # two alike with names of their own may be branches
-            raise self._unclear(parent, blocks)
-        return []
-
-    def _unclear(self, parent: str, blocks: list[str]) -> ValueError:
-        return ValueError(
-            f"normplug.by_depth: {shown(parent)} may be one block, or a stage of several: "
-            f"{blocks[0]} to {blocks[-1]}. {WAY_OUT}"
-        )
-
-    def _is_list(self, path: str) -> bool:
-        return isinstance(self._modules[path], (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-
-    def _is_unit(self, module: nn.Module) -> bool:
-        """Whether a module is one norm and plain layers, at most one of which has parameters."""
-        others = [child for child in module.children() if child not in self._norms]
-        layers = [child for child in others if any(True for _ in child.parameters())]
-        plain = not any(True for child in others for _ in child.children())
-        return plain and len(layers) <= 1 and len(list(module.children())) == len(others) + 1
+    modules, norms, wanted = inventory.modules, inventory.norms, set(taken)
+    items = [
+        path
+        for path, module in modules.items()
+        if path.endswith(tuple(string.digits))
+        and isinstance(modules[_list_of(path)], (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        and module not in norms
+        and not norms.keys().isdisjoint(module.modules())
+    ]
+    sequences: dict[str, list[str]] = {}
+    for path in [path for path in items if not _is_unit(modules[path], norms)] or items:
+        sequences.setdefault(re.sub(r"\d+", "#", path), []).append(path)
+    for pattern, inner in list(sequences.items()):  # the outer ones come first
+        for outer in [other for other in sequences if pattern.startswith(f"{other}.")]:
+            del sequences[pattern if _are_parts(inner, sequences[outer], inventory) else outer]
+    found = [
+        sorted(paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path)])
+        for paths in sequences.values()
+        if any(not wanted.isdisjoint(modules[path].modules()) for path in paths)
+    ]
+    if len(found) == 1:
+        return found[0]
+    text = "no sequence of blocks, that is, of numbered modules in a list that contain norm layers"
+    if found:
+        listed = " and ".join(f"{paths[0]} to {paths[-1]}" for paths in found)
+        text = f"several sequences of blocks side by side: {listed}"
+    raise ValueError(f"normplug.by_depth: {type(inventory.model).__name__} has {text}. {WAY_OUT}")
 
 
-def _alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules have the same design, as residual blocks do; attention and MLP do not."""
-    passive = (nn.Identity, nn.Sequential, nn.ModuleList, nn.Dropout)
-    a, b = ({type(m) for m in x.modules() if not isinstance(m, passive)} for x in (one, other))
-    return type(one) is type(other) and (a <= b or b <= a)
+def _list_of(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _are_parts(inner: list[str], outer: list[str], inventory: Inventory) -> bool:
+    """Whether inner items are parts of the outer ones; False if they are blocks.
+
+    Raises:
+        ValueError: they may be either.
+    """
+    lists: dict[str, list[type]] = {}
+    for path in inner:
+        lists.setdefault(_list_of(path), []).append(type(inventory.modules[path]))
+    if all(len(set(classes)) == len(classes) > 1 for classes in lists.values()):
+        return True
+    children = {child for path in outer for child in inventory.modules[path].children()}
+    hold = all(any(path.startswith(f"{stage}.") for path in inner) for stage in outer)
+    alike = all(len(set(classes)) == 1 for classes in lists.values())
+    if hold and alike and children.isdisjoint(inventory.norms):
+        return False
+    raise ValueError(
+        f"normplug.by_depth: {outer[0]} may be one block, or a stage of several: {inner[0]} to "
+        f"{inner[-1]}. {WAY_OUT}"
+    )
+
+
+def _is_unit(module: nn.Module, norms: Container[nn.Module]) -> bool:
+    """Whether a module is one norm and plain layers, at most one of which has parameters."""
+    others = [child for child in module.children() if child not in norms]
+    layers = [child for child in others if any(True for _ in child.parameters())]
+    plain = not any(True for child in others for _ in child.children())
+    return plain and len(layers) <= 1 and len(list(module.children())) == len(others) + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +10,8 @@ from torch import nn
 
 from normplug import _checks, _convert, native
 from normplug._swap.inventory import Filters, Inventory, has_tensors, matching, name_of
-from normplug._swap.layer_modes import Assigned, LayerModes, ModesLike, read
-from normplug._table import counts, shown, table
+from normplug._swap.layer_modes import LayerModes, Modes, ModesLike, read
+from normplug._table import Rows, counts, shown, table
 from normplug._torch import is_patched
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
@@ -48,16 +47,8 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Rows[PlanRow]):
     """Every norm layer of a model, in order; `print` it for a table."""
-
-    rows: tuple[PlanRow, ...]
-
-    def __iter__(self) -> Iterator[PlanRow]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __str__(self) -> str:
         if not self.rows:
@@ -149,7 +140,7 @@ def make(
             becomes, note = None, "not included"
         found[module] = becomes, note
     taken = [module for module, (becomes, _) in found.items() if becomes]
-    assigned: dict[nn.Module, Assigned] = {}
+    assigned: Modes = {}
     if modes is not None and taken:
         assigned = modes.assign(caller, inventory, taken)
     rows = []
@@ -175,7 +166,7 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
     if ours is not None:
         return (_convert.synchronised(ours) if sync else ours).__name__, ""
     if "Frozen" in cls.__name__:
-        return None, "frozen: it scales by constants, and measures no variance to set"
+        return None, "frozen batch norm: it uses stored statistics, so there is no variance to set"
     if cls not in _convert.REPLACEMENTS and any(map(has_tensors, module.children())):
         return None, "its scale comes from layers of its own"
     return None, _convert.why_left(module) or _subclassed(cls) or "no normplug counterpart"

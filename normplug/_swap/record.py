@@ -8,7 +8,6 @@ it; yet it keeps no layer alive. A layer that another tool has rebuilt lacks its
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
@@ -42,7 +41,7 @@ def renew(inventory: Inventory) -> None:
     """Record a model's normplug layers and their modes, replacing every record in it."""
     owner = unwrapped(inventory.model)
     prefix, record = inventory.names[owner][0], {}
-    for path, module in inventory.each():
+    for path, module in inventory.model.named_modules():
         vars(module).pop(_RECORD, None)
         if isinstance(module, TargetVarianceNorm):
             entry = vars(module).setdefault(_ENTRY, Entry())
@@ -57,23 +56,6 @@ def renew(inventory: Inventory) -> None:
 def is_recorded(inventory: Inventory) -> bool:
     """Whether there is a record in a model."""
     return any(_RECORD in vars(m) for m in inventory.names)
-
-
-def take(inventory: Inventory) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Return every record and entry in a model, for `put` to restore."""
-    names = (_RECORD, _ENTRY)
-    return [(m, {n: vars(m)[n] for n in names if n in vars(m)}) for m in inventory.names]
-
-
-def put(inventory: Inventory, records: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Replace all records and entries in a model by these; layers keep the modes they have."""
-    for module in inventory.names:
-        vars(module).pop(_RECORD, None)
-        vars(module).pop(_ENTRY, None)
-    for module, attributes in records:
-        vars(module).update(attributes)
-        if _ENTRY in attributes:  # `unswap` may have been called in the meantime
-            attributes[_ENTRY].target_variance = getattr(module, "target_variance", None)
 
 
 def findings(model: nn.Module) -> list[str]:
@@ -124,7 +106,7 @@ def _recorded(inventory: Inventory) -> Iterator[tuple[float, str, TargetVariance
     """
     layers = {vars(m).get(_ENTRY): m for m in inventory.names if isinstance(m, TargetVarianceNorm)}
     entries: dict[Entry, str] = {}
-    for prefix, owner in inventory.each():
+    for prefix, owner in inventory.model.named_modules():
         for path, entry in vars(owner).get(_RECORD, {}).items():
             entries[entry] = f"{prefix}.{path}".strip(".")
     for entry, path in entries.items():

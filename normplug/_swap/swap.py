@@ -25,8 +25,6 @@ from normplug._table import counts, shown, some
 from normplug._torch import is_patched
 from normplug.modules import TargetVarianceNorm
 
-# The containers among a layer's attributes that a conversion mutates in place.
-_TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 # Module of a tool -> the names of its registries, which map a class to what the tool does with its
 # layers. For a tool that is imported later, the next swap adds the entries.
 _REGISTRIES = {
@@ -122,7 +120,11 @@ def swap(
     targets = {row.path: row.mode.target_variance for row in planned if row.mode is not None}
     taken = [row for row in planned if row.becomes]
     if not taken:
-        _checks.warn(_nothing_swapped(model, planned))
+        seen = Counter(f"{row.kind} ({row.note})" for row in planned)
+        _checks.warn(
+            f"normplug.swap: nothing to swap in {type(model).__name__}; norm layers seen: "
+            f"{counts(seen)}. print(normplug.plan(model)) lists them."
+        )
         return model
     factors = {}
     for row in taken:
@@ -254,7 +256,6 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
     inventory, fused = Inventory(model), fused_modules(model)
     before = {m: _convert.settings(m) for _, m in _convert.norm_layers(model)}
     synchronised = {m for m in before if _convert.is_synchronised(m)}
-    records = _record.take(inventory)
     swap(model, mode, **options)
     factors: _fold.Factors = {}
     for m, settings in before.items() if options.get("preserve_output") else ():
@@ -276,7 +277,7 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
             if isinstance(m, TargetVarianceNorm):
                 for name, value in settings.items():
                     setattr(m, name, value)
-        _record.put(Inventory(model), records)
+        _record.renew(Inventory(model))
         release(inside)
 
 
@@ -307,7 +308,7 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
     assigned = modes.assign("set_mode", inventory, layers)
     _record.warn_of_lost("set_mode", inventory)
     for layer in layers:
-        layer.mode = assigned[layer].mode
+        layer.mode = assigned[layer][0]
     _record.renew(inventory)
     return model
 
@@ -315,8 +316,10 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
 @contextmanager
 def _all_or_nothing(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Restore every layer if the block raises."""
+    # A conversion mutates these in place.
+    tables = ("_parameters", "_buffers", "_non_persistent_buffers_set")
     before = [
-        (m, m.__class__, {k: copy.copy(v) if k in _TABLES else v for k, v in vars(m).items()})
+        (m, m.__class__, {**vars(m), **{name: copy.copy(vars(m)[name]) for name in tables}})
         for m in layers
     ]
     weights = (layer._parameters.get("weight") for layer in layers)
@@ -332,14 +335,6 @@ def _all_or_nothing(layers: Sequence[nn.Module]) -> Iterator[None]:
             with writing_to(weight):
                 weight.copy_(value)
         raise
-
-
-def _nothing_swapped(model: nn.Module, planned: _plan.Plan) -> str:
-    seen = Counter(f"{row.kind} ({row.note})" for row in planned)
-    return (
-        f"normplug.swap: nothing to swap in {type(model).__name__}; norm layers seen: "
-        f"{counts(seen)}. print(normplug.plan(model)) lists them."
-    )
 
 
 def _tell_tools() -> None:

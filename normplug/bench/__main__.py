@@ -18,8 +18,11 @@ from normplug.bench import models, op, targets, timing
 from normplug.bench.op import OPS, Problem, cases, measure_op
 from normplug.bench.rows import Rows, add_to_file, read_file, report
 
-# The rows and widths of a sweep; on a CPU a small one.
-SWEEPS = {"cuda": (4096, [2**n for n in range(8, 16)]), "cpu": (512, [256, 1024, 4096])}
+# The shapes of a sweep; on a CPU a few small ones.
+SWEEPS = {
+    "cuda": [(4096, 2**n) for n in range(8, 16)],
+    "cpu": [(512, 256), (512, 1024), (512, 4096)],
+}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -38,20 +41,18 @@ def _model(a: Namespace) -> None:
 
 def _op(a: Namespace) -> None:
     chosen = cases([a.name], a.shape, a.dtype or ["float32"])
-    report((measure_op(case, a.device, eps=a.eps, mode=a.mode) for case in chosen), a.json)
+    report((measure_op(case, a.device, eps=a.eps) for case in chosen), a.json)
 
 
 def _sweep(a: Namespace) -> None:
     show = _show(a)  # before hours of measurements
-    height, widths = SWEEPS[a.device.type]
-    shapes = [(a.rows or height, width) for width in a.width or widths]
-    chosen = cases(["layer_norm"], shapes, [a.dtype])
+    chosen = cases(["layer_norm"], SWEEPS[a.device.type], [a.dtype])
     file = a.out / "sweep.json"
     file.unlink(missing_ok=True)
     report((measure_op(case, a.device) for case in chosen), file)
     show.draw(read_file(file), a.out / "sweep.png")
     problem = Problem(chosen[-1], a.device)
-    ours = op.ours(copy.deepcopy(problem.layer), "golden")
+    ours = op.ours(copy.deepcopy(problem.layer))
     for name, layer in (("normplug", ours), ("torch", problem.layer)):
         call = problem.calls(layer)["F+B"]
         call()
@@ -60,7 +61,8 @@ def _sweep(a: Namespace) -> None:
 
 
 def _table(a: Namespace) -> None:
-    columns = dict.fromkeys(("model", "batch", *models.COLUMNS, *op.COLUMNS))
+    times = models.COLUMNS[:4]  # before the speeds, which both kinds of rows have
+    columns = dict.fromkeys(("model", "batch", *times, *op.COLUMNS, *models.COLUMNS))
     print(Rows(read_file(a.file), tuple(columns)))
 
 
@@ -105,10 +107,6 @@ def _parser() -> argparse.ArgumentParser:
             made.add_argument("--device", help="default: cuda if there is one")
         return made.add_argument
 
-    def usual(add: Any, mode: str) -> None:
-        add("--mode", type=_value, default=mode, help="of normplug; default: %(default)s")
-        add("--json", metavar="FILE", type=Path, help="append the rows to this file")
-
     add = command(_model, "time training steps, swapped and stock")
     add("target", help="a name of torchvision, timm or transformers, or file.py:function")
     add("option", nargs="*", help="NAME=VALUE, for the model or the function")
@@ -116,23 +114,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--autocast", choices=("none", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
     add("--channels-last", action="store_true", help="of weights and convolutions")
     add("--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns of each arm")
-    usual(add, "standard")
+    add("--mode", type=_value, default="standard", help="of normplug; default: standard")
+    add("--json", metavar="FILE", type=Path, help="append the rows to this file")
 
     add = command(_op, "time one operation, and compare it with PyTorch's")
     add("name", choices=OPS, metavar="NAME", help=", ".join(OPS))
     add("--shape", metavar="SIZES", type=_shape, action="append", required=True, help="512x8192")
     add("--dtype", choices=DTYPES, action="append", help="may be repeated; default: float32")
     add("--eps", type=float, help="default: 1e-6 for RMSNorm, 1e-5 for others")
-    usual(add, "golden")
+    add("--json", metavar="FILE", type=Path, help="append the rows to this file")
 
     add = command(_sweep, "LayerNorm over widths: rows, plot and both traces")
-    add("--rows", metavar="N", type=int, help="default: 4096; on a CPU 512")
-    add("--width", metavar="N", type=int, action="append", help="default: 256, 512, ..., 32768")
     add("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     add("-o", "--out", type=Path, default=Path("sweep"), help="a folder; default: sweep")
 
     command(_table, "print a table of a file of rows", measures=False)("file", type=Path)
-    add = command(_plot, "plot a file of rows", measures=False)
+    add = command(_plot, "plot GB/s over the width", measures=False)
     add("file", type=Path)
     add("-o", "--out", metavar="FILE", type=Path, help="default: FILE.png")
     return top
@@ -153,9 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         a.run(a)
     except (OSError, ValueError, TypeError) as error:
-        path = str(getattr(a, "file", ""))
-        told = "" if path in str(error) else f"{path}: "
-        raise SystemExit(f"normplug.bench {a.command}: {told}{error}") from None
+        raise SystemExit(f"normplug.bench {a.command}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -29,7 +29,10 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 WARM_UPS = 4  # steps after the first
 ROUNDS = 10
-COLUMNS = ("arm", "ms", "ms_p20", "ms_p80", "over_eager", "gpu_ms", "peak_gib", "first_step_s")
+COLUMNS = (
+    *("arm", "ms", "ms_p20", "ms_p80", "over_eager", "over_compile"),
+    *("gpu_ms", "peak_gib", "first_step_s"),
+)
 
 
 def usual_arms(mode: Any) -> dict[str, Change]:
@@ -53,7 +56,6 @@ def measure(
     autocast: torch.dtype | None = None,
     rounds: int = ROUNDS,
     arms: Mapping[str, Change] | None = None,
-    wrap: Callable[[str, timing.Call], timing.Call] = lambda arm, step: step,
 ) -> Rows:
     """Time training steps of a model: eager, compiled, swapped, fused, and fused and compiled.
 
@@ -70,12 +72,10 @@ def measure(
         autocast: the dtype of autocast in the forward; None for no autocast.
         rounds: how many turns each arm gets.
         arms: arm -> what it does to a copy of the model; None for the usual arms.
-        wrap: (arm, step) -> the step that is timed, such as the replay of its CUDA graph.
 
     Returns:
-        A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, its
-        microseconds by kernel, the peak memory, and the seconds of the first step. An arm that
-        fails is left out.
+        A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, the peak
+        memory, and the seconds of the first step. An arm that fails is left out.
     """
     device = next(model.parameters()).device
     gpu = device.type == "cuda"
@@ -91,17 +91,15 @@ def measure(
     steps: dict[str, timing.Call] = {}
     rows: dict[str, Row] = {}
     for name, change in (usual_arms(mode) if arms is None else arms).items():
-        warmed = timing.attempt(name, partial(_warmed, partial(make, change), name, wrap, batch))
+        warmed = timing.attempt(name, partial(_warmed, name, partial(make, change), batch))
         if warmed is not None:
             steps[name], found = warmed
             rows[name] = {"arm": name, **facts, **found}
-    turns = {name: timing.back_to_back(step) for name, step in steps.items()}
-    for name, samples in timing.in_turns(turns, rounds).items():
-        rows[name] |= timing.spread("ms", [us / 1e3 for us in samples])
-        if spent := timing.gpu_us(steps[name]) if gpu else None:
-            rows[name] |= {"gpu_ms": sum(spent.values()) / 1e3, "kernels_us": spent}
-    for row in rows.values() if "eager" in rows else ():
-        row["over_eager"] = rows["eager"]["ms"] / row["ms"]
+    turns = {name: timing.back_to_back(step, 1e3) for name, step in steps.items()}
+    for name, timed in timing.in_turns("ms", turns, rounds).items():
+        rows[name] |= timed
+        if gpu:
+            rows[name]["gpu_ms"] = timing.gpu_ms(steps[name])
     return Rows(rows.values(), COLUMNS, _notes(model, rows, ORIGIN.format(**origin)))
 
 
@@ -145,10 +143,7 @@ def make_step(
 
 
 def _warmed(
-    make: Callable[[], tuple[timing.Call, nn.Module]],
-    name: str,
-    wrap: Callable[[str, timing.Call], timing.Call],
-    batch: Any,
+    name: str, make: Callable[[], tuple[timing.Call, nn.Module]], batch: Any
 ) -> tuple[timing.Call, Row]:
     """An arm's step after the warm-up, and the first fields of its row."""
     gpu = torch.cuda.is_initialized()
@@ -170,7 +165,7 @@ def _warmed(
         facts["peak_gib"] = (torch.cuda.max_memory_allocated() - others) / 2**30
     if "fuse" in name:
         facts["fused"] = normplug.fusions(getattr(net, "_orig_mod", net)).summary()
-    return wrap(name, step), facts | {"loss": value.item()}
+    return step, facts | {"loss": value.item()}
 
 
 def _notes(model: nn.Module, rows: Mapping[str, Row], origin: str) -> list[str]:
@@ -181,12 +176,8 @@ def _notes(model: nn.Module, rows: Mapping[str, Row], origin: str) -> list[str]:
     if fused := rows.get("swap+fuse", {}).get("fused"):
         notes.append(f"fused: {fused}")
     pairs = (
-        ("swap+fuse", "eager", "fuse: {:.2f} times eager"),
-        ("swap+fuse+compile", "compile", "with torch.compile: {:.2f} times compile alone"),
+        ("swap+fuse", "over_eager", "fuse: {:.2f} times eager"),
+        ("swap+fuse+compile", "over_compile", "with torch.compile: {:.2f} times compile alone"),
     )
-    faster = [
-        words.format(rows[peer]["ms"] / rows[ours]["ms"])
-        for ours, peer, words in pairs
-        if {ours, peer} <= set(rows)
-    ]
+    faster = [words.format(rows[arm][key]) for arm, key, words in pairs if key in rows.get(arm, ())]
     return [*notes, "; ".join(faster), origin]

@@ -9,7 +9,6 @@ import copy
 import gc
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +27,8 @@ from normplug.reference import accumulator_dtype
 Change = Callable[[Any], Any]  # takes a layer, and returns it or another
 Tensors = dict[str, Tensor]
 
-OURS, EAGER, COMPILED = "normplug", "eager", "compile"
+RIVALS = ("liger-kernel", "flag-gems", "quack-kernels", "apex")  # on PyPI; a row has their versions
+OURS, (EAGER, COMPILED) = "normplug", timing.PEERS
 # Roundings in the accumulator dtype: of mean, rstd, weight * sqrt(tv) and the gradients' sums. And
 # as many again, since the truth is rounded to float64, too.
 ROUNDINGS_OF_SUMS = 8
@@ -39,7 +39,14 @@ COLUMNS = (
 
 
 class _Neighbours(nn.Module):
-    """A stock norm with the operations next to it."""
+    """A stock norm with the operations next to it.
+
+    `passes` are the fewest passes over the input: of a forward, and of a forward and backward. The
+    forward reads x and writes y, the backward reads dy and x and writes dx. A residual adds a read,
+    and its gradient a write. The sum, if it is returned, adds a write, and its gradient a read.
+    """
+
+    passes = 2, 5
 
     def __init__(self, norm: nn.Module, activation: Any = None) -> None:
         super().__init__()
@@ -49,6 +56,8 @@ class _Neighbours(nn.Module):
 class _Before(_Neighbours):
     """The norm of x + residual, and the sum."""
 
+    passes = 4, 8
+
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         x = x + residual
         return self.norm(x), x
@@ -56,6 +65,8 @@ class _Before(_Neighbours):
 
 class _After(_Neighbours):
     """The activation of a norm's result + residual."""
+
+    passes = 3, 7
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.activation(self.norm(x) + residual)
@@ -66,12 +77,6 @@ class _Activated(_Neighbours):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.activation(self.norm(x))
-
-
-# The fewest passes over the input: of a forward, and of a forward and backward. The forward reads x
-# and writes y, the backward reads dy and x and writes dx: (2, 5). A residual adds a read, and its
-# gradient a write. The sum, if it is returned, adds a write, and its gradient a read.
-PASSES: dict[type, tuple[int, int]] = {_Before: (4, 8), _After: (3, 7)}
 
 
 def _of_images(name: str, shape: Sequence[int], **how: Any) -> nn.Module:
@@ -95,19 +100,18 @@ OPS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
 ROWS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")  # operations on rows
 
 
-def ours(layer: nn.Module, mode: Any) -> nn.Module:
-    """Swap a layer, without statistics to watch, and fuse the operations next to its norm."""
-    swapped = normplug.swap(layer, mode, track_running_stats=False, preserve_output=False)
+def ours(layer: nn.Module, mode: Any = "standard", watched: bool = False) -> nn.Module:
+    """Swap a layer, and fuse the operations next to its norm; `watched` adds statistics."""
+    swapped = normplug.swap(layer, mode, track_running_stats=watched, preserve_output=False)
     return normplug.fuse(swapped) if isinstance(layer, _Neighbours) else swapped
 
 
-def usual_providers(mode: Any) -> dict[str, Change]:
-    """Provider -> what it does to a stock layer."""
-    return {
-        OURS: partial(ours, mode=mode),
-        EAGER: lambda layer: layer,
-        COMPILED: partial(torch.compile, fullgraph=True, dynamic=False),
-    }
+# Provider -> what it does to a stock layer.
+PROVIDERS: dict[str, Change] = {
+    OURS: ours,
+    EAGER: lambda layer: layer,
+    COMPILED: lambda layer: torch.compile(layer, fullgraph=True, dynamic=False),
+}
 
 
 class Case(NamedTuple):
@@ -127,12 +131,9 @@ class Case(NamedTuple):
 
 
 def cases(
-    ops: Iterable[str],
-    shapes: Iterable[tuple[int, ...]],
-    dtypes: Iterable[str],
-    layouts: Sequence[str] = ("rows", "NC", "NCHW", "NHWC"),
+    ops: Iterable[str], shapes: Iterable[tuple[int, ...]], dtypes: Iterable[str]
 ) -> list[Case]:
-    """Every operation on every shape, in each of its layouts that is in `layouts`, and each dtype.
+    """Every operation on every shape, in each of its layouts and each dtype.
 
     The layout is "rows" for norms of rows; for others "NC" for features, "NCHW" for contiguous
     images with any number of spatial dimensions, and "NHWC" for channels_last ones.
@@ -141,7 +142,7 @@ def cases(
     for op, shape, dtype in itertools.product(ops, shapes, dtypes):
         own = ["NC"] if len(shape) == 2 else ["NCHW", "NHWC"][: len(shape) - 2]
         own = ["rows"] if op in ROWS else own
-        found += [Case(op, layout, shape, dtype) for layout in own if layout in layouts]
+        found += [Case(op, layout, shape, dtype) for layout in own]
     return found
 
 
@@ -175,17 +176,19 @@ class Problem:
         for name, parameter in norm.named_parameters():
             drawn = normal(parameter.shape, dtype=parameter.dtype)
             parameter.data = drawn.abs_().add_(0.5) if name == "weight" else drawn
-        adds = type(self.layer) in PASSES
+        adds = isinstance(self.layer, (_Before, _After))
         self.inputs = [image().mul_(2).add_(3), *([image()] if adds else [])]
         self.gradients = [image() for _ in range(2 if isinstance(self.layer, _Before) else 1)]
         # No gradient depends on how the sign of a ReLU's input is rounded.
         if isinstance(getattr(self.layer, "activation", None), nn.ReLU):
-            (dy,), margin = self.gradients, math.sqrt(torch.finfo(dtype).eps)
-            for mode in ("standard", "golden"):
-                dy.masked_fill_(self._truth(mode, activated=False)["y"].abs() < margin, 0)
+            exact: Any = copy.deepcopy(self.layer).double()
+            exact.activation = nn.Identity()
+            y = exact(*(each.double() for each in self.inputs))
+            self.gradients[0].masked_fill_(y.abs() < torch.finfo(dtype).eps ** 0.5, 0)
         for tensor in self.inputs:
             tensor.requires_grad_()
-        self.stock, self._exact = self.results(copy.deepcopy(self.layer)), self._truth("standard")
+        self.stock = self.results(copy.deepcopy(self.layer))
+        self._exact = self.results(copy.deepcopy(self.layer).double(), torch.float64)
 
     def calls(self, layer: nn.Module) -> dict[str, Callable[[], Any]]:
         """Direction ("F", "F+B") -> a call of `layer` as in a training step."""
@@ -193,12 +196,15 @@ class Problem:
         forward = partial(layer, *self.inputs)
         return {"F": forward, "F+B": lambda: grad(forward(), leaves, self.gradients)}
 
-    def results(self, layer: nn.Module) -> Tensors:
-        """The layer's outputs, the gradients, and its updated statistics."""
-        made = layer(*self.inputs)
+    def results(self, layer: nn.Module, dtype: torch.dtype | None = None) -> Tensors:
+        """The layer's outputs, the gradients, and its updated statistics, computed in a dtype."""
+        dtype = dtype or self.inputs[0].dtype
+        inputs = [each.detach().to(dtype).requires_grad_() for each in self.inputs]
+        made = layer(*inputs)
         outputs = [made] if isinstance(made, Tensor) else list(made)
-        found = grad(outputs, [*self.inputs, *layer.parameters()], self.gradients)
-        names = ["x", "residual"][: len(self.inputs)]
+        gradients = [each.to(dtype) for each in self.gradients]
+        found = grad(outputs, [*inputs, *layer.parameters()], gradients)
+        names = ["x", "residual"][: len(inputs)]
         names += [name for name, _ in self.layer.named_parameters()]
         buffers = [name for name, _ in self.layer.named_buffers()]
         return {
@@ -207,15 +213,15 @@ class Problem:
             **dict(zip(buffers, (buffer.clone() for buffer in layer.buffers()), strict=False)),
         }
 
-    def check(self, who: str, layer: nn.Module, mode: Any = "standard") -> Tensors:
-        """The results of a layer of this mode, which must be about as accurate as torch's.
+    def check(self, who: str, layer: nn.Module) -> Tensors:
+        """The results of a layer, which must be about as accurate as torch's.
 
         Raises:
             AssertionError: a result is less accurate than `bound` allows.
         """
-        found, exact = self.results(layer), self._truth(mode)
+        found = self.results(layer)
         for key, value in self.stock.items():
-            theirs, wrong = error(value, self._exact[key]), error(found[key], exact[key])
+            theirs, wrong = error(value, self._exact[key]), error(found[key], self._exact[key])
             allowed = bound(theirs, value.dtype)
             if not wrong <= allowed:  # or NaN
                 raise AssertionError(
@@ -224,33 +230,17 @@ class Problem:
                 )
         return found
 
-    def _truth(self, mode: Any, activated: bool = True) -> Tensors:
-        """The stock layer's results in float64, where the target variance scales the weight."""
-        twin, scale = copy.copy(self), normplug.target_variance(mode) ** 0.5
-        twin.inputs = [each.detach().double().requires_grad_() for each in self.inputs]
-        twin.gradients = [gradient.double() for gradient in self.gradients]
-        layer: Any = copy.deepcopy(self.layer).double()
-        if not activated:
-            layer.activation = nn.Identity()
-        weight = next(layer.parameters())
-        weight.data *= scale
-        found = twin.results(layer)
-        name = next(name for name, _ in layer.named_parameters())
-        return found | {f"d{name}": found[f"d{name}"] * scale}
-
 
 def measure_op(
     case: Case,
     device: torch.device,
     *,
     eps: float | None = None,
-    mode: Any = "golden",
-    providers: Mapping[str, Change] | None = None,
+    providers: Mapping[str, Change] = PROVIDERS,
 ) -> Rows:
     """A row for each direction and provider, by default normplug, eager and torch.compile.
 
-    normplug is timed in `mode`; its differences from torch are measured in mode standard. Another
-    provider that fails or is wrong is left out.
+    Another provider than normplug that fails or is wrong is left out.
 
     Raises:
         AssertionError: a result of normplug is less accurate than `bound` allows.
@@ -262,35 +252,27 @@ def measure_op(
     stopwatch = timing.gpu_stopwatch if gpu else timing.back_to_back
     layers: dict[str, nn.Module] = {}
     results: dict[str, Tensors] = {}
-    for name, change in (providers or usual_providers(mode)).items():
+    for name, change in providers.items():
         layer = change(copy.deepcopy(problem.layer))
-        if name == OURS:
-            problem.check(name, layer, mode)
-            found = problem.results(ours(copy.deepcopy(problem.layer), "standard"))
-        else:
-            test = problem.results if name == COMPILED else partial(problem.check, name)
-            found = timing.attempt(f"{case}: {name}", partial(test, layer))
+        check = problem.results if name == COMPILED else partial(problem.check, name)
+        test = partial(check, layer)
+        found = test() if name == OURS else timing.attempt(f"{case}: {name}", test)
         if found is not None:
             layers[name], results[name] = layer, found
     facts = {
         **case.facts(),
         "eps": problem.eps,
-        "mode": str(mode),
-        "copy_gbps": timing.copy_gbps() if gpu else None,
-        **stamp(gpu, "liger-kernel"),
+        "mode": "standard",
+        **stamp(gpu, *RIVALS),
     }
     rows = []
-    floors = PASSES.get(type(problem.layer), (2, 5))
+    floors = getattr(problem.layer, "passes", _Neighbours.passes)
     for direction, passes in zip(("F", "F+B"), floors, strict=True):
         calls = {name: problem.calls(layer)[direction] for name, layer in layers.items()}
-        times = timing.in_turns({name: stopwatch(call) for name, call in calls.items()})
-        medians = {name: statistics.median(samples) for name, samples in times.items()}
-        for name, us in medians.items():
-            row = facts | {"direction": direction, "provider": name, "floor_passes": passes}
-            row |= timing.spread("us", times[name])
-            row["gbps"] = passes * problem.inputs[0].nbytes / us / 1e3
-            for peer in {EAGER, COMPILED} & set(medians) - {name}:
-                row[f"over_{peer}"] = medians[peer] / us
+        turns = {name: stopwatch(call) for name, call in calls.items()}
+        for name, timed in timing.in_turns("us", turns).items():
+            row = facts | {"direction": direction, "provider": name, "floor_passes": passes} | timed
+            row["gbps"] = passes * problem.inputs[0].nbytes / row["us"] / 1e3
             if name != EAGER:
                 keys = set(problem.stock) if direction == "F+B" else {"y", "sum"}
                 row |= differences(results[name], problem.stock, keys)

@@ -5,24 +5,25 @@ The stopwatches are `triton.testing.do_bench` and `torch.utils.benchmark`.
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from normplug._torch import gpu_sleep
+from normplug.bench.rows import Row
 
 Call = Callable[[], Any]
 Turn = Callable[[], list[float]]  # some calls; it returns their times
 
+PEERS = ("eager", "compile")
 TURNS = 5
 TURN_MS = 25  # of repetitions in a turn
 FEWEST, MOST = 5, 2000  # calls back to back
@@ -30,7 +31,6 @@ FEWEST, MOST = 5, 2000  # calls back to back
 # LEAD_US. Otherwise the GPU would wait for the host in the middle of a measurement. The lead also
 # covers a clock of up to 4 GHz.
 LEAD, LEAD_US, CYCLES_PER_US = 2.0, 50.0, 2000
-COPY_BYTES = 512 * 2**20
 STEPS = 3  # in a profile
 
 
@@ -41,15 +41,22 @@ def ready(device: str) -> torch.device:
     return torch.device(device)
 
 
-def in_turns(turns: Mapping[str, Turn], rounds: int | None = None) -> dict[str, list[float]]:
-    """Name -> the times of all its turns. Each round (`TURNS` by default) begins with the next."""
+def in_turns(key: str, turns: Mapping[str, Turn], rounds: int | None = None) -> dict[str, Row]:
+    """Name -> the spread of its times, as fields `key` of a row, and the speed over its peers.
+
+    Each round (`TURNS` by default) begins with the next name.
+    """
     samples: dict[str, list[float]] = {name: [] for name in turns}
     names = deque(turns)
     for _ in range(rounds or TURNS):
         for name in names:
             samples[name] += turns[name]()
         names.rotate(-1)
-    return samples
+    rows = {name: spread(key, times) for name, times in samples.items()}
+    for peer in [peer for peer in PEERS if peer in rows]:
+        for row in rows.values():
+            row[f"over_{peer}"] = rows[peer][key] / row[key]
+    return rows
 
 
 def host_us(call: Call, count: int = 5) -> float:
@@ -69,19 +76,11 @@ def at_rest() -> float:
     return time.perf_counter()
 
 
-def spread(key: str, samples: Sequence[float]) -> dict[str, float]:
-    """The median of some times, and the bounds of their middle 60%, as fields of a row."""
+def spread(key: str, samples: Sequence[float]) -> Row:
+    """Fields of a row: the median of some times, the bounds of their middle 60%, and the best."""
     times = torch.tensor(samples, dtype=torch.float64)
     low, middle, high = times.quantile(times.new_tensor([0.2, 0.5, 0.8])).tolist()
-    return {key: middle, f"{key}_p20": low, f"{key}_p80": high}
-
-
-@cache
-def copy_gbps() -> float:
-    """The bandwidth of a large copy on the GPU in 1e9 bytes a second, read and written."""
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    times = in_turns({"copy": gpu_stopwatch(partial(torch.empty_like(source).copy_, source))})
-    return 2 * COPY_BYTES / statistics.median(times["copy"]) / 1e3
+    return {key: middle, f"{key}_p20": low, f"{key}_p80": high, f"best_{key}": min(samples)}
 
 
 class _Sleep:
@@ -106,15 +105,18 @@ def gpu_stopwatch(call: Call) -> Turn:
     return lambda: [1e3 * ms for ms in bench()]
 
 
-def back_to_back(call: Call) -> Turn:
-    """Make a turn of calls back to back: microseconds a call, by the slower of host and GPU."""
+def back_to_back(call: Call, unit: float = 1e6) -> Turn:
+    """Make a turn of calls back to back: the time of one, by the slower of host and GPU.
+
+    `unit` is its unit in parts of a second: microseconds by default.
+    """
     # Imported here: it looks for compilers, and may print what it finds.
     from torch.utils.benchmark import Timer
 
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     seconds = timer.timeit(FEWEST).median
     count = min(max(int(TURN_MS / 1e3 / seconds), FEWEST), MOST)
-    return lambda: [1e6 * timer.timeit(count).median]
+    return lambda: [unit * timer.timeit(count).median]
 
 
 def attempt(what: str, call: Callable[[], Any]) -> Any:
@@ -130,21 +132,18 @@ def attempt(what: str, call: Callable[[], Any]) -> Any:
     return None
 
 
-def traced(call: Call, host: bool = True) -> profile:
-    """Profile `STEPS` calls: the GPU's work, and the host's unless that would take too long."""
-    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+def traced(call: Call) -> profile:
+    """Profile `STEPS` calls."""
     at_rest()
-    with profile(activities=[ProfilerActivity.CPU, *gpu] if host or not gpu else gpu) as profiler:
+    with profile() as profiler:
         for _ in range(STEPS):
             call()
         at_rest()
     return profiler
 
 
-def gpu_us(step: Call) -> Counter[str]:
-    """Name of a kernel, a copy or a fill -> microseconds a step that the GPU spends in it."""
-    spent: Counter[str] = Counter()
-    for event in traced(step, host=False).events() or ():
-        if event.device_type == DeviceType.CUDA:
-            spent[event.name] += event.time_range.elapsed_us() / STEPS
-    return spent
+def gpu_ms(step: Call) -> float:
+    """Milliseconds a step in which the GPU works."""
+    events = traced(step).events() or ()
+    busy = (each.time_range for each in events if each.device_type == DeviceType.CUDA)
+    return sum(each.elapsed_us() for each in busy) / STEPS / 1e3

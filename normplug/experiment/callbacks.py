@@ -1,4 +1,4 @@
-"""What a run prints, and the time of its steps."""
+"""What a run prints, the time of its steps, and how its checkpoints are written."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from normplug.experiment.errors import WHO
+from normplug._results import replace_file
+from normplug.experiment.config import WHO
 from normplug.lightning import VarianceLogger
 
-WARM_UP_STEPS = 5
 TIMED_STEPS = 1000  # the most steps that are timed: the latest
 ASKED_STEPS = 50  # training steps between two checks for a SIGTERM
 
@@ -56,14 +58,13 @@ class StepTimer(Callback):
     """Time the latest training steps, from one start to the next; on a GPU, with CUDA events.
 
     Lightning's `ThroughputMonitor` waits for the GPU in every step, and gives means. Here the host
-    does not wait before the fit ends. The first steps of the run, the last step of each epoch and
-    the steps that a `VarianceLogger` measures do not count.
+    does not wait before the fit ends, and the few steps that warm up or measure variances do not
+    move the median. The last step of each epoch does not count.
     """
 
     def __init__(self) -> None:
         self._gpu = False
-        self._seen = 0  # steps so far
-        self._start: Any = None  # of the previous step, if it counts
+        self._start: Any = None  # of the previous step in this epoch
         self._steps: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)
 
     def on_fit_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -84,9 +85,7 @@ class StepTimer(Callback):
             now.record()
         if self._start is not None:
             self._steps.append((self._start, now))
-        self._seen += 1
-        counts = self._seen > WARM_UP_STEPS and not is_measured(trainer, trainer.global_step)
-        self._start = now if counts else None
+        self._start = now
 
     def median_ms(self) -> float | None:
         """The median duration of a step; None if no step was timed."""
@@ -138,3 +137,24 @@ def variance_lines(trainer: Trainer) -> dict[str, str]:
             f"({off.layer}); all in {logger.path}"
         )
     return lines
+
+
+def save(content: Any, path: Path) -> None:
+    """`torch.save`; a kill or a full disk during the write leaves the file that was there.
+
+    Lightning itself would write to the system's temporary directory first.
+    """
+    with replace_file(path) as part, part.open("wb") as file:
+        torch.save(content, file)
+
+
+class Checkpoints(TorchCheckpointIO):
+    """Write checkpoints by `save`; load only tensors and plain values."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        """Write `checkpoint` to `path`."""
+        save(checkpoint, Path(path))
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read `path` on the host."""
+        return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,26 +1,37 @@
-"""Check a composed configuration before a run does anything, and name arms and directories.
-
-`Config` has the type of each key that train.py reads. Data and models check their own arguments
-(`checked`). `errors.user_sentence` makes one sentence of each mistake.
-"""
+"""Check a composed configuration, name arms and directories, and say what a mistake is."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import errno
 import inspect
 import re
+import traceback
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, validate_call
 from typing_extensions import NotRequired, TypedDict  # pydantic cannot read Python's before 3.12
 
 import normplug
 from normplug._swap.layer_modes import ByDepth, Schedule
-from normplug.experiment.errors import NAME, WHO, UserError, broken_rule
 from normplug.experiment.measure import BASELINE
+
+WHO = "normplug.experiment"
+NAME = r"^[^/\\.][^/\\]{0,99}$"  # the pattern of a study or a tag
+PLACE = "hydra.run.dir=DIR, or study=NAME for a sweep"
+SEE_HELP = "`python train.py --help` lists the keys."
+UNWRITABLE = {  # full, over a limit, no permission, or no place for a directory
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
+    errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR,
+}  # fmt: skip
 
 # Types of values, for `Config` and for the annotations of data and models.
 Count: TypeAlias = Annotated[int, Field(ge=1, lt=2**31)]
@@ -56,7 +67,7 @@ class OptimizerKeys(TypedDict, total=False):
 
 
 class Config(TypedDict):
-    """The keys of configs/train.yaml, which explains them."""
+    """The keys of configs/train.yaml, which explains them. Data and models are `checked`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     mode: Any
@@ -84,13 +95,11 @@ class Config(TypedDict):
     logger: NotRequired[Group]
 
 
-def check(cfg: DictConfig) -> None:
+def check(cfg: DictConfig, fuses: bool) -> None:
     """Refuse a configuration that cannot run, or that asks for something without effect.
 
-    Raises:
-        UserError: names the key, the rule, the value and a way out.
-        OmegaConfBaseException: a value is missing, or its interpolation fails.
-        InstantiationException: the optimizer refuses its settings.
+    `fuses`: whether the run fuses its swapped norms. `user_sentence` makes one sentence of
+    what this raises.
     """
     values = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     try:
@@ -117,17 +126,97 @@ def check(cfg: DictConfig) -> None:
         )
     if not cfg.train and cfg.ckpt_path is None:
         raise UserError(f"{WHO}: train=false only tests a checkpoint. Set ckpt_path=FILE.")
+    if cfg.recompute and cfg.mode != BASELINE and (cfg.compile or not fuses):
+        raise UserError(
+            f"{WHO}: recompute=true is for fused norms (fuse=true, or null on a GPU) without "
+            "compile=true: the compiler decides by itself what to recompute."
+        )
     matrix, bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((1, 1), (1,)))
     groups = [{"params": [matrix]}, {"params": [bias], "weight_decay": 0.0}]
     instantiate(cfg.optimizer, groups, _convert_="all", _partial_=False)
 
 
-def mode_of(mode: str | float) -> normplug.NormMode | ByDepth:
-    """Convert a value of the key `mode` to a mode of `normplug.swap`.
+class UserError(CompactHydraException):
+    """A mistake in the command: the message is one sentence, and no traceback follows."""
 
-    Raises:
-        ValueError: it is neither a mode nor one of `BY_DEPTH`.
-    """
+
+def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str | None:
+    """Return the message for the user; None if the error is a bug, which needs its traceback."""
+    cause: BaseException | None = error
+    while cause is not None:  # the errors that Python's traceback shows
+        if str(cause).startswith("normplug"):
+            return str(cause)
+        reads = isinstance(error, InstantiationException) or (
+            checkpoint and getattr(cause, "filename", None) == str(checkpoint)
+        )
+        frames = traceback.extract_tb(cause.__traceback__)
+        makes = bool(frames) and frames[-1].name in ("mkdir", "mkdtemp")  # fails below /proc
+        if isinstance(cause, OSError) and (cause.errno in UNWRITABLE or makes) and not reads:
+            path = Path(cause.filename or "a file of the run").absolute()
+            return (
+                f"{WHO}: {path} cannot be written: {cause.strerror}. Free up space or make it "
+                f"writable, or choose another directory: {PLACE}."
+            )
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    if isinstance(error, InstantiationException):
+        return _building_sentence(error)
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        text = re.sub(r" full_key: (\S+)( object_type=\w+)?", r" (\1)", one_line(error))
+        if unknown := re.match(r"Could not override '([\w.]+)'", text):
+            near = difflib.get_close_matches(unknown[1], Config.__annotations__, 1, cutoff=0.7)
+            advice = f"Did you mean {near[0]}?" if near else SEE_HELP
+            return f"{WHO}: {unknown[1]} is not a key of the configuration. {advice}"
+        return f"{WHO}: {text}. {SEE_HELP}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if checkpoint and any(f.filename.endswith("checkpoint_connector.py") for f in frames):
+        why = one_line(error).split(". ")[0][:200]  # what follows is advice for another program
+        return (
+            f"{WHO}: the checkpoint {checkpoint} cannot be restored ({type(error).__name__}: "
+            f"{why}). Give a whole checkpoint of the same run, or change this run to match it."
+        )
+    return None
+
+
+def _building_sentence(error: InstantiationException) -> str:
+    """Return the message for an object that could not be built, with the overrides of its group."""
+    key = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
+    where = key[1] if key else "an object of the configuration"
+    if isinstance(error.__cause__, ValidationError):
+        return broken_rule(error.__cause__, where)
+    group = where.split(".")[0]
+    overrides = HydraConfig.get().overrides.task
+    given = ", ".join(text for text in overrides if text.lstrip("+~").startswith(group))
+    why = one_line(error.__cause__ or error)
+    return f"{WHO}: {where} cannot be built: {why}. Change the keys of {group} ({given})."
+
+
+def broken_rule(error: ValidationError, group: str = "") -> str:
+    """Return the message for the first value that pydantic refuses; `group` has the value."""
+    errors = error.errors()
+    first = errors[0]
+    if first["type"].startswith(("unexpected", "missing", "extra")):
+        what = "; ".join(f"{e['msg'].lower()}: {'.'.join(map(str, e['loc']))}" for e in errors)
+        sizes = {e["loc"][-1] for e in errors} & {"num_classes", "vocabulary"}
+        pair = "Choose a model and data that match, such as model=gpt_tiny data=text."
+        return f"{WHO}: {group or 'the configuration'}: {what}. {pair if sizes else SEE_HELP}"
+    # Where a value may have several types, one part is a type, such as dict[str,int].
+    parts = [str(p) for p in (group, *first["loc"]) if re.fullmatch(r"[\w.]+", str(p))]
+    rule = re.sub(r"^\w+ should ", "", first["msg"])
+    in_words = "be a name: at most 100 characters, without slashes, not beginning with a dot"
+    rule = rule.replace(f"match pattern '{NAME}'", in_words)
+    words = {"None": "null", "True": "true", "False": "false"}  # as a user types them
+    text = repr(first["input"])[:200]
+    return f"{WHO}: {'.'.join(parts)} should {rule}; got {words.get(text, text)}."
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error on one line, without its full stop."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:500].rstrip(".!")
+
+
+def mode_of(mode: str | float) -> normplug.NormMode | ByDepth:
+    """Convert a value of the key `mode` to a mode of `normplug.swap`."""
     if isinstance(mode, str) and mode in BY_DEPTH:
         return normplug.by_depth(BY_DEPTH[mode])
     return normplug.NormMode(mode)

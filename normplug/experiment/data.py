@@ -6,27 +6,26 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
-from filelock import FileLock
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision import datasets
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 from torchvision.transforms.v2 import functional as v2
 from typing_extensions import TypedDict  # pydantic cannot read Python's before 3.12
 
-from normplug.experiment.config import Count, Natural, Number, Seed
-from normplug.experiment.errors import WHO, UserError
-from normplug.experiment.resume import save
+from normplug.experiment.callbacks import save
+from normplug.experiment.config import WHO, Count, Natural, Number, Seed, UserError
+from normplug.experiment.measure import ACCURACY, Measure
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 STRICT = ConfigDict(strict=True, extra="forbid")  # of the arguments of data
@@ -34,7 +33,6 @@ STRICT = ConfigDict(strict=True, extra="forbid")  # of the arguments of data
 ORDER, AUGMENTATION, MODEL = 0, 1, 2  # the random streams of a run
 SPLIT_SEED = 1618  # any constant: every run of a comparison must hold out the same images
 TEST_FRACTION = 0.2  # held out from a source without a test set
-STATISTICS_SAMPLE = 2048  # images decoded for mean and std, if the set is not in memory
 GPU_SHARE = 0.25  # of a GPU's free memory; device="auto" keeps larger data on the host
 # Evaluation keeps no activations for a backward, so its batches can be larger than in training.
 EVALUATION_BATCHES = 4  # times batch_size
@@ -46,55 +44,32 @@ def stream_seed(purpose: int, seed: int, time: int = 0, shard: int = 0) -> int:
     return int(np.random.SeedSequence((seed, time, purpose, shard)).generate_state(1)[0])
 
 
-class Part(Dataset[Batch]):
-    """Inputs and targets, (N, ...), in memory, on the host or on a GPU.
+class Part(TensorDataset):
+    """Inputs and targets, (N, ...), on the host or on a GPU, indexed a batch at a time."""
 
-    The inputs may also be an array of paths of image files. They are decoded each time they are
-    indexed, to squares of `image_size` pixels.
-    """
-
-    def __init__(self, inputs: Any, targets: Tensor, image_size: int = 0) -> None:
-        self.inputs = inputs
-        self.targets = targets
-        self.image_size = image_size
-        self.in_memory = isinstance(inputs, Tensor)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitems__(self, rows: Sequence[int]) -> Batch:
-        where = torch.tensor(rows).to(self.targets.device, non_blocking=True)
-        if self.in_memory:
-            return self.inputs[where], self.targets[where]
-        images = [decode(self.inputs[row], self.image_size) for row in rows]
-        return torch.stack(images), self.targets[where]
-
-    def subset(self, rows: np.ndarray) -> Part:
-        """Return the samples at `rows`, copied."""
-        return Part(self.inputs[rows], self.targets[rows], self.image_size)
+    def __getitems__(self, rows: Sequence[int]) -> tuple[Tensor, ...]:
+        return self[torch.tensor(rows).to(self.tensors[0].device, non_blocking=True)]
 
 
 @dataclass(eq=False, kw_only=True, config=STRICT)
 class Source(LightningDataModule, ABC):
     """Inputs and targets in three parts, the same in every run, which a subclass sets in `setup`.
 
-    Its `learner` makes the LightningModule that trains on them. `seed` sets only what a run draws:
-    the order of the training part in each epoch, and the augmentation in each step. Neither depends
-    on where the data are. An evaluation step takes 4 times `batch_size` samples. `device` is where
-    data in memory are stored: "cuda" (the run's GPU, if any) or "cpu"; "auto" is "cuda" if the data
-    take at most a quarter of its free memory. `num_workers` processes decode image files.
+    `seed` sets only what a run draws: the order of the training part in each epoch, and the
+    augmentation in each step. Neither depends on where the data are. An evaluation step takes 4
+    times `batch_size` samples. `device` is where the data are stored: "cuda" (the run's GPU, if
+    any) or "cpu"; "auto" is "cuda" if the data take at most a quarter of its free memory.
 
     Attributes:
+        measure: what a run on these data is judged by.
         gives: names of the attributes that a model takes as arguments; known before `setup`.
-        held_out: how the parts are divided; stored in checkpoints.
     """
 
+    measure: ClassVar[Measure] = ACCURACY
     gives: ClassVar[tuple[str, ...]]
-    held_out: ClassVar[str]
     seed: Seed = 0
     batch_size: Count = 128
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_workers: Natural = 0
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -109,19 +84,19 @@ class Source(LightningDataModule, ABC):
         """Images, or tokens, in a batch of one device, for the speed in items/s."""
         return self.batch_size * self.sizes.get("block_size", 1)
 
-    def facts(self) -> dict[str, Any]:
-        """The data's part of `result.json`."""
+    def facts(self, score: float) -> dict[str, Any]:
+        """The data's part of `result.json`; `score` is the measure of the test part."""
         return {}
 
     def set_parts(self, *parts: Part) -> None:
         """Set the training, validation and test part, moved to the device that stores them."""
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        stored = device.type == "cuda" and self.device != "cpu" and all(p.in_memory for p in parts)
+        stored = device.type == "cuda" and self.device != "cpu"
         if self.device == "auto" and stored:
-            size = sum(part.inputs.nbytes + part.targets.nbytes for part in parts)
+            size = sum(tensor.nbytes for part in parts for tensor in part.tensors)
             stored = size <= GPU_SHARE * torch.cuda.mem_get_info(device)[0]
         if stored:
-            parts = tuple(Part(part.inputs.to(device), part.targets.to(device)) for part in parts)
+            parts = tuple(Part(*(tensor.to(device) for tensor in part.tensors)) for part in parts)
         self.train_part, self.val_part, self.test_part = parts
 
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -131,10 +106,7 @@ class Source(LightningDataModule, ABC):
         sampler: DistributedSampler[int] = DistributedSampler(
             self.train_part, shards, shard, seed=stream_seed(ORDER, self.seed), drop_last=True
         )
-        # When a run resumes, Lightning starts the workers, which prefetch, before `set_epoch`.
-        sampler.set_epoch(0 if self.trainer is None else self.trainer.current_epoch)
-        drop_last = len(sampler) > self.batch_size
-        return self._loader(self.train_part, self.batch_size, sampler, drop_last=drop_last)
+        return self._loader(sampler, self.batch_size, drop_last=len(sampler) > self.batch_size)
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """Return the loader of the validation part, in a fixed order."""
@@ -162,24 +134,18 @@ class Source(LightningDataModule, ABC):
         while longer and samples % batch_size == 0:
             batch_size += 1
         sampler = UnrepeatedDistributedSampler(part, num_replicas=shards, rank=shard, shuffle=False)
-        return self._loader(part, batch_size, sampler)
+        return self._loader(sampler, batch_size)
 
     def _loader(
-        self,
-        part: Part,
-        batch_size: int,
-        sampler: DistributedSampler[int] | None = None,
-        drop_last: bool = False,
+        self, sampler: DistributedSampler[int], batch_size: int, drop_last: bool = False
     ) -> DataLoader[Batch]:
-        workers = 0 if part.in_memory else self.num_workers
+        part: Any = sampler.dataset
         return DataLoader(
             part,
             batch_size,
             sampler=sampler,
-            num_workers=workers,
-            persistent_workers=workers > 0,
             collate_fn=tuple,  # `__getitems__` returns whole batches
-            pin_memory=torch.cuda.is_available() and not part.targets.is_cuda,
+            pin_memory=torch.cuda.is_available() and not part.tensors[0].is_cuda,
             drop_last=drop_last,
             # Otherwise each pass would draw a seed from the global generator, which dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
@@ -207,22 +173,12 @@ class ImageData(Source):
     """
 
     gives = ("num_classes", "image_size")
-    held_out = f"train_test_split(random_state={SPLIT_SEED})"
     augment: Augment | None = None
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    if TYPE_CHECKING:  # constants or arguments of a subclass
-        num_classes: int
-        image_size: int
 
     @abstractmethod
     def load(self) -> tuple[Part, Part]:
         """Return the training images, validation included, and the test images."""
-
-    def learner(self, net: nn.Module, optimizer: Any, **options: Any) -> LightningModule:
-        """Return the LightningModule that trains `net` on these images."""
-        from normplug.experiment.learner import Classifier
-
-        return Classifier(net, self.num_classes, optimizer, **options)
 
     def setup(self, stage: str) -> None:
         """Load and split the images and compute `mean` and `std`, once for all stages."""
@@ -230,7 +186,13 @@ class ImageData(Source):
             return
         images, test = self.load()
         train, val = self.hold_out(images, self.val_fraction)
-        self.mean, self.std = self._statistics(train)
+        channels = train.tensors[0].unbind(1)
+        counts = [channel.flatten().bincount(minlength=256) for channel in channels]
+        share = torch.stack(counts).double() / counts[0].sum()  # of each value, per channel
+        values = torch.arange(256, dtype=torch.float64) / 255
+        mean = share @ values
+        var = (share * (values - mean[:, None]).square()).sum(1)
+        self.mean, self.std = mean.float(), var.sqrt().clamp(min=1 / 255).float()
         self.set_parts(train, val, test)
 
     def hold_out(self, images: Part, fraction: float) -> tuple[Part, Part]:
@@ -241,27 +203,14 @@ class ImageData(Source):
         """
         from sklearn.model_selection import train_test_split  # slow to import
 
-        counts = images.targets.unique(return_counts=True)[1]
-        count = int((counts * fraction).round().sum())
-        count = max(count, len(counts)) if count else 0  # scikit-learn's minimum; it refuses 0
+        labels = images.tensors[1]
+        count = int((labels.unique(return_counts=True)[1] * fraction).round().sum())
+        options = {"test_size": count, "stratify": labels, "random_state": SPLIT_SEED}
         try:
-            kept, held = train_test_split(
-                range(len(images)),
-                test_size=count,
-                stratify=images.targets,
-                random_state=SPLIT_SEED,
-            )
+            kept, held = train_test_split(range(len(images)), **options)
         except ValueError as error:
             raise ValueError(f"{WHO}: {error} Use more images of each class.") from None
-        return images.subset(np.sort(kept)), images.subset(np.sort(held))
-
-    def decode_all(self, files: Part) -> Tensor:
-        """Decode all images of a part: (N, 3, image_size, image_size), uint8."""
-        images = torch.empty(len(files), 3, self.image_size, self.image_size, dtype=torch.uint8)
-        size = 16  # images at once: workers pass them through shared memory, which may be small
-        for rows, (batch, _) in zip(images.split(size), self._loader(files, size), strict=True):
-            rows.copy_(batch)
-        return images
+        return Part(*images[np.sort(kept)]), Part(*images[np.sort(held)])
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalise a batch on its device; while training, augment it too."""
@@ -278,20 +227,6 @@ class ImageData(Source):
             images = crop_and_flip(images, torch.Generator().manual_seed(seed), **self.augment)
         # Lightning calls convert_input before this hook, too early: bf16-true skips uint8 images.
         return self.trainer.precision_plugin.convert_input(images), labels
-
-    def _statistics(self, part: Part) -> tuple[Tensor, Tensor]:
-        """Return `mean` and `std` of a part; if it has image files, of a fixed sample of them."""
-        images = part.inputs
-        if not part.in_memory:
-            generator = torch.Generator().manual_seed(SPLIT_SEED)
-            rows = torch.randperm(len(part), generator=generator)[:STATISTICS_SAMPLE]
-            images = self.decode_all(part.subset(rows.numpy()))
-        counts = [channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]
-        share = torch.stack(counts).double() * 3 / images.numel()  # of each value, per channel
-        values = torch.arange(256, dtype=torch.float64) / 255
-        mean = share @ values
-        var = (share * (values - mean[:, None]).square()).sum(1)
-        return mean.float(), var.sqrt().clamp(min=1 / 255).float()
 
 
 def crop_and_flip(
@@ -411,77 +346,85 @@ class ImageFolder(ImageData):
     `root/val/<class>/*` if there is no `test`. With neither, a fixed 20% of the training images is
     the test set; `root/<class>/*` are the training images if there is no `train` either.
 
-    The shorter side of an image is resized to `image_size`, then the centre is cut out. A tree that
-    is larger than `memory_gib` when decoded is decoded again for every batch, and its `mean` and
-    `std` come from a sample of the training images. `cache` is a file that keeps the decoded images
-    for later runs; of concurrent runs, the first decodes them and the others wait. Its name gets a
-    hash of the path, size and modification time of each image, so changed images get a new file.
+    The shorter side of an image is resized to `image_size`, then the centre is cut out. All images
+    are decoded into at most `memory_gib` of memory. `cache` is a file that keeps them for later
+    runs: one for training and one for test. Its name gets a hash of the path, size and modification
+    time of each image, so changed images get a new file.
 
     Raises:
         FileNotFoundError: the tree has another layout.
-        UserError: there are test images of a class without training images.
+        UserError: the test images have other classes than the training images, or the images take
+            too much memory.
     """
 
     root: str
     image_size: Count
     memory_gib: Number = 4.0
     cache: str | None = None
-    num_workers: Natural = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
         root = Path(self.root).expanduser().resolve()
-        tests = [root / name for name in ("test", "val") if (root / name).is_dir()]
+        tests = [root / name for name in ("test", "val") if (root / name).is_dir()][:1]
         train = root / "train" if tests or (root / "train").is_dir() else root
-        labels = find_classes(train)[1]
-        self.num_classes = len(labels)
-        self.train_files = make_dataset(str(train), labels, IMG_EXTENSIONS)
-        self.test_files: list[tuple[str, int]] = []
-        if tests:
-            tested = find_classes(tests[0])[0]
-            if more := sorted(set(tested) - labels.keys()):  # pydantic would wrap a ValueError
-                raise UserError(f"{WHO}: {tests[0]} has classes that {train} lacks: {more}.")
-            own = {name: labels[name] for name in tested}
-            self.test_files = make_dataset(str(tests[0]), own, IMG_EXTENSIONS)
+        self.folders = [datasets.ImageFolder(str(folder)) for folder in (train, *tests)]
+        self.num_classes = len(self.folders[0].classes)
+        if self.num_classes < 2:
+            raise UserError(  # pydantic would wrap a ValueError
+                f"{WHO}: the data must have at least two classes; got {self.num_classes}. An image "
+                "folder has one directory per class."
+            )
+        if others := set(self.folders[0].classes) ^ set(self.folders[-1].classes):
+            raise UserError(
+                f"{WHO}: {train} and {tests[0]} must have the same classes; only one has "
+                f"{sorted(others)}."
+            )
 
     def load(self) -> tuple[Part, Part]:
-        """Decode all files if they fit in memory; otherwise each batch decodes its own."""
-        paths, labels = zip(*self.train_files, *self.test_files, strict=True)
-        images = Part(np.array(paths, dtype=object), torch.tensor(labels), self.image_size)
-        if len(paths) * 3 * self.image_size**2 <= self.memory_gib * 2**30:
-            images = Part(self._decoded(images), images.targets)
-        if not self.test_files:
-            return self.hold_out(images, TEST_FRACTION)
-        train, test = np.split(np.arange(len(paths)), [len(self.train_files)])
-        return images.subset(train), images.subset(test)
-
-    def _decoded(self, files: Part) -> Tensor:
         """Decode all files, or read their images from the cache."""
+        size = sum(map(len, self.folders)) * 3 * self.image_size**2 / 2**30
+        if size > self.memory_gib:
+            raise UserError(
+                f"{WHO}: the decoded images take {size:.3g} GiB, more than data.memory_gib="
+                f"{self.memory_gib}. Set a larger data.memory_gib or a smaller data.image_size."
+            )
+        train, *test = (
+            Part(self._decoded([path for path, _ in folder.samples]), torch.tensor(folder.targets))
+            for folder in self.folders
+        )
+        return (train, test[0]) if test else self.hold_out(train, TEST_FRACTION)
+
+    def _decoded(self, paths: Sequence[str]) -> Tensor:
         if self.cache is None:
-            return self.decode_all(files)
-        stats = [(path, os.path.getsize(path), os.path.getmtime(path)) for path in files.inputs]
+            return decode(paths, self.image_size)
+        stats = [(path, os.path.getsize(path), os.path.getmtime(path)) for path in paths]
         state = hashlib.sha256(repr((self.image_size, stats)).encode()).hexdigest()
         named = Path(self.cache).expanduser().resolve()
         cache = named.with_name(f"{named.stem}-{state[:16]}{named.suffix}")
-        lock = cache.with_name(f"{cache.name}.lock")
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        lock.touch()  # or FileLock would try for ever
-        with FileLock(str(lock)):
-            if not cache.exists():
-                save(self.decode_all(files), cache)
-            return torch.load(cache, mmap=True, weights_only=True)
+        if not cache.exists():
+            save(decode(paths, self.image_size), cache)
+        return torch.load(cache, mmap=True, weights_only=True)
 
 
-def decode(path: str | Path, image_size: int) -> Tensor:
-    """Read an image file as RGB, (3, image_size, image_size), uint8.
+def decode(paths: Sequence[str], image_size: int) -> Tensor:
+    """Read image files as RGB, (N, 3, image_size, image_size), uint8.
 
     Raises:
-        ValueError: the file is not a readable image.
+        ValueError: a file is not a readable image.
     """
-    try:
-        image = datasets.folder.pil_loader(path)
-    except Exception as error:  # Pillow's readers raise many types
-        raise ValueError(
-            f"{WHO}: {path} is not a readable image ({error}). Replace or delete it."
-        ) from error
-    return v2.pil_to_tensor(v2.center_crop(v2.resize(image, [image_size]), [image_size]))
+    images = torch.empty(len(paths), 3, image_size, image_size, dtype=torch.uint8)
+
+    def read(image: Tensor, path: str) -> None:
+        try:
+            picture = datasets.folder.pil_loader(path)
+        except Exception as error:  # Pillow's readers raise many types
+            raise ValueError(
+                f"{WHO}: {path} is not a readable image ({error}). Replace or delete it."
+            ) from error
+        square = v2.center_crop(v2.resize(picture, [image_size]), [image_size])
+        image.copy_(v2.pil_to_tensor(square))
+
+    with ThreadPoolExecutor() as pool:  # Pillow decodes and resizes without the lock of Python
+        for _ in pool.map(read, images, paths):
+            pass  # this raises the error of a file
+    return images

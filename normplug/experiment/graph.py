@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from lightning.pytorch import Trainer
@@ -11,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from normplug._ops import peers
-from normplug.experiment.errors import WHO, UserError
+from normplug.experiment.config import WHO, UserError
 from normplug.modules import SyncBatchNorm
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -60,10 +59,14 @@ class GraphedLoss:
         return (self._step if shapes == self._shapes else self._loss)(inputs, targets)
 
     def _capture(self, *batch: Tensor) -> _Step:
-        step = _Step(self._loss, self._net)
+        step, device = _Step(self._loss, self._net), batch[0].device
+        buffers = [(buffer, buffer.clone()) for buffer in self._net.buffers()]
+        random = torch.cuda.get_rng_state(device)
         static = tuple(tensor.clone() for tensor in batch)
-        with _restored(self._net, batch[0].device):
-            torch.cuda.make_graphed_callables(step, static, allow_unused_input=True)
+        torch.cuda.make_graphed_callables(step, static, allow_unused_input=True)
+        for buffer, values in buffers:
+            buffer.copy_(values)
+        torch.cuda.set_rng_state(random, device)
         # Nodes of the captured autograd graph are bound to the capture stream. If they were kept,
         # each gradient would wait for that stream.
         step.output.detach_()
@@ -90,62 +93,36 @@ class _Step(nn.Module):
         return self.output
 
 
-@contextmanager
-def _restored(net: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the net's buffers and its GPU's random state after a `with` block."""
-    before = [(buffer, buffer.clone()) for buffer in net.buffers()]
-    random = torch.cuda.get_rng_state(device)
-    yield
-    for buffer, values in before:
-        buffer.copy_(values)
-    torch.cuda.set_rng_state(random, device)
-
-
 def _peers_of(net: nn.Module, device: torch.device) -> set[peers.Peers]:
-    """The processes with which the layers of `net` join their batches inside the kernels.
-
-    Raises:
-        UserError: a layer sends collectives.
-    """
+    """The processes with which the layers of `net` join their batches inside the kernels."""
     found = set()
     for path, layer in net.named_modules():
         if not isinstance(layer, nn.SyncBatchNorm):
             continue
-        why = "it is torch's own layer"
+        others = None  # torch's own layer sends collectives
         if isinstance(layer, SyncBatchNorm):
             group = layer.group_to_join()
             if group is None:
                 continue
             others = peers.of(group, device)
-            if others is not None:
-                found.add(others)
-                continue
-            why = peers.why_collectives(group, device)
-        raise UserError(
-            f"{WHO}: graph=true needs the processes to exchange statistics inside the kernels, but "
-            f"{path} sends collectives: {why}. Leave graph=true out."
-        )
+        if others is None:
+            raise UserError(
+                f"{WHO}: graph=true needs processes that exchange statistics inside the kernels, "
+                f"but {path} sends collectives. Leave graph=true out."
+            )
+        found.add(others)
     return found
 
 
 def refuse_graph(trainer: Trainer) -> None:
-    """Refuse `graph=true` for a Trainer that cannot use it.
-
-    Raises:
-        UserError: there is no GPU, there are several processes without DDP, or gradients
-            accumulate.
-    """
+    """Refuse `graph=true` for a Trainer that cannot use it: the graphs overwrite the gradients."""
     device, processes = trainer.strategy.root_device, trainer.world_size
-    if device.type != "cuda":
-        why = f"needs an NVIDIA GPU; this run is on {device}"
-    elif processes > 1 and not isinstance(trainer.strategy, DDPStrategy):
-        strategy = type(trainer.strategy).__name__
-        why = f"needs trainer.strategy=ddp in {processes} processes; this run has {strategy}"
-    elif trainer.accumulate_grad_batches > 1:
-        why = (
-            "overwrites the gradients in each step; trainer.accumulate_grad_batches="
-            f"{trainer.accumulate_grad_batches} accumulates them over several steps"
-        )
-    else:
+    batches = trainer.accumulate_grad_batches
+    averages = processes == 1 or isinstance(trainer.strategy, DDPStrategy)
+    if device.type == "cuda" and averages and batches == 1:
         return
-    raise UserError(f"{WHO}: graph=true {why}. Leave graph=true out.")
+    raise UserError(
+        f"{WHO}: graph=true needs an NVIDIA GPU, trainer.accumulate_grad_batches=1, and in several "
+        f"processes trainer.strategy=ddp; this run is on {device}, accumulates {batches}, and has "
+        f"{type(trainer.strategy).__name__} in {processes}. Leave graph=true out."
+    )

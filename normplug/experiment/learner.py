@@ -1,4 +1,4 @@
-"""The LightningModules: steps, optimizer, learning-rate schedule, and what a run is judged by."""
+"""The LightningModule: steps, optimizer, learning-rate schedule, and what a run is judged by."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics.classification import MulticlassAccuracy
 
 from normplug.experiment.callbacks import is_measured, say
+from normplug.experiment.config import WHO
 from normplug.experiment.data import MODEL, Batch, stream_seed
-from normplug.experiment.errors import WHO
 from normplug.experiment.graph import GraphedLoss
 from normplug.experiment.measure import ACCURACY, Measure
+from normplug.experiment.models import GPT, Block
+
+# Test tokens, per process, on which the loss without each block is measured; rounded up to whole
+# batches.
+DROP_TOKENS = 2**15
 
 
 def decay_groups(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
@@ -76,7 +80,7 @@ class Diverged(RuntimeError):
 
 
 class Learner(LightningModule):
-    """Train `net` to predict classes; a subclass logs its measure in `log_measure`.
+    """Train `net` to predict classes: the label of an image, or the next token.
 
     A run that resumes takes the weights, the optimizer's moments and the step from its checkpoint.
     Its hyperparameters come from its own command. If it has more epochs than the earlier run, its
@@ -93,6 +97,9 @@ class Learner(LightningModule):
         graph: replay forward and backward of the training steps as CUDA graphs; see `GraphedLoss`.
         identity: what distinguishes the run, e.g. its arm; stored in checkpoints as "run".
     """
+
+    _losses: Tensor  # the sum over the epoch's steps, and how many they are
+    _steps: int
 
     def __init__(
         self,
@@ -118,10 +125,7 @@ class Learner(LightningModule):
         self.graph = graph
         self.identity = dict(identity or {})
         self.scores_by_epoch: list[float] = []  # on the validation part
-        self._graphed: GraphedLoss | None = None
         self._losses, self._steps = torch.zeros(()), 0  # of the current epoch
-        self._is_logged = True  # whether the loss of the current step is logged
-        self._groups: list[dict[str, Any]] = []  # of the optimizer, at step 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The logits."""
@@ -162,13 +166,23 @@ class Learner(LightningModule):
         """Log loss and measure on the validation part."""
         self._evaluate("val", batch)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss and measure on the test part."""
-        self._evaluate("test", batch)
+    def on_test_start(self) -> None:
+        """Begin to count the tokens on which blocks are dropped."""
+        self._dropped_tokens = 0
 
-    def log_measure(self, stage: str, logits: Tensor, targets: Tensor, loss: Tensor) -> None:
-        """Log the task's measure of a batch, besides its loss; `stage` is "val" or "test"."""
-        raise NotImplementedError
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log loss and measure on the test part; on its first tokens, drop each block of a GPT."""
+        self._evaluate("test", batch)
+        if not isinstance(self.net, GPT) or self._dropped_tokens >= DROP_TOKENS:
+            return
+        targets = batch[1]
+        self._dropped_tokens += targets.numel()
+        self.log_mean("block_drop/none", self.loss(*batch), len(targets), logger=False)
+        for number, block in enumerate(self.net.blocks):
+            assert isinstance(block, Block)
+            with block.dropped():
+                loss = self.loss(*batch)
+            self.log_mean(f"block_drop/{number}", loss, len(targets), logger=False)
 
     def log_mean(self, name: str, value: Tensor, samples: int, **options: Any) -> None:
         """Log the mean of a batch, to be averaged over the samples of all batches and processes."""
@@ -192,23 +206,35 @@ class Learner(LightningModule):
         """The latest value of the measure; `stage` is "val" or "test"."""
         return float(self.trainer.callback_metrics[f"{stage}/{self.measure.name}"])
 
-    def describe(self, value: float, stage: str) -> str:
+    def describe(self, value: float) -> str:
         """Format a value of the measure, with its unit."""
         return f"{self.measure.number(value)} {self.measure.unit}"
 
     def headlines(self) -> dict[str, str]:
         """Return the first lines that a finished run prints: title -> text."""
         name, curve = self.measure.name, self.scores_by_epoch
-        lines = {f"validation {name}": self.describe(curve[-1], "val")} if curve else {}
-        return lines | {f"test {name}": self.describe(self.score("test"), "test")}
+        lines = {f"validation {name}": self.describe(curve[-1])} if curve else {}
+        return lines | {f"test {name}": self.describe(self.score("test"))}
 
     def result(self) -> dict[str, Any]:
-        """The task's part of `result.json`."""
-        return {
+        """The task's part of `result.json`; of a GPT, the test loss without each block too."""
+        values = {
             "measure": asdict(self.measure),
             self.measure.test_key: self.score("test"),
             self.measure.curve_key: self.scores_by_epoch,
         }
+        if self._dropped_tokens:
+            whole, *without = (
+                float(value)
+                for name, value in self.trainer.callback_metrics.items()
+                if name.startswith("block_drop/")
+            )
+            values["block_drop"] = {
+                "tokens": self._dropped_tokens,
+                "loss": whole,
+                "loss_without": without,
+            }
+        return values
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, with weight decay on matrices only, and its schedule by step."""
@@ -246,9 +272,8 @@ class Learner(LightningModule):
 
     def on_fit_start(self) -> None:
         """Prepare the graphs, which the first step captures."""
-        if self.graph:
-            loss = partial(self.loss, label_smoothing=self.label_smoothing)
-            self._graphed = GraphedLoss(loss, self.net)
+        loss = partial(self.loss, label_smoothing=self.label_smoothing)
+        self._graphed = GraphedLoss(loss, self.net) if self.graph else None
 
     def on_fit_end(self) -> None:
         """Free the graphs: the model moves to the host next, and they read its old addresses."""
@@ -262,8 +287,7 @@ class Learner(LightningModule):
         step = self.trainer.global_step
         if step == 0:
             return
-        scheduler = self.lr_schedulers()
-        assert isinstance(scheduler, LRScheduler)
+        scheduler: Any = self.lr_schedulers()
         for group, own in zip(scheduler.optimizer.param_groups, self._groups, strict=True):
             group.update(own)
         for _ in range(step):  # 2 us each
@@ -281,7 +305,7 @@ class Learner(LightningModule):
         words = [
             f"epoch {done:3d}" + (f" of {total}" if total > 0 else ""),
             f"training loss {float(self._losses) / self._steps:.4f}",
-            f"validation {self.measure.name} {self.describe(self.scores_by_epoch[-1], 'val')}",
+            f"validation {self.measure.name} {self.describe(self.scores_by_epoch[-1])}",
             f"lr {self.trainer.optimizers[0].param_groups[0]['lr']:.2g}",
         ]
         if done < total:
@@ -304,42 +328,13 @@ class Learner(LightningModule):
     def _evaluate(self, stage: str, batch: Batch) -> None:
         inputs, targets = batch
         logits = self(inputs)
-        loss = _cross_entropy(logits, targets)
-        self.log_mean(f"{stage}/loss", loss, len(targets))
-        self.log_measure(stage, logits, targets, loss)
+        self.log_mean(f"{stage}/loss", _cross_entropy(logits, targets), len(targets))
+        if self.measure == ACCURACY:
+            accuracy = (logits.argmax(-1) == targets).float().mean()
+            self.log_mean(f"{stage}/accuracy", accuracy, len(targets), prog_bar=True)
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
     return F.cross_entropy(
         logits.flatten(0, -2), targets.flatten(), label_smoothing=label_smoothing
     )
-
-
-class Classifier(Learner):
-    """Train `net` to classify images, (N, 3, H, W) -> (N, num_classes); judged by accuracy.
-
-    Raises:
-        ValueError: fewer than two classes.
-    """
-
-    def __init__(
-        self,
-        net: nn.Module,
-        num_classes: int,
-        optimizer: Callable[[Iterable[Any]], Optimizer],
-        **options: Any,
-    ) -> None:
-        super().__init__(net, ACCURACY, optimizer, **options)
-        if num_classes < 2:
-            raise ValueError(
-                f"{WHO}: the data must have at least two classes; got {num_classes}. An image "
-                "folder has one directory per class."
-            )
-        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
-        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
-
-    def log_measure(self, stage: str, logits: Tensor, targets: Tensor, loss: Tensor) -> None:
-        """Log the accuracy."""
-        accuracy = {"val": self.val_accuracy, "test": self.test_accuracy}[stage]
-        accuracy(logits, targets)
-        self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(targets))

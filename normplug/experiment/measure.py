@@ -8,7 +8,6 @@ from typing import Any
 
 # Files in the directory of a run.
 RESULT = "result.json"
-REFUSAL = "refused.txt"  # next to a finished result: why the current sweep could not use it
 METRICS = "metrics.csv"
 VARIANCE = "variance.csv"
 
@@ -36,11 +35,7 @@ class Measure:
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Measure:
-        """The measure of a `result.json`; a file without one measures accuracy.
-
-        Raises:
-            TypeError: the measure lacks a field, or has an unknown one.
-        """
+        """The measure of a `result.json`; a file without one measures accuracy."""
         return cls(**result["measure"]) if result.get("measure") else ACCURACY
 
     @property

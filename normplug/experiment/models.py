@@ -16,23 +16,20 @@ from torchvision.models import VisionTransformer, get_model
 import normplug
 from normplug._checks import needs
 from normplug._swap.inventory import Filters
-from normplug.experiment.config import Count, Fraction, checked, mode_of
-from normplug.experiment.errors import WHO
+from normplug.experiment.config import WHO, Count, Fraction, checked, mode_of
 
 SMALL_IMAGE = 64  # pixels; up to here, an ImageNet stem (stride 4) would discard too much
 
 
 @checked
-def resnet(
-    arch: str, *, num_classes: int, image_size: int, small_stem: bool | None = None
-) -> nn.Module:
+def resnet(arch: str, *, num_classes: int, image_size: int) -> nn.Module:
     """A ResNet of torchvision, such as "resnet18": images (N, 3, H, W) -> (N, num_classes).
 
-    A `small_stem` is a 3x3 convolution of stride 1 without max-pool, as in He et al. 2015
-    (arXiv:1512.03385), section 4.2. None: for images of at most 64 pixels.
+    For images of at most 64 pixels, the stem is a 3x3 convolution of stride 1 without max-pool, as
+    in He et al. 2015 (arXiv:1512.03385), section 4.2.
     """
     net = get_model(arch, num_classes=num_classes)
-    if small_stem or (small_stem is None and image_size <= SMALL_IMAGE):
+    if image_size <= SMALL_IMAGE:
         conv = nn.Conv2d(3, net.conv1.out_channels, 3, stride=1, padding=1, bias=False)
         nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
         net.conv1, net.maxpool = conv, nn.Identity()
@@ -48,16 +45,15 @@ def vit(
     hidden_dim: Count = 64,
     depth: Count = 4,
     heads: Count = 4,
-    mlp_ratio: Count = 2,
     dropout: Fraction = 0.0,
 ) -> VisionTransformer:
     """A VisionTransformer of torchvision (arXiv:2010.11929): (N, 3, H, W) -> (N, num_classes).
 
     Its blocks are pre-norm, and call their LayerNorms in eval too, unlike
     `nn.TransformerEncoderLayer`, whose fast path skips them. `hidden_dim` is the width of the
-    residual stream; the MLP is `mlp_ratio` times as wide. `dropout` is in attention and MLP. The
-    default of `patch_size`, in pixels, is the divisor of `image_size`, at least 2, that is nearest
-    to an eighth of it.
+    residual stream; the MLP is twice as wide. `dropout` is in attention and MLP. The default of
+    `patch_size`, in pixels, is the divisor of `image_size`, at least 2, that is nearest to an
+    eighth of it.
     """
     if patch_size is None:
         divisors = [d for d in range(2, image_size + 1) if image_size % d == 0]
@@ -68,7 +64,7 @@ def vit(
         num_layers=depth,
         num_heads=heads,
         hidden_dim=hidden_dim,
-        mlp_dim=mlp_ratio * hidden_dim,
+        mlp_dim=2 * hidden_dim,
         dropout=dropout,
         attention_dropout=dropout,
         num_classes=num_classes,
@@ -104,21 +100,16 @@ class Block(nn.Module):
     """A pre-norm block: attention, then an MLP, each added to the residual stream."""
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        mlp_ratio: int,
-        dropout: float,
-        norm: Callable[[int], nn.Module],
+        self, width: int, heads: int, dropout: float, norm: Callable[[int], nn.Module]
     ) -> None:
         super().__init__()
         self.norm_1 = norm(width)
         self.attention = Attention(width, heads, dropout)
         self.norm_2 = norm(width)
         self.mlp = nn.Sequential(
-            nn.Linear(width, mlp_ratio * width),
+            nn.Linear(width, 4 * width),
             nn.GELU(),
-            nn.Linear(mlp_ratio * width, width),
+            nn.Linear(4 * width, width),
             nn.Dropout(dropout),
         )
 
@@ -135,23 +126,23 @@ class Block(nn.Module):
     @contextmanager
     def dropped(self) -> Iterator[None]:
         """Make the block the identity in a `with` block, in fused and in compiled models too."""
-        parameters = [p.detach() for writer in self.writers for p in writer.parameters()]
-        kept = [p.clone() for p in parameters]
+        written = [p.detach() for writer in self.writers for p in writer.parameters()]
+        kept = [(p, p.clone()) for p in written]
         try:
-            for p in parameters:
+            for p in written:
                 p.zero_()
             yield
         finally:
-            for p, values in zip(parameters, kept, strict=True):
+            for p, values in kept:
                 p.copy_(values)
 
 
 class GPT(nn.Module):
     """A plain pre-norm GPT (Radford et al. 2019, GPT-2) for contexts of up to `block_size` tokens.
 
-    The residual stream has `width` values; the MLP is `mlp_ratio` times as wide. `dropout` is after
-    the embedding, in attention and in the MLP. `norm` is `nn.LayerNorm` or `nn.RMSNorm`, eps 1e-5.
-    With `scaled_init`, the layers that write to the residual stream start with a standard deviation
+    The residual stream has `width` values; the MLP is 4 times as wide. `dropout` is after the
+    embedding, in attention and in the MLP. `norm` is `nn.LayerNorm` or `nn.RMSNorm`, eps 1e-5. With
+    `scaled_init`, the layers that write to the residual stream start with a standard deviation
     of 0.02 / sqrt(2 * depth) instead of 0.02, as in GPT-2.
 
     Raises:
@@ -167,7 +158,6 @@ class GPT(nn.Module):
         depth: Count = 4,
         width: Count = 128,
         heads: Count = 4,
-        mlp_ratio: Count = 4,
         dropout: Fraction = 0.0,
         norm: Literal["layer", "rms"] = "layer",
         scaled_init: bool = False,
@@ -179,7 +169,7 @@ class GPT(nn.Module):
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.empty(block_size, width))
         self.dropout = nn.Dropout(dropout)
-        blocks = [Block(width, heads, mlp_ratio, dropout, make_norm) for _ in range(depth)]
+        blocks = [Block(width, heads, dropout, make_norm) for _ in range(depth)]
         self.blocks = nn.Sequential(*blocks)
         self.norm = make_norm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -217,22 +207,17 @@ def scale_norm_weights(
 
 @checked
 def timm_model(
-    name: str,
-    *,
-    num_classes: int,
-    image_size: int,
-    min_size: Count = 64,
-    options: dict[str, Any] | None = None,
+    name: str, *, num_classes: int, image_size: int, options: dict[str, Any] | None = None
 ) -> nn.Module:
     """An image classifier of timm, such as "convnext_atto": (N, 3, H, W) -> (N, num_classes).
 
-    Images smaller than `min_size` are enlarged to it, since most models of timm reduce an image 32
-    times. `options` are other arguments of `timm.create_model`.
+    Smaller images are enlarged to 64 pixels, since most models of timm reduce an image 32 times.
+    `options` are other arguments of `timm.create_model`.
     """
     with needs(f"{WHO}: model=timm", "zoo"):
         import timm
 
-    size = max(image_size, min_size)
+    size = max(image_size, SMALL_IMAGE)
     arguments = {"num_classes": num_classes, "pretrained": False, **(options or {})}
     try:
         net = timm.create_model(name, img_size=size, **arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import json
@@ -13,24 +12,28 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 import normplug
 from normplug import _convert
 from normplug._fuse.fuse import fused_modules
-from normplug._results import stamp
+from normplug._results import stamp, write_file
 from normplug.experiment.callbacks import (
+    Checkpoints,
     StepTimer,
     ask_seldom,
     log,
@@ -39,15 +42,18 @@ from normplug.experiment.callbacks import (
     variance_lines,
     variance_loggers,
 )
-from normplug.experiment.config import arm_name, check
+from normplug.experiment.config import PLACE, WHO, UserError, arm_name, check, user_sentence
 from normplug.experiment.data import Source
-from normplug.experiment.errors import WHO, UserError, user_sentence
 from normplug.experiment.graph import refuse_graph
 from normplug.experiment.learner import Diverged, Learner
-from normplug.experiment.measure import BASELINE, REFUSAL, RESULT, Measure
-from normplug.experiment.resume import Checkpoints, RunDirectory
-from normplug.experiment.sweep import is_sweep
+from normplug.experiment.measure import METRICS, RESULT, VARIANCE, Measure
 
+CONFIG = "config.yaml"
+LOCK = ".lock"
+FORMER = "former"
+LAST = Path("checkpoints", "last.ckpt")  # in a run's directory
+# What a run writes besides its result.
+PRODUCTS = (METRICS, VARIANCE, "variance.png", "checkpoints", "tensorboard", CONFIG)
 # Warnings that a user of train.py cannot act on.
 QUIET = (
     ".*does not have many workers",  # the data is in memory: workers would only copy them
@@ -62,12 +68,18 @@ QUIET = (
     "Detected call of `lr_scheduler.step",  # of a resumed run, whose optimizer took these steps
 )
 
+write = rank_zero_only(write_file)
+
+
+def is_sweep() -> bool:
+    """Whether this run is part of a sweep (`-m`)."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
 
 def task(train: Callable[[DictConfig, Run], None]) -> Callable[[DictConfig], float | None]:
     """Decorate `train(cfg, run)`: skip a run that has finished, and record how a run ends.
 
-    The decorated function returns the last validation score, the objective of a search over
-    hyperparameters. See `Run.stopped` for what it raises.
+    It returns the last validation score, the objective of a search over hyperparameters.
     """
 
     @functools.wraps(train)
@@ -85,15 +97,16 @@ def task(train: Callable[[DictConfig, Run], None]) -> Callable[[DictConfig], flo
             run.stopped(error)
             return None
         finally:
-            run.place.lock.release()
+            run.lock.release()
 
     return wrapper
 
 
 class Run:
-    """One run of a configuration, in Hydra's output directory.
+    """One run of a configuration in Hydra's output directory, where nothing is ever removed.
 
     Attributes:
+        lock: held by rank 0; the operating system releases it if the process is killed.
         result: the content of `result.json`; {} before the training begins.
         labels: the keys of `result` that name the run, and that `normplug.compare --best` reads.
         gpu: whether the Trainer will use a GPU.
@@ -104,7 +117,7 @@ class Run:
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
         self.directory = Path(HydraConfig.get().runtime.output_dir)
-        self.place = RunDirectory(self.directory, cfg)
+        self.lock = FileLock(str(self.directory / LOCK), timeout=0)
         self.result: dict[str, Any] = {}
         self.checkpoint: Path | None = None
         # A key whose interpolation fails is None here: `check` refuses it.
@@ -124,38 +137,78 @@ class Run:
             "learning_rate": rate if isinstance(rate, (int, float)) else None,
             "overrides": list(HydraConfig.get().overrides.task),
         }
+        self._records = False  # whether `result.json` is this run's to write
         self._timer = StepTimer()
 
     def has_finished(self) -> bool:
         """Lock the directory and check the configuration; return whether its result is there.
 
         Raises:
-            UserError: a live run owns the directory; the configuration cannot run; the directory
-                has another configuration's result, or a damaged one.
+            UserError: the directory is a live run's, the user's own, or has the result of another
+                configuration; or the configuration cannot run.
         """
-        self.place.take()
-        check(self.cfg)
-        unfused = self.cfg.compile or not self.fuses
-        if self.cfg.recompute and self.cfg.mode != BASELINE and unfused:
-            raise UserError(
-                f"{WHO}: recompute=true is for fused norms (fuse=true, or null on a GPU) without "
-                "compile=true: the compiler decides by itself what to recompute."
-            )
-        former = self.place.finished_result()
-        (self.directory / REFUSAL).unlink(missing_ok=True)
-        if former is None:
+        self._take()
+        former = self._former()
+        self._records = former.get("status") != "finished"
+        check(self.cfg, self.fuses)
+        if self._records:
             return False
+        if not self._has_same_config():
+            raise UserError(
+                f"{WHO}: {self.directory} holds a finished run with another {CONFIG}. Name this "
+                "one: study=NAME (a directory of its own) or tag=NAME (an arm of its own)."
+            )
         self.result = former
         say(f"skipped: {self.directory} is finished")
         return True
 
-    def trainer(self) -> Trainer:
-        """Build the Trainer with its callbacks and loggers, and set its keys that are "auto".
+    @rank_zero_only
+    def _take(self) -> None:
+        try:
+            self.lock.acquire()
+        except Timeout:
+            owner = self._former()
+            who = f"process {owner.get('process')}, since {owner.get('date')}"
+            raise UserError(
+                f"{WHO}: {self.directory} belongs to a run that is still running ({who}). Wait "
+                f"until it ends, or give this run its own directory: {PLACE}."
+            ) from None
+        found = [name for name in PRODUCTS if (self.directory / name).exists()]
+        if found and not self._former():
+            raise UserError(
+                f"{WHO}: {self.directory} has {', '.join(found)}, but no {RESULT} of a run, so "
+                f"they stay as they are. Choose another directory: {PLACE}."
+            )
 
-        Raises:
-            UserError: a sweep with a strategy that would repeat the sweep in every process, or
-                `graph=true` in a run that cannot use it.
+    def _former(self) -> dict[str, Any]:
+        """The `result.json` that is in the directory; {} for none."""
+        path = self.directory / RESULT
+        try:
+            result = json.loads(path.read_bytes()) if path.exists() else {}
+            if not isinstance(result, dict) or (result and "status" not in result):
+                raise ValueError("it is not the result of a run")
+        except ValueError as error:
+            raise UserError(
+                f"{WHO}: {path} cannot be read: {error}. Move it away, or choose another "
+                f"directory: {PLACE}."
+            ) from None
+        return result
+
+    def _config(self) -> str:
+        """What makes a run the same one: all but the checkpoint that it resumes from.
+
+        Interpolations stay unresolved, so it does not depend on the output directory.
         """
+        kept = self.cfg.copy()
+        kept.ckpt_path = None
+        return OmegaConf.to_yaml(kept)
+
+    def _has_same_config(self) -> bool:
+        path = self.directory / CONFIG
+        return path.is_file() and path.read_bytes() == self._config().encode()
+
+    def trainer(self) -> Trainer:
+        """Build the Trainer with its callbacks and loggers, and set its keys that are "auto"."""
         settings = self.cfg.trainer.copy()
         groups = (self.cfg.get(group) or {} for group in ("logger", "callbacks"))
         loggers, callbacks = (
@@ -174,7 +227,7 @@ class Run:
             settings, callbacks=[*callbacks, self._timer], logger=loggers, plugins=plugins
         )
         launcher = trainer.strategy.launcher
-        reruns = launcher is not None and not launcher.is_interactive_compatible
+        reruns = not getattr(launcher, "is_interactive_compatible", True)
         if is_sweep() and reruns and trainer.num_devices > 1:
             raise UserError(
                 f"{WHO}: {trainer.num_devices} devices with {type(trainer.strategy).__name__} "
@@ -189,10 +242,16 @@ class Run:
     def begin(self, trainer: Trainer) -> str | None:
         """Record that the run trains now; return the checkpoint that it resumes from or tests.
 
-        Raises:
-            UserError: there is no such checkpoint.
+        If this same run has begun here, it is that run's last one, unless `ckpt_path` names another
+        of this directory. Otherwise it is `ckpt_path`. What the run would overwrite is moved to
+        `former/1`, `former/2`, ...: another run's files, or the metrics of the run that is resumed.
         """
-        self.checkpoint = self.place.make_room()
+        self.checkpoint, last = self._given(), self.directory / LAST
+        continues = self.checkpoint and self.checkpoint.resolve().parent == last.resolve().parent
+        if not continues and last.is_file() and self._has_same_config():
+            self.checkpoint = continues = last
+        self._set_aside([METRICS] if continues else PRODUCTS)
+        write(self.directory / CONFIG, self._config())
         self._write(status="running", process=f"{os.getpid()} on {socket.gethostname()}")
         values = self.labels | {"config": OmegaConf.to_container(self.cfg, resolve=True)}
         for logger in trainer.loggers:
@@ -204,6 +263,34 @@ class Run:
             return None
         say(f"{'resuming' if self.cfg.train else 'testing'}: {self.checkpoint}")
         return str(self.checkpoint)
+
+    def _given(self) -> Path | None:
+        """The path in `ckpt_path`; "last" is the last one here, or the newest beside."""
+        if self.cfg.ckpt_path is None:
+            return None
+        path = Path(self.cfg.ckpt_path)
+        if self.cfg.ckpt_path == "last":
+            own, beside = self.directory / LAST, self.directory.parent.glob(f"*/{LAST}")
+            found = [own] if own.is_file() else beside
+            path = max(found, key=lambda path: path.stat().st_mtime, default=path)
+        if not path.is_file():
+            raise UserError(
+                f"{WHO}: ckpt_path must be a checkpoint file; got {path}. A run's checkpoint is "
+                f"{LAST} in its directory; ckpt_path=last looks in {self.directory.parent}/*/."
+            )
+        return path
+
+    @rank_zero_only
+    def _set_aside(self, names: Sequence[str]) -> None:
+        moves = [name for name in names if (self.directory / name).exists()]
+        if not moves:
+            return
+        numbers = (int(p.name) for p in self.directory.glob(f"{FORMER}/*") if p.name.isdecimal())
+        aside = self.directory / FORMER / str(1 + max(numbers, default=0))
+        aside.mkdir(parents=True)
+        for name in moves:
+            (self.directory / name).replace(aside / name)
+        print(f"set aside: {aside} has the files of an earlier run", file=sys.stderr)
 
     def finish(self, trainer: Trainer, model: Learner, data: Source) -> None:
         """Write the result, and print a summary."""
@@ -218,7 +305,7 @@ class Run:
         variances = {r.layer: r.input_variance for r in rows if math.isfinite(r.input_variance)}
         self._write(
             **model.result(),
-            **data.facts(),
+            **data.facts(model.score("test")),
             **{"step_ms": step_ms, model.measure.speed_key: step_ms and items * 1e3 / step_ms},
             # On the host, the peak of a process would include the earlier runs of a sweep.
             peak_memory_bytes=torch.cuda.max_memory_allocated() if gpu else None,
@@ -239,13 +326,12 @@ class Run:
 
     def _write(self, *, gpus: int = 0, **values: Any) -> None:
         versions = stamp(gpus > 0, "scikit-learn", gpus=max(gpus, 1))
-        where = {key: versions.pop(key) for key in ("date", "commit")}
-        where["hardware"] = versions.pop("device")
-        self.result = self.labels | self.result | values | where
-        self.result["versions"] = versions
+        where = {key: versions.pop(key) for key in ("date", "commit", "device")}
+        where["hardware"] = where.pop("device")
+        self.result = self.labels | self.result | values | where | {"versions": versions}
         if self.result["status"] != "running":
             self.result.pop("process", None)
-        self.place.write(RESULT, json.dumps(self.result, indent=2) + "\n")
+        write(self.directory / RESULT, json.dumps(self.result, indent=2) + "\n")
 
     def _say_summary(self, model: Learner, variances: dict[str, str]) -> None:
         r, measure = self.result, model.measure
@@ -266,12 +352,14 @@ class Run:
         say("\n".join(f"{title:<19}  {text}" for title, text in titled.items() if text))
 
     def stopped(self, error: BaseException) -> None:
-        """Record what stopped the run. A sweep goes on after an error.
+        """Record what stopped the run. Then a sweep goes on, except after a signal.
+
+        A sweep stops too where `result.json` is not this run's to write, or cannot be written.
 
         Raises:
-            SystemExit: after a signal, with exit code 128 plus its number; in a single run, after
-                an error with a message for the user, which is printed to stderr.
-            Exception: in a single run, any other error.
+            SystemExit: with the message for the user on stderr; after a signal, the exit code is
+                128 plus its number.
+            Exception: in a single run, an error without a message for the user.
         """
         outcome: dict[str, Any] = {"status": "failed"}
         if isinstance(error, Diverged):
@@ -285,9 +373,13 @@ class Run:
                 advice = "The same sweep skips what has finished and resumes this run"
             sentence = f"interrupted: {self.directory}: {signum.name}. {advice}."
         text = sentence or f"{type(error).__name__}: {error}"
-        if self.result or (is_sweep() and self.place.lock.is_locked):
-            self._record(**outcome, error=text)
-        if is_sweep() and code == 1:
+        recorded = self._records and (bool(self.result) or is_sweep())
+        if recorded:
+            try:
+                self._write(**outcome, error=text)
+            except OSError:  # a full disk
+                recorded = False
+        if is_sweep() and recorded and code == 1:
             if not sentence:
                 traceback.print_exception(error)
             log.error(f"{outcome['status']}: {self.directory}: {' '.join(text.split())}")
@@ -296,10 +388,3 @@ class Run:
             raise error
         print(sentence, file=sys.stderr)
         raise SystemExit(code) from None
-
-    def _record(self, **outcome: Any) -> None:
-        with contextlib.suppress(OSError, UserError):  # a full disk, a damaged result.json
-            if self.place.result().get("status") == "finished":  # it stays
-                self.place.write(REFUSAL, outcome["error"])
-            else:
-                self._write(**outcome)

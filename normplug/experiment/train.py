@@ -1,20 +1,64 @@
-"""The training of one run, from its configuration to its result."""
+"""The training of one run from its command line to its result, and the comparison of a sweep."""
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import hydra
 import torch
+from hydra.experimental.callback import Callback
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 import normplug
-from normplug.experiment.config import mode_of
+from normplug.experiment.config import mode_of, user_sentence
+from normplug.experiment.learner import Learner
 from normplug.experiment.measure import BASELINE
 from normplug.experiment.models import scale_norm_weights
 from normplug.experiment.run import Run, task
-from normplug.experiment.sweep import CONFIGS, command
+
+# The packed copy of a wheel, or the directory of a checkout.
+PACKED, CHECKOUT = (Path(__file__).with_name("configs"), Path(__file__).parents[2] / "configs")
+CONFIGS = str(PACKED if PACKED.is_dir() else CHECKOUT)
+SHOWS_ALL = "HYDRA_FULL_ERROR" in os.environ  # Hydra's setting for whole tracebacks
+
+
+def command(application: Callable[[], Any]) -> Callable[[], Any]:
+    """Decorate a Hydra application: a mistake in its command line gives one sentence.
+
+    The command line also accepts `GROUP=null` for Hydra's `GROUP=[]`. With `data=text` and no
+    model, it selects a language model.
+    """
+
+    @functools.wraps(application)
+    def wrapper() -> Any:
+        groups = {path.name for path in Path(CONFIGS).iterdir() if path.is_dir()}
+        given = [text.partition("=") for text in sys.argv[1:]]
+        if "data=text" in sys.argv and not {"model", "experiment"} & {key for key, *_ in given}:
+            given.append(("model", "=", "gpt_tiny"))
+        sys.argv[1:] = [
+            f"{key}=[]" if key in groups and value == "null" else f"{key}{sign}{value}"
+            for key, sign, value in given
+        ]
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
+        try:
+            return application()
+        except Exception as error:
+            sentence = user_sentence(error)
+            if sentence is None or SHOWS_ALL:
+                raise
+            print(sentence, file=sys.stderr)
+            sys.exit(1)
+
+    return wrapper
 
 
 @command
@@ -42,18 +86,10 @@ def main(cfg: DictConfig, run: Run) -> None:
         **{key: run.labels[key] for key in ("arm", "seed", "model", "data")},
         "optimizer": cfg.optimizer._target_,
         "batch_size": data.batch_size,
-        "split": data.held_out,
     }
-    model = data.learner(
-        net,
-        optimizer,
-        seed=cfg.seed,
-        schedule=cfg.schedule,
-        warmup=cfg.warmup,
-        cycle_momentum=cfg.cycle_momentum,
-        label_smoothing=cfg.label_smoothing,
-        graph=cfg.graph,
-        identity=identity,
+    keys = ("seed", "schedule", "warmup", "cycle_momentum", "label_smoothing", "graph")
+    model = Learner(
+        net, data.measure, optimizer, identity=identity, **{key: cfg[key] for key in keys}
     )
     trainer = run.trainer()
     checkpoint = run.begin(trainer)
@@ -63,3 +99,15 @@ def main(cfg: DictConfig, run: Run) -> None:
         checkpoint = next((c.best_model_path for c in kept if c.monitor), None) or None
     trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
     run.finish(trainer, model, data)
+
+
+class CompareArms(Callback):
+    """Compare the arms of a sweep when it ends."""
+
+    @rank_zero_only
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Print the table; exit with the comparison's code if a run has not finished."""
+        from normplug.experiment.compare import main  # which training need not import
+
+        if code := main([str(config.hydra.sweep.dir)]):
+            sys.exit(code)

@@ -18,7 +18,6 @@ from normplug._swap.check import refuse
 from normplug._swap.layer_modes import ModesLike, One, read
 from normplug._swap.swap import swap
 from normplug._table import shown, some
-from normplug._torch import BatchNormBase
 from normplug.modes import NormMode
 
 _OPTIONS = [p.name for p in inspect.signature(swap).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -44,7 +43,7 @@ class SwapNorms(Callback):
         ValueError: an unknown mode, autocast_output or backend; `recompute` without `fuse`; a
             checkpoint of another mode; `warm_up` without an `example_input_array`.
         TypeError: an unknown option, or an option of the wrong type.
-        RuntimeError: swapped layers were rebuilt or are bypassed, or BatchNorms would be rebuilt.
+        RuntimeError: swapped layers were rebuilt or are bypassed; `Trainer(sync_batchnorm=True)`.
 
     Examples:
         >>> trainer = Trainer(callbacks=[SwapNorms(fuse=True)], logger=False)
@@ -75,19 +74,25 @@ class SwapNorms(Callback):
         self.options = options
         self._model: LightningModule | None = None
         self._targets: dict[str, float] = {}  # the target variance of each layer at the swap
-        self._saved: dict[str, Any] | None = None  # a checkpoint's state, until it is compared
+        self._saved: dict[str, float] | None = None  # those of a checkpoint that is resumed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Swap, unless `configure_model` has yet to create the layers."""
+        """Swap, unless `configure_model` has yet to create the layers; refuse `sync_batchnorm`."""
+        # Only strategies over several processes have a `_layer_sync`.
+        sync = getattr(trainer.strategy, "_layer_sync", None)
+        if stage == "fit" and isinstance(sync, TorchSyncBatchNorm):
+            raise RuntimeError(
+                "normplug.lightning.SwapNorms: Trainer(sync_batchnorm=True) would rebuild every "
+                f"BatchNorm as torch's SyncBatchNorm, without mode {self.mode}. Use "
+                "Trainer(plugins=[normplug.lightning.SyncNorms()]) instead."
+            )
         if self._model is not pl_module and any(True for _ in _convert.norm_layers(pl_module)):
             self._swap(pl_module)
-        if stage == "fit":
-            self._refuse_torchs_sync(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Swap layers that `configure_model` created; verify the swapped layers."""
+        """Swap layers that `configure_model` created; verify layers, and modes of a checkpoint."""
         self._verify(pl_module)
-        self._refuse_torchs_sync(trainer, pl_module)
+        self._refuse_other_modes()
         if self.warm_up:
             _warm_up(trainer, pl_module)
 
@@ -102,16 +107,13 @@ class SwapNorms(Callback):
         return {"target_variances": dict(self._targets)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse a checkpoint with other modes."""
-        self._saved = state_dict
-        if self._model is not None:
-            self._refuse_other_modes()
+        """Store the modes of the checkpoint; the start of fit refuses others."""
+        self._saved = state_dict["target_variances"]
 
     def _refuse_other_modes(self) -> None:
-        if self._saved is None:
+        now, saved, self._saved = self._targets, self._saved, None
+        if saved is None:
             return
-        now, saved = self._targets, self._saved["target_variances"]
-        self._saved = None
         differ = [
             f"{shown(p)} in mode {NormMode(saved.get(p, 1.0))}, now {NormMode(now.get(p, 1.0))}"
             for p in {**now, **saved}
@@ -131,19 +133,6 @@ class SwapNorms(Callback):
         layers = dict(_convert.normplug_layers(pl_module))
         self._targets = {path: layer.target_variance for path, layer in layers.items()}
         rank_zero_info(f"normplug: {len(layers)} norm layers in mode {self.mode}")
-        self._refuse_other_modes()
-
-    def _refuse_torchs_sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Only strategies over several processes have a `_layer_sync`.
-        if not isinstance(getattr(trainer.strategy, "_layer_sync", None), TorchSyncBatchNorm):
-            return
-        layers = (layer for _, layer in _convert.normplug_layers(pl_module))
-        if any(isinstance(layer, BatchNormBase) for layer in layers):  # torch would rebuild these
-            raise RuntimeError(
-                "normplug.lightning.SwapNorms: Trainer(sync_batchnorm=True) would rebuild every "
-                f"BatchNorm as torch's SyncBatchNorm, without mode {self.mode}. Use "
-                "Trainer(plugins=[normplug.lightning.SyncNorms()]) instead."
-            )
 
     def _verify(self, pl_module: LightningModule) -> None:
         if self._model is not pl_module:

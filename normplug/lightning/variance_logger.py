@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -12,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from normplug import _checks, _convert
 from normplug._checks import MissingPackage, needs
-from normplug._results import replace_file
+from normplug._results import write_file
 from normplug._table import table
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.probe import Probe, averages
@@ -48,10 +47,6 @@ class LayerVariance(NamedTuple):
     rank: int
     world_size: int
     measure: str
-
-    def whose(self) -> str:
-        """Which part of the batch was measured; empty for the whole batch."""
-        return "" if self.world_size == 1 else f", rank 0 of {self.world_size}'s part of the batch"
 
 
 class VarianceLogger(Callback):
@@ -101,7 +96,6 @@ class VarianceLogger(Callback):
         self.last: list[LayerVariance] = []
         self._measuring: list[tuple[str, TargetVarianceNorm, bool]] = []  # path, layer, is stock
         self.logged_step = -1
-        self._rows: list[LayerVariance] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the directory of the files; a resumed run continues its file."""
@@ -109,13 +103,19 @@ class VarianceLogger(Callback):
         self.path = Path(directory) / "variance.csv"
         if trainer.is_global_zero and not trainer.ckpt_path:
             self.path.unlink(missing_ok=True)
-        self.logged_step, self._rows = -1, []
+        self.logged_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the rows of steps that a resumed run repeats."""
-        if trainer.ckpt_path and trainer.is_global_zero and self.path is not None:
-            self._rows = _keep_before(trainer.global_step, self.path)
-            self.last = [row for row in self._rows if row.step == self._rows[-1].step]
+        """Drop the rows of steps that a resumed run repeats, and an unfinished line."""
+        if trainer.is_global_zero and self.path is not None and self.path.exists():
+            header, *lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+            whole = (line for line in lines if line.endswith("\n"))
+            kept = [line for line in whole if int(line.split(",")[0]) < trainer.global_step]
+            write_file(self.path, "".join([header, *kept]))
+            types = get_type_hints(LayerVariance).values()
+            cells = (zip(types, line, strict=True) for line in csv.reader(kept))
+            rows = [LayerVariance(*(to(cell) for to, cell in row)) for row in cells]
+            self.last = [row for row in rows if row.step == rows[-1].step]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -161,9 +161,11 @@ class VarianceLogger(Callback):
             for depth, ((name, layer), measured) in enumerate(zip(layers, values, strict=True))
         ]
         self._release()
-        self._rows += self.last
         assert self.path is not None
-        _append(self.last, self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        header = [] if self.path.exists() else [LayerVariance._fields]
+        with self.path.open("a", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([*header, *self.last])
         metrics = {
             f"variance/{row.layer}/{field.removesuffix('_variance')}": getattr(row, field)
             for row in self.last
@@ -174,7 +176,7 @@ class VarianceLogger(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the heat map; without matplotlib, warn instead."""
-        if not self._rows or self.path is None:
+        if self.path is None or not self.path.exists() or not trainer.is_global_zero:
             return
         try:
             with needs("normplug.lightning.VarianceLogger: variance.png", "train"):
@@ -182,7 +184,7 @@ class VarianceLogger(Callback):
         except MissingPackage as error:
             warnings.warn(str(error), stacklevel=2)
             return
-        draw_heat_map(self._rows, self.path.with_suffix(".png"), model=type(pl_module).__name__)
+        draw_heat_map(self.path, type(pl_module).__name__)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -198,8 +200,9 @@ class VarianceLogger(Callback):
             tuple(format(getattr(row, name), form) for name, form in COLUMNS.values())
             for row in self.last
         ]
-        title = f"variance at step {self.last[0].step}{self.last[0].whose()}"
-        return f"{title}\n{table([tuple(COLUMNS), *cells])}"
+        step, parts = self.last[0].step, self.last[0].world_size
+        part = "" if parts == 1 else f", rank 0 of {parts}'s part of the batch"
+        return f"variance at step {step}{part}\n{table([tuple(COLUMNS), *cells])}"
 
     def _release(self) -> None:
         for _, layer, is_stock in self._measuring:
@@ -207,25 +210,3 @@ class VarianceLogger(Callback):
             if is_stock:
                 _convert.revert(layer)
         self._measuring = []
-
-
-def _append(rows: Iterable[LayerVariance], path: Path) -> None:
-    """Add rows to the CSV file; a new file gets a header first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header = [] if path.exists() else [LayerVariance._fields]
-    with path.open("a", newline="") as file:
-        csv.writer(file).writerows([*header, *rows])
-
-
-def _keep_before(step: int, path: Path) -> list[LayerVariance]:
-    """Drop the CSV file's rows from `step` on, and an unfinished line; return the other rows."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        lines = list(csv.reader(line for line in file if line.endswith("\n")))
-    types = get_type_hints(LayerVariance).values()
-    rows = [LayerVariance(*(t(v) for t, v in zip(types, line, strict=True))) for line in lines[1:]]
-    earlier = [row for row in rows if row.step < step]
-    with replace_file(path) as part:
-        _append(earlier, part)
-    return earlier

@@ -13,10 +13,6 @@ from normplug.modules.batch_norm import (
     BatchNorm1d,
     BatchNorm2d,
     BatchNorm3d,
-    LazyBatchNorm1d,
-    LazyBatchNorm2d,
-    LazyBatchNorm3d,
-    LazySyncBatchNorm,
     SyncBatchNorm,
 )
 from normplug.modules.group_norm import (
@@ -24,9 +20,6 @@ from normplug.modules.group_norm import (
     InstanceNorm1d,
     InstanceNorm2d,
     InstanceNorm3d,
-    LazyInstanceNorm1d,
-    LazyInstanceNorm2d,
-    LazyInstanceNorm3d,
 )
 from normplug.modules.row_norms import LayerNorm, RMSNorm
 
@@ -39,13 +32,6 @@ __all__ = [
     "InstanceNorm2d",
     "InstanceNorm3d",
     "LayerNorm",
-    "LazyBatchNorm1d",
-    "LazyBatchNorm2d",
-    "LazyBatchNorm3d",
-    "LazyInstanceNorm1d",
-    "LazyInstanceNorm2d",
-    "LazyInstanceNorm3d",
-    "LazySyncBatchNorm",
     "RMSNorm",
     "SyncBatchNorm",
     "TargetVarianceNorm",

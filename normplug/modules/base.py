@@ -42,7 +42,7 @@ class Settings(NamedTuple):
     target_variance: float = 1.0
     backend: str = "auto"
     autocast_output: str = "float32"
-    eps: Any = None  # a float, or a tensor of no dimensions; RMSNorm's may be None
+    eps: Any = None  # a number; RMSNorm's may be None
     momentum: float | None = 0.1
     unsynced_class: type[nn.Module] | None = None
 
@@ -118,7 +118,7 @@ def eps_property(name: str) -> Any:
         return math.nan if torch.compiler.is_dynamo_compiling() else HiddenEps(settings.eps)
 
     def write(layer: Any, eps: Any) -> None:
-        layer._set(eps=eps.true if isinstance(eps, HiddenEps) else eps)
+        layer._set(eps=eps.true if isinstance(eps, HiddenEps) else _checks.as_number(eps))
 
     doc = "The eps of the stock layer, or a `HiddenEps` if the target variance is not 1."
     return property(read, write, doc=doc)
@@ -311,7 +311,7 @@ class TargetVarianceNorm(nn.Module):
         backend = self._normplug.backend
         y = call(f"functional.{self._function}", t, spec, backend, isolated=isolated)
         if stores and not torch.compiler.is_compiling():
-            native.learn(self, spec, backend, t, *reading)
+            native.learn(spec, backend, t, self, *reading)
         return y
 
     def _by_torch(self, *reading: Any) -> Tensor | None:
@@ -350,7 +350,7 @@ class TargetVarianceNorm(nn.Module):
     @property
     def _eps(self) -> Any:
         """The eps of the formula."""
-        return _checks.as_number(self._normplug.eps)
+        return self._normplug.eps
 
     def _numbers(self) -> dict[str, Any]:
         """The arguments of every formula in `normplug.reference`."""
@@ -438,13 +438,6 @@ class TargetVarianceNorm(nn.Module):
                     stacklevel=2,
                 )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **named)
-
-
-def lazy(stock: type[nn.Module], ours: type[TargetVarianceNorm]) -> Any:
-    """The class of a swapped lazy layer until its first forward, which makes it one of `ours`."""
-    doc = f"`torch.nn.{stock.__name__}` after a swap, until its first forward."
-    attributes = {"__module__": ours.__module__, "__doc__": doc, "cls_to_become": ours}
-    return type(stock.__name__, (ours.__bases__[0], stock), attributes)
 
 
 def _new_root(key: tuple[float, bool]) -> Tensor | float:

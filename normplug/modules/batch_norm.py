@@ -13,8 +13,8 @@ from normplug._checks import as_number
 from normplug._ops import batch_norm_sync, peers
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.spec import Pool, Tensors
-from normplug._torch import BatchNormBase, LazyNormBase
-from normplug.modules.base import FusionSites, TargetVarianceNorm, lazy
+from normplug._torch import BatchNormBase
+from normplug.modules.base import FusionSites, TargetVarianceNorm
 
 
 class _BatchNorm(TargetVarianceNorm, BatchNormBase):
@@ -49,7 +49,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
             keeps_residual: whether to save the residual, so that the backward can recompute the
                 output.
         """
-        measures = self._probe is not None  # read first: another thread may unswap the layer
+        # Read first: another thread may unswap the layer. A joined call measures itself.
+        measures = self._probe is not None and self.group_to_join() is None
         reading = (input, residual, None, activation, pool, keeps_residual)
         y: Tensor = self._run(*reading, isolated=isolated)
         if measures:
@@ -99,9 +100,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
             momentum = 0.0  # not updated without its counter (a checkpoint of torch < 0.4.1)
         t = Tensors(input, residual, *self._affine(), None, mean, var, tracked)
         own = self._normplug
-        eps, tv = as_number(own.eps), own.target_variance
-        spec = BatchNormSpec(training, momentum, eps, tv, activation, pool, keeps_residual)
-        return t, spec
+        numbers = (momentum, own.eps, own.target_variance)
+        return t, BatchNormSpec(training, *numbers, activation, pool, keeps_residual)
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites(
@@ -167,34 +167,15 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """
 
 
-LazyBatchNorm1d = lazy(nn.LazyBatchNorm1d, BatchNorm1d)
-LazyBatchNorm2d = lazy(nn.LazyBatchNorm2d, BatchNorm2d)
-LazyBatchNorm3d = lazy(nn.LazyBatchNorm3d, BatchNorm3d)
-
-
 class _SyncBatchNorm(_BatchNorm):
     process_group: Any
 
-    def _fused(
-        self,
-        input: Tensor,
-        residual: Tensor | None = None,
-        activation: ActivationLike = None,
-        pool: Pool | None = None,
-        *,
-        isolated: bool = False,
-        keeps_residual: bool = False,
-    ) -> Tensor:
-        """Compute the call over the joined batch of all processes in training.
-
-        `isolated` then has no effect.
-        """
+    def _run(self, *reading: Any, isolated: bool = False) -> Any:
+        """Run a call over the joined batch of all processes in training."""
         group = self.group_to_join()
         if group is None:
-            return super()._fused(
-                input, residual, activation, pool, isolated=isolated, keeps_residual=keeps_residual
-            )
-        reading = (input, residual, None, activation, pool, keeps_residual)
+            return super()._run(*reading, isolated=isolated)
+        input = reading[0]
         measured, compiling = self._probe is not None, torch.compiler.is_compiling()
         if not (measured or compiling):
             others = peers.known(group, input.device)
@@ -206,7 +187,7 @@ class _SyncBatchNorm(_BatchNorm):
         if measured:
             self._record(input, divisor=variance)
         elif not compiling and (others := peers.known(group, input.device)):
-            native.learn(self, spec._replace(peers=others), self.backend, t, *reading, others)
+            native.learn(spec._replace(peers=others), self.backend, t, self, *reading, others)
         return y
 
     def group_to_join(self) -> Any:
@@ -261,13 +242,5 @@ class SyncBatchNorm(_SyncBatchNorm, nn.SyncBatchNorm):
     """
 
 
-class LazySyncBatchNorm(_SyncBatchNorm, LazyNormBase, BatchNormBase):
-    """`torch.nn.LazyBatchNorm*d` after `swap(sync=True)`, until its first forward."""
-
-    cls_to_become = SyncBatchNorm
-
-
 for _cls in (BatchNorm1d, BatchNorm2d, BatchNorm3d):
     _cls._synchronised = SyncBatchNorm
-for _lazy in (LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d):
-    _lazy._synchronised = LazySyncBatchNorm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +14,32 @@ from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.spec import Tensors
 from normplug._torch import InstanceNormBase
-from normplug.modules.base import FusionSites, TargetVarianceNorm, lazy
+from normplug.modules.base import FusionSites, TargetVarianceNorm
 from normplug.modules.watched import REFUSALS, WatchedRows
 
 
-class GroupNorm(WatchedRows, nn.GroupNorm):
+class _Groups(TargetVarianceNorm):
+    """A norm of groups of channels."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`; in training, update the statistics if there are any."""
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
+        measures = self._probe is not None  # read first: another thread may unswap the layer
+        y = self._fused(input)
+        if measures:
+            self._record(input, y)
+        return y
+
+    def _fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
+        """Compute `activation(forward(input))` in one call."""
+        y: Tensor = self._run(input, None, None, activation)
+        return y
+
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
+
+
+class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
     """`torch.nn.GroupNorm` that normalises to a target variance, and can monitor its input.
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
@@ -51,21 +71,6 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
     _function = "group_norm"
     _watches = False
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, update the watched statistics if there are any."""
-        if isinstance(input, fx.Proxy):
-            return self._as_leaf(input)
-        measures = self._probe is not None  # read first: another thread may unswap the layer
-        y = self._fused(input)
-        if measures:
-            self._record(input, y)
-        return y
-
-    def _fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
-        """Compute `activation(forward(input))` in one call."""
-        y: Tensor = self._run(input, None, None, activation)
-        return y
-
     def _by_torch(self, x: Tensor, *others: Any) -> Tensor | None:
         weight, bias = self._affine()
         if not self._is_plain(x, weight) or any(others) or x.numel() <= self.num_groups:
@@ -88,7 +93,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         t = Tensors(input, None, *self._affine(), None, *self._statistics_to_update(input))
         spec = GroupNormSpec(
             self.num_groups,
-            as_number(own.eps),
+            own.eps,
             own.target_variance,
             activation,
             functional.autocast_dtype(input),
@@ -98,7 +103,6 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         return t, spec
 
     _call_reads = (*WatchedRows._call_reads, "num_groups")
-    _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_channels,)
@@ -115,7 +119,7 @@ class GroupNorm(WatchedRows, nn.GroupNorm):
         return x.reshape(x.shape[0], self.num_groups, -1).var(-1, correction=0)
 
 
-class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
+class _InstanceNorm(_Groups, InstanceNormBase):
     _function = "instance_norm"
     # The result of torch's method, since torch.export of torch 2.6 cannot trace a call of it.
     _no_batch_dim: ClassVar[int]
@@ -123,16 +127,6 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         cls._no_batch_dim = cls._get_no_batch_dim(cls)  # type: ignore[arg-type]
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, update the running statistics if there are any."""
-        if isinstance(input, fx.Proxy):
-            return self._as_leaf(input)
-        measures = self._probe is not None  # read first: another thread may unswap the layer
-        y = self._fused(input)
-        if measures:
-            self._record(self._batched(input), self._batched(y))
-        return y
 
     def _fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
         """Compute `activation(forward(input))` in one call."""
@@ -148,7 +142,6 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         if (
             not (momentum is None or type(momentum) is float)
             or min(x.shape) < 2  # PyTorch's CPU kernels then misread gradients in some layouts
-            or x.shape[1] != self.num_features
         ):
             return None
         mean, var, _ = self._statistics()
@@ -161,7 +154,6 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
             return None
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
-    _fusion_sites = FusionSites({"forward": forward}, after=("activation",))
 
     def _call(
         self,
@@ -173,16 +165,6 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         """The tensors and the spec of a call: with running statistics, a BatchNorm's spec."""
         self._check_input_dim(input)
         x = self._batched(input)
-        channels = x.shape[1]
-        if self.num_features == 0:  # torch's lazy layer never sets it without parameters
-            self.num_features = channels
-        elif channels != self.num_features and not self.affine:  # torch warns, too
-            warnings.warn(
-                f"normplug.{type(self).__name__}: num_features is {self.num_features}, but the "
-                f"input has {channels} channels. Without weight and bias that has no effect; "
-                "correct num_features to avoid this warning.",
-                stacklevel=7,
-            )
         mean, var, _ = self._statistics()
         t = Tensors(x, None, *self._affine(), None, mean, var)
         eps, tv = self._eps, self.target_variance
@@ -190,7 +172,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
             return t, BatchNormSpec(False, 0.0, eps, tv, activation, instance=True)
         # In torch, a momentum of None leaves the statistics of an InstanceNorm unchanged.
         momentum = 0.0 if self.momentum is None else as_number(self.momentum)
-        spec = GroupNormSpec(channels, eps, tv, activation, momentum=momentum, instance=True)
+        spec = GroupNormSpec(x.shape[1], eps, tv, activation, momentum=momentum, instance=True)
         return t, spec
 
     def _uses_running(self, training: bool) -> bool:
@@ -212,7 +194,7 @@ class _InstanceNorm(TargetVarianceNorm, InstanceNormBase):
         return reference.instance_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
 
     def _variance(self, x: Tensor) -> Tensor:
-        x = x.to(reference.accumulator_dtype(x.dtype))
+        x = self._batched(x).to(reference.accumulator_dtype(x.dtype))
         return x.flatten(2).var(-1, correction=0)
 
     def _divisor(self, variance: Tensor) -> Tensor:
@@ -258,8 +240,3 @@ class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
 
     It takes the arguments of `InstanceNorm1d` and raises the same errors.
     """
-
-
-LazyInstanceNorm1d = lazy(nn.LazyInstanceNorm1d, InstanceNorm1d)
-LazyInstanceNorm2d = lazy(nn.LazyInstanceNorm2d, InstanceNorm2d)
-LazyInstanceNorm3d = lazy(nn.LazyInstanceNorm3d, InstanceNorm3d)

@@ -27,13 +27,12 @@ class Probe:
         eps: a float.
     """
 
-    def __init__(self) -> None:
-        self.variance: Tensor | None = None
-        self.divisor: Tensor | None = None
-        self.output: Tensor | None = None
-        self.weight: Tensor | None = None
-        self.target_variance = 1.0
-        self.eps = 0.0
+    variance: Tensor | None = None
+    divisor: Tensor | None = None
+    output: Tensor | None = None
+    weight: Tensor | None = None
+    target_variance = 1.0
+    eps = 0.0
 
     def kind(self) -> tuple[Any, ...]:
         """A key: probes with equal keys can be reduced together."""
@@ -51,17 +50,18 @@ def averages(probes: Sequence[Probe]) -> list[list[float]]:
         for each probe: the variances of the input, of the output before weight and bias, and of the
             output, and the RMS of the weight (1 without weight); nan if no forward has run.
     """
-    results = [[math.nan] * 4 for _ in probes]
-    groups: dict[Any, list[int]] = {}
-    for i, probe in enumerate(probes):
+    groups: dict[Any, list[Probe]] = {}
+    for probe in probes:
         if probe.variance is not None:
-            groups.setdefault(probe.kind(), []).append(i)
+            groups.setdefault(probe.kind(), []).append(probe)
+    rows: dict[Probe, list[float]] = {}
     if groups:
-        tables = [_averages([probes[i] for i in group]) for group in groups.values()]
-        rows = torch.cat([table.to(tables[0].device) for table in tables]).tolist()
-        for i, row in zip((i for group in groups.values() for i in group), rows, strict=True):
-            results[i] = row
-    return results
+        tables = [_averages(group) for group in groups.values()]
+        values = torch.cat([table.to(tables[0].device) for table in tables]).tolist()
+        rows = dict(
+            zip((probe for group in groups.values() for probe in group), values, strict=True)
+        )
+    return [rows.get(probe, [math.nan] * 4) for probe in probes]
 
 
 def _averages(probes: list[Probe]) -> Tensor:

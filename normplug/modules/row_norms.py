@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
-from normplug._checks import as_number
 from normplug._ops import parts
 from normplug._ops.row_norms import LayerNormSpec, composed_rms_norm
 from normplug._ops.spec import Tensors
@@ -20,8 +19,7 @@ from normplug.modules.watched import REFUSALS, WatchedRows
 class RowNorm(WatchedRows):
     """A norm of rows of shape `_affine_shape`, with statistics that are only watched.
 
-    A subclass declares `_function`, `_stock`, and all that `TargetVarianceNorm` asks for. It takes
-    the arguments of `WatchedRows`.
+    A subclass declares `_function`, `_stock`, and all that `TargetVarianceNorm` asks for.
     """
 
     # Where an RMSNorm rounds: see `LayerNormSpec.rounding`.
@@ -38,7 +36,7 @@ class RowNorm(WatchedRows):
         return LayerNormSpec(
             self._affine_shape(),
             own.momentum,
-            as_number(own.eps),
+            own.eps,
             own.target_variance,
             functional.autocast_dtype(x) if is_cast else None,
             autocast_output,

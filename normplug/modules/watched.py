@@ -30,16 +30,7 @@ class WatchedRows(TargetVarianceNorm):
     """A norm of rows or groups with scalar statistics of its input that no result depends on.
 
     They are buffers that a state_dict leaves out. A buffer is None until the layer has left the
-    meta device, and missing if it is not watched.
-
-    Args:
-        *args: passed to the stock class.
-        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        backend: "auto", "triton" or "torch".
-        track_running_stats: whether to watch statistics of the input; None leaves it to the class.
-        momentum: weight of the new batch in them; None averages over all batches equally.
-        autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional`.
-        **kwargs: passed to the stock class.
+    meta device, and missing if it is not watched. The arguments are those of `LayerNorm`.
     """
 
     # The statistics that the class watches, if it watches any; `watched_var` is among them.

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 from types import MappingProxyType, ModuleType
@@ -61,16 +61,39 @@ class Status(NamedTuple):
 
 _NOT_STARTED = Status("Python", "no kernel has been needed yet", None)
 
+kernels: Mapping[str, int] = {}  # see `Status`; `_kernels.ahead` assigns it
+groups: list[str] = []  # see `Status`
+
 _loaded: ModuleType | None = None
 _paused = 0  # how many `python_way` contexts are open
 _extension: ModuleType | None = None  # `_loaded`, or None while paused
 _status = _NOT_STARTED
 _started = False
 _lock = threading.Lock()  # one thread starts
-_kernels: Mapping[str, int] = MappingProxyType({})  # see `Status`
-_groups: list[str] = []  # see `Status`
-# From a Python plan to its C++ counterpart.
-_plans: dict[Any, Any] = {}
+
+
+def _nothing(*arguments: Any) -> None:
+    """What each function below is where calls run through Python."""
+
+
+# The functions of `host_path.cpp`, which `_kernels`, `_ops` and `modules` call.
+call: Any = _nothing  # (spec, backend, t): run a call that `keep` has stored, or return None
+keep: Any = _nothing  # (spec, backend, t, ready, run): store a call, if `run` is a plan's
+forward: Any = _nothing  # (module, input, residual, input_bias, *others): as `call`, for `learn`
+learn: Any = _nothing  # (spec, backend, t, module, input, ...): store a module's call
+run: Any = _nothing  # (plan, t): run a call by its plan
+forget: Any = _nothing  # (): drop all stored calls, since the Python cache has dropped its own
+recomputable_node: Any = _nothing  # (y): the C++ node that can recompute y, or None
+recompute: Any = _nothing  # (node): recompute the first result of such a node
+_FUNCTIONS = ("call", "keep", "forward", "learn", "run", "forget", "recomputable_node", "recompute")
+
+
+def _use(extension: ModuleType | None) -> None:
+    """Run calls through C++, or through Python if `extension` is None."""
+    global _extension
+    _extension = extension
+    for name in _FUNCTIONS:  # a call in another thread finds the old function or the new one
+        globals()[name] = getattr(extension, name, _nothing)
 
 
 def _unlock() -> None:
@@ -85,7 +108,7 @@ if hasattr(os, "register_at_fork"):
 
 def status() -> Status:
     """Return whether calls run through C++ or Python, why, and where the kernels came from."""
-    return _status._replace(kernels=dict(_kernels), groups=tuple(_groups))
+    return _status._replace(kernels=dict(kernels), groups=tuple(groups))
 
 
 def build() -> Path:
@@ -101,8 +124,8 @@ def build() -> Path:
         library = building.library()
         try:
             building.load(library)
-        except (FileNotFoundError, NotADirectoryError, ImportError):
-            building.compile_now(library)
+        except (ImportError, OSError):
+            building.finish(building.start_compiler(library), library)
             building.load(library)
     except (ImportError, OSError, RuntimeError) as error:
         raise RuntimeError(f"normplug: the host path cannot be compiled: {error}") from error
@@ -112,18 +135,14 @@ def build() -> Path:
 @contextmanager
 def python_way() -> Iterator[None]:
     """Within a `with` block, run the calls of all threads through Python, for comparison."""
-    global _extension, _paused
-    _pause(1)
+    global _paused
+    _paused += 1
+    _use(None)
     try:
         yield
     finally:
-        _pause(-1)
-
-
-def _pause(change: int) -> None:
-    global _extension, _paused
-    _paused += change
-    _extension = None if _paused else _loaded
+        _paused -= 1
+        _use(None if _paused else _loaded)
 
 
 def start() -> None:
@@ -155,12 +174,13 @@ def _start() -> None:
 def _start_in_background() -> None:
     try:
         library = building.library()
-        with suppress(FileNotFoundError, NotADirectoryError, building.Damaged):
+        try:
             _load(library)
             return
-        process = building.compile_in_background(library)
+        except (ImportError, OSError):
+            process = building.start_compiler(library, again=False)
     except Exception as error:  # calls must go on, whatever has failed
-        _set_status(_failed(error))
+        _set_status(Status("Python", str(error), None))
         return
     _set_status(Status("Python", "the host path in C++ is being compiled", None), logging.DEBUG)
     threading.Thread(target=_finish, args=(process, library), daemon=True).start()
@@ -171,18 +191,13 @@ def _finish(process: Popen[bytes], library: Path) -> None:
         building.finish(process, library)
         _load(library)
     except Exception as error:
-        _set_status(_failed(error))
-
-
-def _failed(error: Exception) -> Status:
-    again = " (`python -m normplug.native build` compiles it again)"
-    return Status("Python", f"{error}{again if isinstance(error, ImportError) else ''}", None)
+        _set_status(Status("Python", str(error), None))
 
 
 def _load(library: Path) -> None:
-    global _extension, _loaded
+    global _loaded
     _loaded = building.load(library)
-    _extension = None if _paused else _loaded
+    _use(None if _paused else _loaded)
     _set_status(Status("C++", "the host path is compiled", library), logging.DEBUG)
 
 
@@ -190,83 +205,3 @@ def _set_status(status: Status, level: int = logging.WARNING) -> None:
     global _status
     _log.log(level, "%s", status)
     _status = status  # last, so that the log line is there when others see the status
-
-
-# --- What `_kernels`, `_ops` and `modules` call ---
-
-
-def counts_in(kernels: Mapping[str, int]) -> None:
-    """Set the mapping in which the kernels of this process are counted: see `Status`."""
-    global _kernels
-    _kernels = kernels
-
-
-def say_group(text: str) -> None:
-    """Add a group of processes to the status."""
-    _groups.append(text)
-
-
-def call(spec: Any, backend: Any, t: Any) -> Any:
-    """Run a call if `keep` has stored its key, and return the result; None otherwise."""
-    return None if _extension is None else _extension.call(spec, backend, t)
-
-
-def keep(spec: Any, backend: Any, t: Any, ready: Any, bound: Any) -> None:
-    """Store a call for `call` to run, if `bound` is the method `run` of a plan.
-
-    ready: t, with copies of the tensors whose layout the kernels cannot read.
-    """
-    if _extension is not None and getattr(bound, "__name__", "") == "run":
-        _extension.keep(spec, backend, t, ready, _plan_of(_extension, bound.__self__))
-
-
-def forward(module: Any, *inputs: Any) -> Any:
-    """Run a module call if `learn` has stored its key, and return the result; None otherwise.
-
-    Args:
-        module: its `_call_reads` names the statistics and attributes that a call depends on.
-        *inputs: the input, residual and input bias, and any other values a call depends on.
-    """
-    if _extension is None:
-        return None
-    return _extension.forward(module, module._call_reads, *inputs)
-
-
-def learn(module: Any, spec: Any, backend: Any, t: Any, *inputs: Any) -> None:
-    """Store a module call for `forward` to run, if `keep` has stored the call that it makes.
-
-    module and inputs are the arguments of `forward`; spec, backend and t describe the call.
-    """
-    reads = getattr(module, "_call_reads", None)  # None if another thread has unswapped the layer
-    if _extension is not None and reads is not None:
-        _extension.learn(spec, backend, t, module, reads, *inputs)
-
-
-def run(plan: Any, t: Any) -> Any:
-    """Run a call by its plan, and return its result; None where calls run through Python."""
-    return None if _extension is None else _extension.run(_plan_of(_extension, plan), t)
-
-
-def forget() -> None:
-    """Drop all stored calls and plans, since the full Python cache has dropped its own."""
-    _plans.clear()
-    if _extension is not None:
-        _extension.forget()
-
-
-def recomputable_node(y: Any) -> Any:
-    """The autograd node of y, if it is a C++ node that can recompute y; else None."""
-    return None if _extension is None else _extension.node(y)
-
-
-def recompute(node: Any) -> Any:
-    """Recompute the first result of a node that `recomputable_node` returned."""
-    assert _extension is not None
-    return _extension.recompute(node)
-
-
-def _plan_of(extension: ModuleType, plan: Any) -> Any:
-    known = _plans.get(plan)
-    if known is None:
-        known = _plans[plan] = extension.plan(plan)
-    return known

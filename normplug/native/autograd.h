@@ -24,14 +24,6 @@ inline Tensor readable(const Tensor& t) {
   return t._is_zerotensor() ? at::zeros(t.sizes(), t.options()) : t.resolve_neg();
 }
 
-using Needs = std::array<bool, kInputs>;
-
-inline py::tuple as_tuple(const Needs& needs) {
-  py::tuple tuple(kInputs);
-  for (size_t i = 0; i < kInputs; ++i) tuple[i] = py::bool_(needs[i]);
-  return tuple;
-}
-
 struct NormBackward : public Node {
   std::shared_ptr<Plan> plan;
   std::vector<SavedVariable> saved;
@@ -58,66 +50,46 @@ struct NormBackward : public Node {
   Tensor recomputed();
 };
 
-inline py::list wrapped_list(const variable_list& tensors) {
-  py::list list;
-  for (const auto& each : tensors) list.append(wrapped(each));
-  return list;
-}
-
 inline Slots slots_of(const Plan& plan, const variable_list& saved) {
   Slots slots;
   for (size_t i = 0; i < saved.size(); ++i) slots[plan.saved_slots[i]] = saved[i];
   return slots;
 }
 
-inline void append(std::string& key, const Tensor& t) {
-  int64_t rank = t.defined() ? t.dim() : -1;
-  key.append(reinterpret_cast<const char*>(&rank), sizeof(rank));
-  if (t.defined()) {
-    auto strides = t.strides();
-    key.append(reinterpret_cast<const char*>(strides.data()), strides.size() * sizeof(int64_t));
-  }
-}
-
-// Compute the gradients that `needs` selects, where `found` are the tensors that the forward saved.
-inline variable_list gradients_of(Plan& plan, const variable_list& found, const Tensor& dy,
-                                  const Tensor& dtotal, const Needs& needs) {
-  std::string key = "backward";
-  for (bool need : needs) key.push_back(need ? '1' : '0');
-  append(key, dy);
-  append(key, dtotal);
-  auto program = find_program(plan, key, [&] {
-    return plan.python.attr("backward_of")(wrapped_list(found), wrapped(dy), wrapped(dtotal),
-                                           as_tuple(needs));
-  });
-  Slots slots = slots_of(plan, found);
-  slots[kDy] = dy;
-  slots[kDtotal] = dtotal;
-  run(plan, *program, slots);
-  variable_list gradients;
-  gradients.reserve(kInputs);
-  for (const auto& result : program->results) gradients.push_back(result_of(result, slots));
-  return gradients;
-}
-
 inline variable_list NormBackward::apply(variable_list&& grads) {
   at::DeviceGuard device(plan->device);
-  variable_list found = unpacked();
+  variable_list found = unpacked(), gradients;
   Tensor dy = grads[0], dtotal = total_has_gradient && grads.size() > 1 ? grads[1] : Tensor();
   if (!plan->has_total && !dy.defined()) dy = input_metadata(0).zeros_like();
   dy = readable(dy);
   dtotal = readable(dtotal);
-  Needs needs;
+  std::array<bool, kInputs> needs;
   for (size_t i = 0; i < kInputs; ++i) needs[i] = next_edge(i).is_valid();
+  auto ask = [&](const char* method) -> py::object {
+    return plan->python.attr(method)(found, dy, dtotal, py::tuple(py::cast(needs)));
+  };
   if (at::GradMode::is_enabled()) {  // create_graph=True
     py::gil_scoped_acquire gil;
-    py::object gradients = plan->python.attr("composed_backward")(
-        wrapped_list(found), wrapped(dy), wrapped(dtotal), as_tuple(needs));
-    variable_list list;
-    for (py::handle each : gradients) list.push_back(unwrapped(each));
-    return list;
+    for (py::handle each : ask("composed_backward")) {
+      gradients.push_back(each.is_none() ? Tensor() : each.cast<Tensor>());
+    }
+    return gradients;
   }
-  return gradients_of(*plan, found, dy, dtotal, needs);
+  std::string key(needs.begin(), needs.end());
+  for (const Tensor* t : {&dy, &dtotal}) {
+    key.push_back(t->defined() ? static_cast<char>(t->dim()) : -1);
+    if (!t->defined()) continue;
+    auto strides = t->strides();
+    key.append(reinterpret_cast<const char*>(strides.data()), strides.size() * sizeof(int64_t));
+  }
+  auto program = find_program(*plan, key, [&] { return ask("backward_of"); });
+  Slots slots = slots_of(*plan, found);
+  slots[kDy] = dy;
+  slots[kDtotal] = dtotal;
+  run(*plan, *program, slots);
+  gradients.reserve(kInputs);
+  for (const auto& result : program->results) gradients.push_back(result_of(result, slots));
+  return gradients;
 }
 
 inline Tensor NormBackward::recomputed() {
@@ -125,7 +97,7 @@ inline Tensor NormBackward::recomputed() {
   at::AutoGradMode no_grad(false);
   variable_list found = unpacked();
   auto program = find_program(*plan, "recompute", [&] {
-    return plan->python.attr("recompute_of")(wrapped_list(found));
+    return plan->python.attr("recompute_of")(found);
   });
   Slots slots = slots_of(*plan, found);
   run(*plan, *program, slots);
@@ -141,26 +113,18 @@ inline auto make_node() {
   }
 }
 
-// Increment the version counters of the tensors that the kernels updated in place.
-inline void increment_versions(const Program& program, const Slots& slots) {
-  for (uint8_t slot : program.updates) {
-    const Tensor& t = slots[slot];
-    if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
-  }
-}
-
 inline void make_history(const std::shared_ptr<Plan>& plan, const Program& program,
                          const Slots& slots, const std::array<Tensor, kInputs>& inputs) {
   auto node = make_node<NormBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2],
                                                            inputs[3], inputs[4]));
   node->plan = plan;
-  const Tensor& y = slots[program.results[0].slot];
+  const Tensor& y = slots[program.results[0].first];
   torch::autograd::set_history(y, node);
   if (plan->has_total) {
     node->total_has_gradient = node->next_edge(0).is_valid() || node->next_edge(1).is_valid();
     if (node->total_has_gradient) {
-      torch::autograd::set_history(slots[program.results[1].slot], node);
+      torch::autograd::set_history(slots[program.results[1].first], node);
     }
   }
   node->saved.reserve(program.saved.size());
@@ -170,7 +134,7 @@ inline void make_history(const std::shared_ptr<Plan>& plan, const Program& progr
       node->saved.emplace_back();
       continue;
     }
-    bool is_output = node->total_has_gradient && slot == program.results[1].slot;
+    bool is_output = node->total_has_gradient && slot == program.results[1].first;
     node->saved.emplace_back(t, is_output);
   }
 #ifdef NORMPLUG_NODE_CREATION_HOOKS
@@ -186,20 +150,19 @@ inline std::shared_ptr<Program> run_forward(const std::shared_ptr<Plan>& plan, S
   bool keep = torch::autograd::compute_requires_grad(inputs[0], inputs[1], inputs[2], inputs[3],
                                                      inputs[4]);
   auto program = find_program(*plan, keep ? "1" : "0", [&] {
-    py::tuple t(kTensors);
-    for (size_t i = 0; i < kTensors; ++i) t[i] = wrapped(slots[i]);
-    return plan->python.attr("forward_of")(t, keep);
+    return plan->python.attr("forward_of")(variable_list(slots.begin(), slots.begin() + kTensors),
+                                           keep);
   });
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     run(*plan, *program, slots);
   }
-  increment_versions(*program, slots);
+  for (uint8_t slot : program->updates) {  // in place, by the kernels
+    if (!slots[slot].is_inference()) slots[slot].unsafeGetTensorImpl()->bump_version();
+  }
   if (keep) make_history(plan, *program, slots, inputs);
   return program;
 }
-
-using Copies = std::vector<std::pair<size_t, std::vector<int64_t>>>;
 
 // Copy tensors to the given strides, run a call by its plan, and return the result.
 inline PyObject* call_plan(const std::shared_ptr<Plan>& plan, Slots& slots,
@@ -207,16 +170,12 @@ inline PyObject* call_plan(const std::shared_ptr<Plan>& plan, Slots& slots,
   std::shared_ptr<Program> program;
   {
     py::gil_scoped_release no_gil;
-    for (const auto& [slot, strides] : copies) {  // which autograd records
-      Tensor copy = at::empty_strided(slots[slot].sizes(), strides, slots[slot].options());
-      slots[slot] = copy.copy_(slots[slot]);
-    }
+    copy_tensors(copies, slots);  // which autograd records
     program = run_forward(plan, slots);
   }
   const auto& results = program->results;
-  if (!plan->has_total) return THPVariable_Wrap(slots[results[0].slot]);
-  py::object y = wrapped(slots[results[0].slot]), total = wrapped(slots[results[1].slot]);
-  return py::make_tuple(y, total).release().ptr();
+  if (!plan->has_total) return THPVariable_Wrap(slots[results[0].first]);
+  return py::make_tuple(slots[results[0].first], slots[results[1].first]).release().ptr();
 }
 
 }  // namespace normplug

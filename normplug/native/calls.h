@@ -67,7 +67,7 @@ inline size_t hash_of(size_t start, const Signature& signature) {
 inline bool same(PyObject* a, PyObject* b) {
   if (a == b) return true;
   int equal = PyObject_RichCompareBool(a, b, Py_EQ);
-  if (equal < 0) throw_python();
+  if (equal < 0) throw py::error_already_set();
   return equal == 1;
 }
 
@@ -98,13 +98,13 @@ struct Call {
 };
 
 struct Calls {
-  std::unordered_map<size_t, std::vector<Call>> by_hash;
-  size_t count = 0;
+  std::unordered_multimap<size_t, Call> by_hash;
+  std::unordered_map<PyObject*, std::shared_ptr<Plan>> plans;  // by the Python plan
 
   const Way* find(const Reading& reading) const {
-    auto found = by_hash.find(reading.hash);
-    if (found == by_hash.end()) return nullptr;
-    for (const auto& each : found->second) {
+    auto [found, end] = by_hash.equal_range(reading.hash);
+    for (; found != end; ++found) {
+      const Call& each = found->second;
       if (each.type.ptr() != reading.type || each.signature != reading.signature ||
           each.values.size() != reading.values.size()) {
         continue;
@@ -122,15 +122,19 @@ struct Calls {
     for (PyObject* value : reading.values) {
       call.values.push_back(py::reinterpret_borrow<py::object>(value));
     }
-    if (count >= kMost) clear();
-    by_hash[reading.hash].push_back(std::move(call));
-    ++count;
+    if (by_hash.size() >= kMost) clear();
+    by_hash.emplace(reading.hash, std::move(call));
+  }
+
+  std::shared_ptr<Plan> plan(py::handle python) {
+    auto found = plans.find(python.ptr());
+    if (found != plans.end()) return found->second;
+    return plans.emplace(python.ptr(), plan_of(python)).first->second;
   }
 
   void clear() {
-    count = 0;
-    auto gone = std::move(by_hash);  // destroyed last, since that may run Python code
-    by_hash.clear();
+    Calls gone = std::move(*this);  // destroyed last, since that may run Python code
+    *this = Calls();
   }
 };
 
@@ -180,58 +184,52 @@ inline PyObject* find_tensor(PyObject* table, PyObject* own, PyObject* name) {
   return found == nullptr || found == Py_None ? Py_None : nullptr;
 }
 
-constexpr Py_ssize_t kStatistics = 3;
-
-// Read the call of a module; false if it must not be stored.
-// args: module, names of its statistics and then of its attributes, input, residual, input bias,
-// others.
+// Read the call of a module; false if it must not be stored. The module's `_call_reads` names three
+// statistics and then attributes. args: module, input, residual, input bias, others.
 inline bool read_module(PyObject* const* args, Py_ssize_t count, Reading& reading) {
+  static PyObject* reads_name = PyUnicode_InternFromString("_call_reads");
   static PyObject* parameters_name = PyUnicode_InternFromString("_parameters");
   static PyObject* buffers_name = PyUnicode_InternFromString("_buffers");
   static PyObject* weight_name = PyUnicode_InternFromString("weight");
   static PyObject* bias_name = PyUnicode_InternFromString("bias");
-  PyObject *names = args[1], *input = args[2];
-  if (!THPVariable_CheckExact(input) || interposed()) return false;
-  py::object own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
-  if (!own) throw_python();
+  PyObject *module = args[0], *input = args[1];
+  if (count < 4 || !THPVariable_CheckExact(input) || interposed()) return false;
+  reading.type = type_of(module);
+  auto names = py::reinterpret_steal<py::object>(PyObject_GetAttr(reading.type, reads_name));
+  if (!names) {  // another thread has unswapped the layer
+    PyErr_Clear();
+    return false;
+  }
+  auto own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
+  if (!own) throw py::error_already_set();
   PyObject* parameters = PyDict_GetItemWithError(own.ptr(), parameters_name);
   PyObject* buffers = PyDict_GetItemWithError(own.ptr(), buffers_name);
   if (parameters == nullptr || buffers == nullptr) return false;
   auto& tensors = reading.tensors;
   tensors = {input,
-             args[3],
+             args[2],
              find_tensor(parameters, own.ptr(), weight_name),
              find_tensor(parameters, own.ptr(), bias_name),
-             args[4],
-             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names, 0)),
-             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names, 1)),
-             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names, 2))};
+             args[3],
+             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 0)),
+             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 1)),
+             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 2))};
   for (PyObject* each : tensors) {
     if (each == nullptr || !describe(each, reading.signature)) return false;
   }
   describe_autocast(THPVariable_Unpack(input), reading.signature);
-  for (Py_ssize_t i = kStatistics; i < PyTuple_GET_SIZE(names); ++i) {
-    PyObject* value = PyDict_GetItemWithError(own.ptr(), PyTuple_GET_ITEM(names, i));
+  for (Py_ssize_t i = 3; i < PyTuple_GET_SIZE(names.ptr()); ++i) {
+    PyObject* value = PyDict_GetItemWithError(own.ptr(), PyTuple_GET_ITEM(names.ptr(), i));
     reading.values.push_back(value == nullptr ? Py_None : value);
   }
-  for (Py_ssize_t i = 5; i < count; ++i) reading.values.push_back(args[i]);
-  reading.type = type_of(args[0]);
+  for (Py_ssize_t i = 4; i < count; ++i) reading.values.push_back(args[i]);
   reading.hash = hash_of(reinterpret_cast<size_t>(reading.type), reading.signature);
   return true;
 }
 
-// Whether a value is or contains a tensor, whose elements may change.
-inline bool has_tensor(PyObject* value) {
-  if (THPVariable_Check(value)) return true;
-  if (!PyTuple_Check(value)) return false;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
-    if (has_tensor(PyTuple_GET_ITEM(value, i))) return true;
-  }
-  return false;
-}
-
 // Which tensors of a module call the plan takes: all that are not None in `tensors`. nullopt if the
-// call cannot be stored: a tensor is not in the module, or a setting is or contains a tensor.
+// call cannot be stored: a tensor is not in the module, or a setting is a tensor, whose value may
+// change.
 inline std::optional<uint8_t> used_of(const Reading& reading, PyObject* tensors) {
   uint8_t used = 0;
   for (size_t i = 0; i < kTensors; ++i) {
@@ -241,7 +239,7 @@ inline std::optional<uint8_t> used_of(const Reading& reading, PyObject* tensors)
     used |= static_cast<uint8_t>(1u << i);
   }
   for (PyObject* value : reading.values) {
-    if (has_tensor(value)) return std::nullopt;
+    if (THPVariable_Check(value)) return std::nullopt;
   }
   return used;
 }

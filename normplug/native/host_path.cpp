@@ -13,23 +13,6 @@ namespace {
 
 using namespace normplug;
 
-constexpr const char* kPlanName = "normplug.Plan";
-
-const std::shared_ptr<Plan>& plan_in(PyObject* capsule) {
-  void* found = PyCapsule_GetPointer(capsule, kPlanName);
-  if (found == nullptr) throw_python();
-  return *static_cast<std::shared_ptr<Plan>*>(found);
-}
-
-PyObject* make_plan(PyObject*, PyObject* python) {
-  HANDLE_TH_ERRORS
-  auto* plan = new std::shared_ptr<Plan>(plan_of(python));
-  return PyCapsule_New(plan, kPlanName, [](PyObject* capsule) {
-    delete static_cast<std::shared_ptr<Plan>*>(PyCapsule_GetPointer(capsule, kPlanName));
-  });
-  END_HANDLE_TH_ERRORS
-}
-
 // Run a stored call; None if there is none. By value: another thread may clear the stored calls.
 PyObject* run_call(const Way* stored, const Reading& reading) {
   if (stored == nullptr) Py_RETURN_NONE;
@@ -42,26 +25,25 @@ PyObject* run_call(const Way* stored, const Reading& reading) {
 }
 
 // call(spec, backend, t): the result, or None if the call is not stored.
-PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 3, "normplug: call takes a spec, a backend and tensors");
   Reading reading;
   bool is_read = read_call(args[0], args[1], args[2], reading);
   return run_call(is_read ? calls().find(reading) : nullptr, reading);
   END_HANDLE_TH_ERRORS
 }
 
-// keep(spec, backend, t, ready, plan): store a call, for `call` to run. ready: t, with copies of the
-// tensors whose layout the kernels cannot read.
-PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// keep(spec, backend, t, ready, run): store a call, for `call` to run, if `run` is the method of a
+// plan. ready: t, with copies of the tensors whose layout the kernels cannot read.
+PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 5, "normplug: keep takes a spec, a backend, tensors twice, and a plan");
+  py::handle run = args[4];
   Reading reading;
-  if (read_call(args[0], args[1], args[2], reading)) {
-    Way way{0, {}, plan_in(args[4])};
+  if (py::getattr(run, "__name__", py::none()).equal(py::str("run")) &&
+      read_call(args[0], args[1], args[2], reading)) {
+    Way way{0, {}, calls().plan(run.attr("__self__"))};
     for (size_t i = 0; i < kTensors; ++i) {
-      PyObject* ready = PyTuple_GetItem(args[3], static_cast<Py_ssize_t>(i));
-      if (ready == nullptr) throw_python();
+      PyObject* ready = PyTuple_GET_ITEM(args[3], i);
       way.used |= (ready != Py_None) << i;
       if (ready != reading.tensors[i]) {
         way.copies.emplace_back(i, THPVariable_Unpack(ready).strides().vec());
@@ -73,21 +55,19 @@ PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// forward(module, names, input, residual, input_bias, *others): the result, or None if the call is
-// not stored.
+// forward(module, input, residual, input_bias, *others): the result, or None if the call is not
+// stored.
 PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count >= 5, "normplug: forward takes a module, names and three tensors");
   Reading reading;
   return run_call(read_module(args, count, reading) ? calls().find(reading) : nullptr, reading);
   END_HANDLE_TH_ERRORS
 }
 
-// learn(spec, backend, t, module, names, input, residual, input_bias, *others): store the call of a
-// module, for `forward` to run, with the plan of the function call that it makes, if that is stored.
+// learn(spec, backend, t, module, input, residual, input_bias, *others): store the call of a module,
+// for `forward` to run, with the plan of the function call that it makes, if that is stored.
 PyObject* learn(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count >= 8, "normplug: learn takes a call, a module, names and three tensors");
   Reading function, module;
   bool is_read = read_call(args[0], args[1], args[2], function);
   const Way* found = is_read ? calls().find(function) : nullptr;
@@ -104,17 +84,14 @@ PyObject* learn(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // run(plan, t): the result of a call whose plan is known.
-PyObject* run_plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* run_plan(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 2, "normplug: run takes a plan and tensors");
   Slots slots;
   for (size_t i = 0; i < kTensors; ++i) {
-    PyObject* object = PyTuple_GetItem(args[1], static_cast<Py_ssize_t>(i));
-    if (object == nullptr) throw_python();
+    PyObject* object = PyTuple_GET_ITEM(args[1], i);
     if (object != Py_None) slots[i] = THPVariable_Unpack(object);
   }
-  auto plan = plan_in(args[0]);
-  return call_plan(plan, slots);
+  return call_plan(calls().plan(args[0]), slots);
   END_HANDLE_TH_ERRORS
 }
 
@@ -147,7 +124,7 @@ PyObject* recomputable_node(PyObject*, PyObject* y) {
 PyObject* recompute(PyObject*, PyObject* capsule) {
   HANDLE_TH_ERRORS
   void* found = PyCapsule_GetPointer(capsule, kNodeName);
-  if (found == nullptr) throw_python();
+  if (found == nullptr) throw py::error_already_set();
   NodePtr node = *static_cast<NodePtr*>(found);
   Tensor y;
   {
@@ -159,14 +136,13 @@ PyObject* recompute(PyObject*, PyObject* capsule) {
 }
 
 PyMethodDef methods[] = {
-    {"plan", make_plan, METH_O, "Make the plan of a Python plan."},
     {"call", reinterpret_cast<PyCFunction>(call), METH_FASTCALL, "Run a stored call."},
     {"keep", reinterpret_cast<PyCFunction>(keep), METH_FASTCALL, "Store a call."},
     {"forward", reinterpret_cast<PyCFunction>(forward), METH_FASTCALL, "Run a stored call of a module."},
     {"learn", reinterpret_cast<PyCFunction>(learn), METH_FASTCALL, "Store a call of a module."},
     {"run", reinterpret_cast<PyCFunction>(run_plan), METH_FASTCALL, "Run a call by its plan."},
     {"forget", forget, METH_NOARGS, "Drop all stored calls."},
-    {"node", recomputable_node, METH_O, "The node that can recompute a tensor, or None."},
+    {"recomputable_node", recomputable_node, METH_O, "The node that can recompute a tensor."},
     {"recompute", recompute, METH_O, "Recompute the result of a node."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -176,16 +152,6 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "normplug_host_path", nullptr, -1, 
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit_normplug_host_path() {
   HANDLE_TH_ERRORS
-  // programs.h and Python's programs must number the slots alike.
-  py::tuple slots = py::module_::import("normplug._ops.plans").attr("SLOTS");
-  const std::pair<size_t, const char*> known[] = {
-      {kTracked, "tracked"}, {kDy, "dy"},           {kDtotal, "dtotal"},
-      {kPartial, "partial"}, {kCounters, "counters"}, {kNothing, "nothing"}};
-  TORCH_CHECK_VALUE(slots.size() == kSlots, "normplug: Python has ", slots.size(), " slots");
-  for (const auto& [slot, name] : known) {
-    TORCH_CHECK_VALUE(slots[slot].cast<std::string>() == name, "normplug: slot ", slot, " is ",
-                      slots[slot].cast<std::string>());
-  }
   driver::load();
   return PyModule_Create(&module);
   END_HANDLE_TH_ERRORS

@@ -1,9 +1,9 @@
 // Programs: a Python plan's work as data, and the code that runs it.
 #pragma once
 
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -32,9 +32,6 @@ inline int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, un
 inline int (*launch_cooperative)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                                  unsigned, void*, void**) = nullptr;
 inline int (*param_info)(void*, size_t, size_t*, size_t*) = nullptr;
-inline int (*get_device)(int*, int) = nullptr;
-inline int (*retain_context)(void**, int) = nullptr;
-inline int (*set_context)(void*) = nullptr;
 inline int (*current_stream)(int32_t, void**) = nullptr;  // torch's
 
 template <typename F>
@@ -47,25 +44,12 @@ inline void load() {
   find(cuda, "cuLaunchKernel", launch);
   find(cuda, "cuLaunchCooperativeKernel", launch_cooperative);
   find(cuda, "cuFuncGetParamInfo", param_info);
-  find(cuda, "cuDeviceGet", get_device);
-  find(cuda, "cuDevicePrimaryCtxRetain", retain_context);
-  find(cuda, "cuCtxSetCurrent", set_context);
   void* torch = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
   find(torch, "aoti_torch_get_current_cuda_stream", current_stream);
 }
 
 inline bool complete() {
-  return launch && launch_cooperative && param_info && get_device && retain_context &&
-         set_context && current_stream;
-}
-
-// Make the device's context current. A thread on which only this file has called the driver has
-// none yet.
-inline bool make_context(int index) {
-  int device = 0;
-  void* context = nullptr;
-  return get_device(&device, index) == 0 && retain_context(&context, device) == 0 &&
-         set_context(context) == 0;
+  return launch && launch_cooperative && param_info && current_stream;
 }
 
 }  // namespace driver
@@ -85,7 +69,7 @@ struct Compiled {
   bool cooperative;
   std::vector<Parameter> parameters;
 
-  void operator()(int device, void* stream, const void* const* pointers) const {
+  void operator()(at::Device device, void* stream, const void* const* pointers) const {
     uint64_t values[kMostParameters];
     void* arguments[kMostParameters];
     size_t n = 0;
@@ -96,7 +80,11 @@ struct Compiled {
       ++n;
     }
     int error = start(stream, arguments);
-    if (error == kInvalidContext && driver::make_context(device)) error = start(stream, arguments);
+    if (error == kInvalidContext) {
+      // A thread on which only this file has called the driver. torch makes the context current.
+      at::zeros({1}, at::TensorOptions().device(device));
+      error = start(stream, arguments);
+    }
     TORCH_CHECK(error == 0, "normplug: the driver refused to launch a kernel, with error ", error);
   }
 
@@ -109,22 +97,10 @@ struct Compiled {
   }
 };
 
-// Indices into `normplug._ops.plans.SLOTS`; checked when the module is loaded.
-constexpr size_t kTensors = 8, kInputs = 5, kSlots = 25, kNothing = kSlots - 1;
+// Indices into `normplug._ops.plans.SLOTS`; a test compares them.
+constexpr size_t kTensors = 8, kInputs = 5, kSlots = 25;
 constexpr size_t kTracked = 7, kDy = 14, kDtotal = 15, kPartial = 22, kCounters = 23;
 using Slots = std::array<Tensor, kSlots>;
-
-[[noreturn]] inline void throw_python() {
-  python_error error;
-  error.persist();
-  throw std::move(error);
-}
-
-// Own a new reference; throw the Python error if it is null.
-inline py::object checked(PyObject* object) {
-  if (object == nullptr) throw_python();
-  return py::reinterpret_steal<py::object>(object);
-}
 
 struct Step {
   py::object launch;  // the Python `Launch`
@@ -132,23 +108,23 @@ struct Step {
   std::shared_ptr<const Compiled> compiled;  // null until Python has launched it once
 };
 
-struct Layout {
-  size_t slot;
-  std::vector<int64_t> sizes, strides;
-  at::ScalarType dtype;
-};
+// Slots whose tensors are copied, and the strides of the copies.
+using Copies = std::vector<std::pair<size_t, std::vector<int64_t>>>;
 
-struct Result {
-  size_t slot;
-  std::optional<at::ScalarType> dtype;
-};
+inline void copy_tensors(const Copies& copies, Slots& slots) {
+  for (const auto& [slot, strides] : copies) {
+    Tensor& t = slots[slot];
+    t = at::empty_strided(t.sizes(), strides, t.options()).copy_(t);
+  }
+}
+
+// A tensor to allocate: its slot, sizes, strides and dtype.
+using Layout = std::tuple<size_t, std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>;
+// A slot to return, and the dtype to cast to, if any.
+using Result = std::pair<size_t, std::optional<at::ScalarType>>;
 
 struct Program {
-  struct Copy {
-    size_t slot;
-    std::vector<int64_t> strides;
-  };
-  std::vector<Copy> copies;
+  Copies copies;
   bool counts;  // whether to increment `tracked` first
   std::vector<Layout> empties;
   std::vector<Step> steps;
@@ -188,37 +164,17 @@ inline T attribute(py::handle object, const char* name) {
   return object.attr(name).cast<T>();
 }
 
-inline at::ScalarType dtype_of(py::handle dtype) {
-  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-}
-
-inline std::optional<at::ScalarType> maybe_dtype(py::handle dtype) {
-  if (dtype.is_none()) return std::nullopt;
-  return dtype_of(dtype);
-}
-
 // Needs the GIL.
 inline std::shared_ptr<Program> program_of(py::handle python) {
   auto program = std::make_shared<Program>();
-  for (py::handle copy : python.attr("copies")) {
-    auto pair = copy.cast<std::pair<size_t, std::vector<int64_t>>>();
-    program->copies.push_back({pair.first, std::move(pair.second)});
-  }
+  program->copies = attribute<Copies>(python, "copies");
   program->counts = attribute<bool>(python, "counts");
-  for (py::handle empty : python.attr("empties")) {
-    program->empties.push_back({attribute<size_t>(empty, "slot"),
-                                attribute<std::vector<int64_t>>(empty, "shape"),
-                                attribute<std::vector<int64_t>>(empty, "stride"),
-                                dtype_of(empty.attr("dtype"))});
-  }
+  program->empties = attribute<std::vector<Layout>>(python, "empties");
   for (py::handle step : python.attr("steps")) {
-    program->steps.push_back({py::reinterpret_borrow<py::object>(step.attr("launch")),
+    program->steps.push_back({step.attr("launch"),
                               attribute<std::vector<uint8_t>>(step, "slots")});
   }
-  for (py::handle result : python.attr("results")) {
-    program->results.push_back({attribute<size_t>(result, "slot"),
-                                maybe_dtype(result.attr("dtype"))});
-  }
+  program->results = attribute<std::vector<Result>>(python, "results");
   program->saved = attribute<std::vector<uint8_t>>(python, "saved");
   program->updates = attribute<std::vector<uint8_t>>(python, "updates");
   program->scratch = python.attr("scratch");
@@ -230,8 +186,8 @@ inline std::shared_ptr<Program> program_of(py::handle python) {
 inline std::shared_ptr<Plan> plan_of(py::handle python) {
   auto plan = std::make_shared<Plan>();
   plan->python = py::reinterpret_borrow<py::object>(python);
-  plan->device = reinterpret_cast<THPDevice*>(python.attr("device").ptr())->device;
-  plan->accumulator = dtype_of(python.attr("acc"));
+  plan->device = attribute<at::Device>(python, "device");
+  plan->accumulator = attribute<at::ScalarType>(python, "acc");
   plan->has_total = attribute<bool>(python, "has_total");
   plan->is_recomputable = attribute<bool>(python, "is_recomputable");
   plan->mark = reinterpret_cast<const int64_t*>(attribute<uintptr_t>(python, "mark"));
@@ -241,15 +197,6 @@ inline std::shared_ptr<Plan> plan_of(py::handle python) {
   }
   plan->saved_slots = attribute<std::vector<uint8_t>>(python, "saved_slots");
   return plan;
-}
-
-inline py::object wrapped(const Tensor& t) {
-  if (!t.defined()) return py::none();
-  return checked(THPVariable_Wrap(t));
-}
-
-inline Tensor unwrapped(py::handle object) {
-  return object.is_none() ? Tensor() : THPVariable_Unpack(object.ptr());
 }
 
 inline void* stream_of(const Plan& plan) {
@@ -277,8 +224,8 @@ inline void find_workspace(Plan& plan, Program& program, void* stream, Slots& sl
   if (slots[kCounters].defined()) return;
   py::gil_scoped_acquire gil;
   py::tuple found = plan.python.attr("workspace")(program.scratch);
-  slots[kPartial] = unwrapped(found[1].attr("partial"));
-  slots[kCounters] = unwrapped(found[1].attr("counters"));
+  slots[kPartial] = attribute<Tensor>(found[1], "partial");
+  slots[kCounters] = attribute<Tensor>(found[1], "counters");
   if (!plan.device.is_cuda()) return;
   std::lock_guard<std::mutex> lock(plan.mutex);
   program.kept_partial = slots[kPartial];
@@ -300,27 +247,24 @@ inline std::shared_ptr<const Compiled> compiled_of(const Step& step) {
   size_t offset = 0, size = 0, count = 0;
   for (py::handle each : found.attr("parameters")) {
     auto [tensor, value, bytes] = each.cast<std::tuple<int, uint64_t, size_t>>();
-    if (count == Compiled::kMostParameters) return nullptr;
     compiled->parameters.push_back({tensor, value});
     if (driver::param_info(compiled->function, count++, &offset, &size) != 0 || size != bytes) {
       return nullptr;
     }
   }
   // Any further parameters are pointers to scratch memory, which these kernels do not use.
-  while (driver::param_info(compiled->function, count, &offset, &size) == 0) {
-    if (size != sizeof(void*) || count == Compiled::kMostParameters) return nullptr;
+  while (driver::param_info(compiled->function, count++, &offset, &size) == 0) {
+    if (size != sizeof(void*)) return nullptr;
     compiled->parameters.push_back({-1, 0});
-    ++count;
   }
-  return compiled;
+  return compiled->parameters.size() > Compiled::kMostParameters ? nullptr : compiled;
 }
 
 inline void launch_by_python(const Plan& plan, Step& step, void* stream, const Slots& slots) {
   py::gil_scoped_acquire gil;
-  py::tuple arguments(step.slots.size() + 1);
-  arguments[0] = py::int_(reinterpret_cast<uintptr_t>(stream));
-  for (size_t i = 0; i < step.slots.size(); ++i) arguments[i + 1] = wrapped(slots[step.slots[i]]);
-  checked(PyObject_CallObject(step.launch.ptr(), arguments.ptr()));
+  py::list tensors;
+  for (uint8_t slot : step.slots) tensors.append(slots[slot]);
+  step.launch(reinterpret_cast<uintptr_t>(stream), *tensors);
   if (plan.device.is_cuda() && std::atomic_load(&step.compiled) == nullptr) {
     std::atomic_store(&step.compiled, compiled_of(step));
   }
@@ -336,7 +280,7 @@ inline void launch(const Plan& plan, Step& step, void* stream, const Slots& slot
       bits |= reinterpret_cast<uintptr_t>(pointers[i]);
     }
     if ((bits & 15) == 0) {  // the kernel assumes 16-byte alignment
-      (*compiled)(plan.device.index(), stream, pointers);
+      (*compiled)(plan.device, stream, pointers);
       return;
     }
   }
@@ -353,16 +297,11 @@ inline void take_turn(const Plan& plan) {
 
 inline void run(Plan& plan, Program& program, Slots& slots) {
   if (plan.mark != nullptr) take_turn(plan);
-  for (const auto& [slot, strides] : program.copies) {
-    Tensor& t = slots[slot];
-    Tensor copy = at::empty_strided(t.sizes(), strides, t.options());
-    copy.copy_(t);
-    t = std::move(copy);
-  }
+  copy_tensors(program.copies, slots);
   if (program.counts && slots[kTracked].defined()) slots[kTracked].add_(1);
-  for (const auto& empty : program.empties) {
-    slots[empty.slot] = at::empty_strided(
-        empty.sizes, empty.strides, at::TensorOptions().device(plan.device).dtype(empty.dtype));
+  for (const auto& [slot, sizes, strides, dtype] : program.empties) {
+    auto options = at::TensorOptions().device(plan.device).dtype(dtype);
+    slots[slot] = at::empty_strided(sizes, strides, options);
   }
   if (program.steps.empty()) return;
   void* stream = stream_of(plan);
@@ -371,8 +310,9 @@ inline void run(Plan& plan, Program& program, Slots& slots) {
 }
 
 inline Tensor result_of(const Result& result, const Slots& slots) {
-  const Tensor& t = slots[result.slot];
-  return t.defined() && result.dtype ? t.to(*result.dtype) : t;
+  const auto& [slot, dtype] = result;
+  const Tensor& t = slots[slot];
+  return t.defined() && dtype ? t.to(*dtype) : t;
 }
 
 // The program of a key; built by Python (`ask`), under the GIL, when the key is first seen.

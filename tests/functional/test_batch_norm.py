@@ -8,32 +8,9 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import normplug
-from accuracy import leaf
-from batch_norm_cases import DTYPES, LAYOUTS, SHAPES, compare, make, run
-from calls import check_one_graph
-from normplug import _activations, functional, reference, target_variance
+from batch_norm_cases import DTYPES, LAYOUTS, SHAPES, compare, make
+from normplug import functional, reference, target_variance
 from training import ROOT
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_standard_is_as_close_to_float64_as_torch_and_mode_1_gives_the_same_bits(
-    dtype, shape, layout
-):
-    x, weight, bias = make(shape, dtype, layout)
-    running = (torch.randn(5).to(dtype), torch.rand(5).to(dtype) + 0.5)
-    for training in (True, False):
-        standard = compare(x, weight, bias, "standard", training, running)
-        torch.manual_seed(0)
-        dy = torch.randn_like(x)
-        named, number = (
-            run(functional.batch_norm, x, weight, bias, dy, training, running, mode=mode)
-            for mode in ("standard", 1.0)
-        )
-        for name in standard:
-            assert torch.equal(named[name], number[name]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -49,10 +26,10 @@ def test_half_precision_input_accepts_float32_parameters(dtype):
     shape=st.lists(st.integers(1, 6), min_size=2, max_size=5).filter(
         lambda s: torch.Size([s[0], *s[2:]]).numel() > 1
     ),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    dtype=st.sampled_from(DTYPES),
     layout=st.sampled_from(LAYOUTS),
     affine=st.sampled_from(["", "weight", "bias", "weight+bias"]),
-    mode=st.one_of(st.just("golden"), st.floats(0.01, 10)),
+    mode=st.one_of(st.sampled_from(["golden", "standard"]), st.floats(0.01, 10)),
     training=st.booleans(),
     offset=st.sampled_from([0.0, 3.0, 1e3]),
     seed=st.integers(0, 2**31),
@@ -67,25 +44,6 @@ def test_any_combination_of_shape_layout_and_flags(
     compare(x, weight, bias, mode, training, running)
 
 
-def test_forward_and_gradients_match_the_reference():
-    x, weight, bias = make((6, 5, 4, 3), torch.float64)
-    residual, dy = torch.randn_like(x), torch.randn_like(x)
-    for name in (None, *_activations.ACTIVATIONS):
-        leaves = [leaf(t) for t in (x, weight, bias, residual)]
-        y = functional.batch_norm(
-            leaves[0], None, None, *leaves[1:3], training=True, residual=leaves[3], activation=name,
-            mode="golden",
-        )  # fmt: skip
-        got = torch.autograd.grad(y, leaves, dy)
-        tv = target_variance("golden")
-        plain, mean, var = reference.batch_norm(x, weight, bias, target_variance=tv)
-        pre = plain + residual
-        torch.testing.assert_close(y, reference.activation(pre, name))
-        dpre = reference.activation_backward(dy, pre, name)
-        expected = reference.gradients(reference.batch_norm, dpre, x, weight, target_variance=tv)
-        torch.testing.assert_close(got, (*expected, dpre))
-
-
 @pytest.mark.parametrize("shape", SHAPES[2:], ids=str)
 def test_the_output_and_the_input_gradient_keep_the_layout(shape):
     x, weight, bias = make(shape, torch.float32, "channels_last")
@@ -93,41 +51,6 @@ def test_the_output_and_the_input_gradient_keep_the_layout(shape):
     y = functional.batch_norm(x, None, None, weight, bias, True, residual=x, activation="relu")
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert y.stride() == dx.stride() == x.stride()
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "hardswish", ("leaky_relu", 0.2)])
-def test_second_derivatives_are_right(training, activation):
-    x, weight, bias = (leaf(t) for t in make((4, 3, 2, 2), torch.float64, offset=0.5))
-    residual = leaf(torch.randn_like(x))
-    running = None if training else (torch.zeros(3).double(), torch.ones(3).double())
-
-    def norm(x, weight, bias, residual):
-        mean, var = running or (None, None)
-        return functional.batch_norm(
-            x, mean, var, weight, bias, training, residual=residual, activation=activation
-        )
-
-    assert torch.autograd.gradcheck(norm, (x, weight, bias, residual))
-    assert torch.autograd.gradgradcheck(norm, (x, weight, bias, residual))
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4, 4), (2, 3, 0, 4), (4, 0, 2)], ids=str)
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_an_empty_batch_leaves_the_statistics_unchanged_and_gives_zero_gradients(shape, momentum):
-    c = shape[1]
-    mean, var, count = torch.full((c,), 2.0), torch.full((c,), 3.0), torch.tensor(7)
-    x, weight, bias = (leaf(torch.randn(s)) for s in (shape, (c,), (c,)))
-    y = functional.batch_norm(
-        x, mean, var, weight, bias, True, momentum, residual=torch.ones(shape),
-        num_batches_tracked=count,
-    )  # fmt: skip
-    assert y.shape == shape
-    gradients = torch.autograd.grad(y.sum(), (x, weight, bias))
-    assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
-    assert torch.equal(mean, torch.full((c,), 2.0))
-    assert torch.equal(var, torch.full((c,), 3.0))
-    assert count == 7
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -170,13 +93,6 @@ def test_fake_tensors_of_symbolic_size_are_accepted():
         y = functional.batch_norm(x, None, None, training=True)
     assert y.shape == (batch, 3, 8, 8)
     assert y.device.type == "cuda"
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_one_compiled_graph_serves_another_batch_size(shape):
-    cls = getattr(normplug, f"BatchNorm{max(len(shape) - 2, 1)}d")
-    inputs = [torch.randn(batch, *shape[1:]) for batch in (shape[0], 2 * shape[0])]
-    check_one_graph(cls(5), cls(5), inputs, "aot_eager")
 
 
 def in_order(x, order):

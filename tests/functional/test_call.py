@@ -1,4 +1,4 @@
-"""The way of a call: how long it is, what it asks once, and what `explain` says of it."""
+"""The way of a call: how long it is, what it asks once, and what is logged of it."""
 
 import sys
 from pathlib import Path
@@ -64,34 +64,13 @@ def test_a_stored_call_runs_in_transforms_and_modes_as_a_new_one(nothing_stored)
     torch.testing.assert_close(found[:, 0], expected, rtol=0, atol=0)
 
 
-def test_explain_says_why_torch_runs_a_call():
-    explain, reason = functional.explain, "PyTorch's kernels, as "
-    assert explain(functional.layer_norm, X, (6,)) == f"layer_norm: {reason}the input is on cpu"
-    said = explain(functional.group_norm, X, 2, activation="silu", backend="torch")
-    assert said == f"group_norm: {reason}backend is 'torch'"
-
-
-def test_explain_computes_nothing():
-    mean, var, count = torch.zeros(6), torch.ones(6), torch.tensor(0)
-    functional.explain(
-        functional.batch_norm, X, mean, var, training=True, num_batches_tracked=count
-    )
-    assert not mean.any()
-    assert torch.equal(var, torch.ones(6))
-    assert count == 0
-
-
-def test_explain_refuses_what_the_call_refuses():
-    explain = functional.explain
-    with pytest.raises(ValueError, match=r"functional\.layer_norm: input must be"):
-        explain(functional.layer_norm, X, (5,))
-    with pytest.raises(ValueError, match="backend must be one of"):
-        explain(functional.rms_norm, X, (6,), backend="cuda")
-    with pytest.raises(ValueError, match=r"functional\.explain: function must be .*batch_norm"):
-        explain(torch.nn.functional.layer_norm, X, (6,))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_explain_says_what_a_call_of_many_tensors_is_made_of():
-    x = torch.nested.nested_tensor([X, X])
-    assert "rows of all components" in functional.explain(functional.layer_norm, x, (6,))
+def test_a_new_call_is_logged_with_its_kernels_and_the_reason(nothing_stored, caplog):
+    caplog.set_level("DEBUG", "normplug")
+    for _ in range(2):
+        functional.layer_norm(X, (6,))
+        functional.group_norm(X, 2, activation="silu", backend="torch")
+    expected = {"layer_norm": "the input is on cpu", "group_norm": "backend is 'torch'"}
+    assert caplog.messages == [
+        f"normplug.functional.{name} of (4, 6): PyTorch's kernels, as {reason}"
+        for name, reason in expected.items()
+    ]

@@ -4,79 +4,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import normplug
-from accuracy import leaf
-from layer_norm_cases import CASES, DTYPES, compare, make, run
-from normplug import functional, reference, target_variance
-
-
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_standard_is_as_close_to_float64_as_torch_and_mode_1_gives_the_same_bits(
-    dtype, case, strided
-):
-    x, row, weight, bias = make(*case, dtype, strided=strided)
-    compare(x, row, weight, bias, "standard")
-    dy = torch.randn_like(x)
-    named, number = (
-        run(lambda *a, m=m: functional.layer_norm(*a, mode=m), x, row, weight, bias, dy)
-        for m in ("standard", 1.0)
-    )
-    for name in named:
-        assert torch.equal(named[name], number[name]), name
+from layer_norm_cases import DTYPES, compare, make
+from normplug import functional
 
 
 @given(
+    name=st.sampled_from(["layer_norm", "rms_norm"]),
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     dims=st.integers(1, 4),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    dtype=st.sampled_from(DTYPES),
     affine=st.sampled_from(["", "weight", "bias", "weight+bias"]),
-    mode=st.one_of(st.just("golden"), st.floats(0.01, 10)),
+    mode=st.one_of(st.sampled_from(["golden", "standard"]), st.floats(0.01, 10)),
     offset=st.sampled_from([0.0, 3.0, 1e3]),
     strided=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=60, deadline=None)
-def test_any_combination_of_shape_and_flags(
-    shape, dims, dtype, affine, mode, offset, strided, seed
+@settings(max_examples=100, deadline=None)
+def test_any_combination_of_shape_and_flags_is_as_close_to_float64_as_torch(
+    name, shape, dims, dtype, affine, mode, offset, strided, seed
 ):
     torch.manual_seed(seed)
-    compare(*make(shape, min(dims, len(shape)), dtype, affine, offset, strided), mode)
-
-
-def test_forward_and_gradients_match_the_reference():
-    x, row, weight, bias = make((3, 2, 4, 8), 2, torch.float64)
-    input_bias, dy = torch.randn(row).double(), torch.randn_like(x)
-    leaves = [leaf(t) for t in (x, weight, bias, input_bias)]
-    y = functional.layer_norm(leaves[0], row, *leaves[1:3], input_bias=leaves[3], mode="golden")
-    got = torch.autograd.grad(y, leaves, dy)
-    tv = target_variance("golden")
-    h = x + input_bias
-    torch.testing.assert_close(y, reference.layer_norm(h, row, weight, bias, target_variance=tv).y)
-    expected = reference.gradients(
-        reference.layer_norm, dy, h, weight, normalized_shape=row, target_variance=tv
-    )
-    torch.testing.assert_close(got, (*expected, expected.dx.sum((0, 1))))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("momentum", [0.25, None])
-def test_running_statistics_average_the_mean_and_variance_of_the_rows(dtype, momentum):
-    mean, var, count = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(0)
-    expected_mean, expected_var = torch.tensor(0.0).double(), torch.tensor(1.0).double()
-    for step in range(1, 4):
-        x = (torch.randn(6, 4, 32) * 0.1 * step + step).to(dtype)
-        y = functional.layer_norm(
-            x, (32,), running_mean=mean, running_var=var, num_batches_tracked=count,
-            momentum=momentum,
-        )  # fmt: skip
-        assert torch.equal(y, functional.layer_norm(x, (32,)))
-        _, row_mean, row_var = reference.layer_norm(x.double(), (32,))
-        expected_mean = reference.running_average(expected_mean, row_mean.mean(), momentum, step)
-        expected_var = reference.running_average(expected_var, row_var.mean(), momentum, step)
-    assert count == 3
-    torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(var.double(), expected_var, rtol=1e-4, atol=1e-6)
+    compare(name, *make(shape, min(dims, len(shape)), dtype, affine, offset, strided), mode)
 
 
 def components(dtype, layout, row=(6,)):

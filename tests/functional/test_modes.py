@@ -4,7 +4,6 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-import normplug
 from normplug import NormMode, target_variance
 
 
@@ -35,12 +34,9 @@ def test_every_accepted_mode_gives_a_float(mode, expected):
 @pytest.mark.parametrize(
     "mode", ["gold", "", "0.5", 0, -1, 0.0, math.nan, math.inf, 10**400, True, None, [1], 1j]
 )
-@pytest.mark.parametrize(
-    "read", [target_variance, NormMode, lambda m: normplug.BatchNorm1d(2, mode=m)]
-)
-def test_any_other_mode_raises_an_error_that_lists_the_accepted_ones(mode, read):
+def test_any_other_mode_raises_an_error_that_lists_the_accepted_ones(mode):
     with pytest.raises(ValueError, match=r"'golden'.*'standard'.*number above 0.*NormMode"):
-        read(mode)
+        NormMode(mode)
 
 
 def test_modes_compare_and_print_by_their_target_variance():

@@ -29,16 +29,6 @@ def test_fusions_lists_the_same_before_and_after_fuse():
     assert fusions(fuse(model)).rows == before.rows
 
 
-def test_submodules_and_enclosing_models_report_what_was_found():
-    model = fuse(swapped(nn.Sequential(nn.Sequential(Block(), Half()), Half())))
-    found = [(row.path, row.owner, row.label) for row in fusions(model)]
-    inner = [(row.path, row.owner, row.label) for row in fusions(model[0])]
-    outer = [(row.path, row.owner, row.label) for row in fusions(nn.Sequential(model))]
-    assert inner == [("0.bn1", "0", "ReLU"), ("0.bn2", "0", "add, ReLU"), ("1.norm", "", None)]
-    assert found[:2] == [("0.0.bn1", "0.0", "ReLU"), ("0.0.bn2", "0.0", "add, ReLU")]
-    assert [label for *_, label in outer] == [label for *_, label in found]
-
-
 def test_later_changes_are_reported():
     model = fuse(swapped(nn.Sequential(Block(), Block(), Block(), Block(act=nn.SiLU()))))
     model[0].scale = 2.0

@@ -113,27 +113,17 @@ DEEP_CHANGES = {
     "replaced by an equal one": lambda m: m.stages[0].__setitem__(1, half()),
     "appended": lambda m: m.stages[1].append(half()),
     "appended to an empty list": lambda m: m.extra.append(nn.Sigmoid()),
-    "inserted": lambda m: m.stages[1].insert(0, nn.Sigmoid()),
-    "deleted": lambda m: m.stages[0].__delitem__(0),
-    "a list deleted": lambda m: m.stages.__delitem__(1),
-    "a list appended": lambda m: m.stages.append(nn.ModuleList([half()])),
     "a list replaced": lambda m: m.stages.__setitem__(0, nn.ModuleList([half(), half()])),
     "reordered": lambda m: exchanged(m.stages[0]),
-    "lists exchanged": lambda m: exchanged(m.stages),
     "a dict's values exchanged": lambda m: m.heads.update({"a": m.heads["c"], "c": m.heads["a"]}),
     "a dict's keys exchanged": lambda m: renamed(m.heads, a="c", c="a"),
-    "a dict reordered": lambda m: m.heads.update({"a": m.heads.pop("a")}),
-    "a dict's entry replaced": lambda m: m.heads.update({"b": nn.Sigmoid()}),
     "containers of another class": lambda m: setattr(m, "tail", nn.ModuleList(m.tail)),
     "another slice": lambda m: setattr(m, "start", 2),
-    "appended inside the slice": lambda m: m.tail.append(nn.Sigmoid()),
     "another child": lambda m: setattr(m.stages[0][1], "act", nn.GELU()),
     "another child of a child": lambda m: m.tail[1].inner.append(nn.Sigmoid()),
     "another attribute": lambda m: setattr(m.stages[0][1], "scale", 2),
-    "another attribute in a dict": lambda m: setattr(m.heads["c"], "scale", 2.0),
     "another attribute in a slice": lambda m: setattr(m.tail[2], "scale", torch.full((5,), 2.0)),
     "a hook": lambda m: hooked(m.stages[0][1]),
-    "a hook in a dict": lambda m: hooked(m.heads["a"]),
     "a hook on a child": lambda m: hooked(m.stages[1][0].norm),
     "a forward set on the instance": lambda m: setattr(m.stages[0][1], "forward", torch.tanh),
     "another class": lambda m: setattr(m.stages[0][1], "__class__", Doubled),
@@ -151,13 +141,6 @@ def test_a_changed_module_deep_inside_runs_as_it_is_written(how, change, calls):
     assert calls == ["relu"] * 7
     assert_same_after(DEEP_CHANGES[change], model, plain)
     torch.compiler.reset()
-
-
-def test_a_missing_key_is_an_error_as_when_unfused():
-    model = fuse(swapped(Nested()))
-    renamed(model.heads, b="d")
-    with pytest.raises(KeyError, match="b"):
-        model(X)
 
 
 # Attributes of activations, and the calls that stay fused when they change.

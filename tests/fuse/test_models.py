@@ -14,14 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import normplug
-from accuracy import assert_no_worse
 from fuse_cases import (
     ZOO,
     Block,
     Encoder,
     Nested,
     Parts,
-    PreNorm,
     Resnet,
     X,
     assert_same_after,
@@ -35,6 +33,9 @@ from fuse_cases import (
 from matrix import process_group
 from normplug import fuse, fusions, swap, unfuse, unswap
 from normplug._fuse.fuse import fused_modules
+
+# Models whose stem ends with a max pooling. ShuffleNet has its norm in another module.
+POOLED = {"resnet18", "resnext50", "densenet121", "resnet26t of timm", "shufflenet"}
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -51,6 +52,7 @@ def test_a_fused_model_computes_what_the_unfused_one_does(name, calls):
         calls.clear()
         assert_same_step(model, plain, x, training=training)
         assert len(calls) == count
+        assert calls.count("relu, max pool") == (name in POOLED)
     assert unfuse(model) is model
     now, then = (
         {path: (type(m), vars(m).keys()) for path, m in each.named_modules()}
@@ -61,42 +63,15 @@ def test_a_fused_model_computes_what_the_unfused_one_does(name, calls):
     assert torch.equal(y, expected)
 
 
-POOLED = {
-    "resnet18": ("bn1", ""),
-    "resnext50": ("bn1", ""),
-    "densenet121": ("features.norm0", "features"),
-    "resnet26t of timm": ("bn1", ""),
-    "shufflenet": ("conv1.1", ""),  # the pooling is outside the block that has the norm
-}
-
-
-@pytest.mark.parametrize("name", POOLED)
-def test_the_max_pooling_of_a_stem_is_fused_with_its_norm(name, calls):
-    model = fuse(swapped(ZOO[name][0]()))
-    found = [(row.path, row.owner) for row in fusions(model) if row.label == "ReLU, max pool"]
-    assert found == [POOLED[name]]
-    model.train()(torch.randn(2, 3, 32, 32, dtype=torch.double))
-    assert calls.count("relu, max pool") == 1
-
-
-def test_names_parameters_and_an_existing_optimizer_stay_valid():
+def test_names_parameters_and_buffers_stay_the_same_objects():
     model = swapped(nn.Sequential(Block(), Block()))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    plain = copy.deepcopy(model)
-    before = [dict(m._parameters) | dict(m._buffers) for m in model.modules()]
+    before = {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
     keys = list(model.state_dict())
     fuse(model)
+    after = {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    assert after == before
     assert list(model.state_dict()) == keys
     assert isinstance(model[0], Block)
-    for then, module in zip(before, model.modules(), strict=True):
-        now = dict(module._parameters) | dict(module._buffers)
-        assert all(now[name] is tensor for name, tensor in then.items())
-    outcome(model, X)
-    optimizer.step()
-    assert not torch.equal(model[0].conv1.weight, plain[0].conv1.weight)
-    plain.load_state_dict(model.state_dict())
-    fuse(plain).load_state_dict(model.state_dict())
-    assert_same_step(plain, model, X)
 
 
 def test_a_fused_model_is_freed_without_the_garbage_collector():
@@ -188,16 +163,6 @@ def test_a_fused_model_keeps_channels_last():
     assert model(x).is_contiguous(memory_format=torch.channels_last)
     plain(x)
     assert_same_step(model, plain, x)
-
-
-def test_a_fused_model_in_float32_is_as_close_to_float64_as_unfused():
-    exact = swapped(nn.Sequential(Block(), Block(), nn.Flatten(2), PreNorm(25)))
-    plain = copy.deepcopy(exact).float()
-    fused = fuse(copy.deepcopy(plain))
-    truth, theirs, ours = outcome(exact, X), outcome(plain, X.float()), outcome(fused, X.float())
-    for name, value in ours.items():
-        if value.is_floating_point():
-            assert_no_worse(name, value, theirs[name], truth[name])
 
 
 def test_a_fused_model_trains_under_distributed_data_parallel():

@@ -1,7 +1,6 @@
-"""What holds after every test that Triton interprets, and how its calls are cut into work."""
+"""What holds after every test that Triton interprets."""
 
 import os
-from functools import partial
 
 import pytest
 import torch
@@ -26,11 +25,3 @@ def workspaces_are_left_in_order(monkeypatch):
         if type(counters) is torch.Tensor:  # and not a fake one
             assert not counters.any()
             assert after.isnan().all()
-
-
-@pytest.fixture
-def prepared(monkeypatch):
-    """A function from the name of a setup of LayerNorm to a `Case` in it."""
-    from row_setups import prepare
-
-    return partial(prepare, monkeypatch)

@@ -18,12 +18,14 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
+from launches import (  # noqa: E402
+    batch_norm_launches,
+    group_norm_launches,
+    pool_launches,
+    row_launches,
+)
 from normplug._kernels import ahead, ahead_worker, launch  # noqa: E402
-from normplug._kernels.batch_norm import launches, schedule, windows  # noqa: E402
-from normplug._kernels.group_norm import launches as groups  # noqa: E402
-from normplug._kernels.group_norm import schedule as group_schedule  # noqa: E402
-from normplug._kernels.layer_norm import launches as rows  # noqa: E402
-from normplug._kernels.layer_norm import schedule as row_schedule  # noqa: E402
+from normplug._kernels.batch_norm import launches, schedule  # noqa: E402
 from normplug.reference import accumulator_dtype  # noqa: E402
 
 pytestmark = [
@@ -143,31 +145,14 @@ def test_a_job_that_no_worker_has_started_is_compiled_by_this_process(mine):
 
 def every_kernel(dtype):
     """A launch of each kernel, some with 64-bit sizes."""
-    acc, every = accumulator_dtype(dtype), (True, True, True, False)
-    flags = launches.Flags(running=True, activation="relu", world=2, peers=1 << 40)
-    for n in (64, 1 << 14):
-        for channels_last in (False, True):
-            shape = schedule.geometry(n, 512, 400, channels_last, dtype.itemsize, 2, 132, True)
-            yield launches.forward_launch(shape, dtype, flags, 0.1, 1e-5, 0.6)
-            yield launches.backward_launch(shape, dtype, flags, every, 0.6)
-    pixels = schedule.pixels(64, 56, 64, dtype.itemsize)
-    window = ((3, 3), (2, 2), (1, 1)), (112, 112), (56, 56)
-    sizes, given = (pixels, dtype, *window, 0.6), {"TRAINING": True, "WEIGHT": True}
-    forward, backward = windows.batch_norm_pool_forward, windows.batch_norm_pool_backward
-    yield launches.pool_launch(forward, *sizes, eps=1e-5, BIAS=True, KEEP=True, **given)
-    yield launches.pool_launch(backward, *sizes, JOINED=True, **given)
-    for width in (768, 1 << 17):
-        sizes, strides = (4096, width, 8, dtype.itemsize), rows.Strides(width, dy=width)
-        forward = row_schedule.layer_norm_forward(*sizes, True, 132)
-        yield rows.forward_launch(forward, acc, rows.Flags(), rows.Strides(width), 0.1, 1e-5, 0.6)
-        backward = row_schedule.layer_norm_backward(*sizes, False, 132, 227 << 10, True)
-        yield rows.backward_launch(backward, acc, rows.Flags(), strides, every, 0.6)
+    joined = {"world": 2, "peers": 1 << 40, "activation": "relu"}
     for channels_last in (False, True):
-        sizes = (1 << 14, 32, 10, 4096, channels_last, dtype.itemsize, 132)
-        forward = group_schedule.group_norm_forward(*sizes)
-        yield groups.forward_launch(forward, acc, groups.Flags(activation="silu"), 1e-5, 0.6)
-        backward = group_schedule.group_norm_backward(*sizes)
-        yield groups.backward_launch(backward, acc, groups.Flags(), every[:3], 0.6)
+        for n in (64, 1 << 14):
+            yield from batch_norm_launches((n, 512, 400, channels_last), dtype, False, **joined)
+        yield from group_norm_launches((1 << 14, 32, 10, 4096, channels_last), dtype)
+    yield from pool_launches(dtype)
+    for width in (768, 1 << 17):
+        yield from row_launches(4096, width, dtype.itemsize, accumulator_dtype(dtype), width)
 
 
 TRITONS = {

@@ -1,21 +1,19 @@
-"""BatchNorm's kernels on a GPU: waiting, graphs, streams, compilers, sizes, alignment."""
-
-import math
+"""BatchNorm's kernels on a GPU, alone and with max pooling."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import kernel_cases
 import normplug
+import routes
 from accuracy import error
 from graphs import skip_below
-from kernel_cases import Case, run
+from kernel_cases import HALF, Case, run
 from normplug import functional
+from pool_cases import PoolCase, assert_accurate
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
-GOLDEN = math.sqrt(normplug.target_variance("golden"))
 
 
 @pytest.mark.parametrize("offset", [3.0, 1e3])
@@ -45,24 +43,6 @@ def test_more_than_2_to_the_31_values_are_normalised(memory_format):
         assert error(y[:, channel], truth) < 5e-3
 
 
-def test_tensors_may_be_unaligned_or_strided_and_dy_may_have_another_layout():
-    flat = torch.randn(1 + 8 * 16 * 12 * 12, device=GPU).bfloat16()
-    strided = torch.randn(8, 16, 12, 24, device=GPU).bfloat16()[..., ::2]
-    weight, bias = torch.rand(16, device=GPU) + 0.5, torch.randn(16, device=GPU)
-    for x in (flat[1:].view(8, 16, 12, 12), strided):
-        for _ in range(2):
-            x = x.detach().requires_grad_()
-            y = functional.batch_norm(
-                x, None, None, weight, bias, True, mode="standard", backend="triton"
-            )
-            truth = F.batch_norm(x.float(), None, None, weight, bias, True)
-            dy = torch.randn_like(truth).contiguous(memory_format=torch.channels_last)
-            (dx,) = torch.autograd.grad(y, x, dy.bfloat16())
-            (expected,) = torch.autograd.grad(truth, x, dy)
-            assert error(y, truth) < 4e-3
-            assert error(dx, expected) < 6e-3
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_channel_stats_are_accurate_far_from_zero(layout):
     x = kernel_cases.make(Case((64, 48, 30, 30), layout=layout, offset=1e3), GPU).x
@@ -70,3 +50,71 @@ def test_channel_stats_are_accurate_far_from_zero(layout):
     exact = x.double()
     assert error(mean, exact.mean((0, 2, 3))) < 1e-6
     assert error(var, exact.var((0, 2, 3), correction=0)) < 1e-4
+
+
+# With max pooling.
+
+POOL = routes.Pool((3, 3), (2, 2), (1, 1), False)
+STEM = (256, 64, 112, 112)
+CASES = [
+    PoolCase((32, 64, 112, 112), **HALF),
+    PoolCase((16, 64, 112, 112), torch.float64, offset=1e3),
+    PoolCase((16, 64, 112, 111), torch.float16, affine="bias", training=False),
+    PoolCase((8, 96, 57, 35), offset=1e3, momentum=None),
+    PoolCase((8, 33, 57, 35), torch.bfloat16, affine="weight", stride=(1, 1)),
+    PoolCase((8, 3, 57, 35), **HALF, kernel=(2, 2), padding=(0, 0), running=False),
+    PoolCase((8, 128, 14, 15), kernel=(2, 3), stride=(3, 1), padding=(1, 0), ceil_mode=True),
+    PoolCase((4, 24, 40, 41), torch.float64, kernel=(5, 5), stride=(2, 3), padding=(2, 2)),
+    PoolCase((4, 24, 40, 41), **HALF, kernel=(2, 2), stride=(5, 4), padding=(1, 1), affine=""),
+    PoolCase((64, 192, 8, 8), stride=(2, 2), padding=(0, 0), ceil_mode=True, training=False),
+]
+
+
+def channels_last(*shape):
+    x = torch.randn(shape, device=GPU, dtype=torch.bfloat16) * 2 + 1
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def pooled(layer, x):
+    return layer._fused(x, activation="relu", pool=POOL)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_window_is_as_close_to_float64_as_torch(case):
+    assert_accurate(case, GPU)
+
+
+def test_pooling_saves_and_allocates_no_full_size_tensor_besides_its_input():
+    x = channels_last(64, 64, 56, 56).requires_grad_()
+    layer = normplug.BatchNorm2d(64, device=GPU)
+    pooled(layer, x)  # allocates the workspaces
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = pooled(layer, x)
+    windows, spare = 2 * y.nbytes + y.numel(), 4 << 20  # what the allocator rounds up
+    assert torch.cuda.max_memory_allocated() - before <= windows + spare < x.nbytes
+    y.backward(torch.ones_like(y))
+    del y
+    assert torch.cuda.memory_allocated() - before <= x.nbytes + spare
+
+
+def test_more_than_2_to_the_31_values_are_pooled():
+    skip_below(gib=40)
+    x = torch.empty(
+        (700, 8, 640, 640), device=GPU, dtype=torch.bfloat16, memory_format=torch.channels_last
+    )
+    x.normal_().requires_grad_()
+    layer = normplug.BatchNorm2d(8, mode="standard", device=GPU).eval()
+    y = pooled(layer, x)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    for image in (0, -1):
+        part = x.detach()[image:][:1].clone(memory_format=torch.channels_last).requires_grad_()
+        expected = functional.batch_norm(
+            part.double(), *(t.double() for t in layer.buffers() if t.dim()), eps=layer.eps,
+            mode="standard", activation="relu",
+        )  # fmt: skip
+        torch.testing.assert_close(y[image:][:1].double(), POOL(expected), rtol=1e-2, atol=1e-2)
+        one = pooled(layer, part)
+        (alone,) = torch.autograd.grad(one, part, torch.ones_like(one))
+        assert torch.equal(dx[image:][:1], alone)

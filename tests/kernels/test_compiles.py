@@ -14,11 +14,14 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from launches import (  # noqa: E402
+    SHARED,
+    SMS,
+    batch_norm_launches,
+    group_norm_launches,
+    row_launches,
+)
 from normplug._kernels import launch, tiles  # noqa: E402
-from normplug._kernels.batch_norm import launches as batch_norm  # noqa: E402
-from normplug._kernels.batch_norm import schedule as bn  # noqa: E402
-from normplug._kernels.group_norm import launches as group_norm  # noqa: E402
-from normplug._kernels.group_norm import schedule as gn  # noqa: E402
 from normplug._kernels.layer_norm import launches as layer_norm  # noqa: E402
 from normplug._kernels.layer_norm import schedule as ln  # noqa: E402
 from normplug._kernels.layer_norm.launches import Levels, Strides  # noqa: E402
@@ -28,7 +31,6 @@ pytestmark = [
     pytest.mark.skipif(not launch.BUILDS, reason="on this Triton the kernels are not used"),
 ]
 H100 = GPUTarget("cuda", 90, 32)
-SMS, SHARED = 132, 227 << 10
 T4 = GPUTarget("cuda", 75, 32)
 T4_SMS, T4_SHARED = 40, 64 << 10
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -99,15 +101,6 @@ BATCH_NORMS = {
 }
 
 
-def batch_norm_launches(shape, dtype, residual, sms=SMS, **options):
-    forward, backward = (
-        bn.geometry(*shape, dtype.itemsize, tensors, sms, launch.COOPERATIVE) for tensors in (1, 2)
-    )
-    flags = batch_norm.Flags(residual=residual, running=True, tracked=True, **options)
-    yield batch_norm.forward_launch(forward, dtype, flags, 0.1, 1e-5, 0.6)
-    yield batch_norm.backward_launch(backward, dtype, flags, (True, True, True, residual), 0.6)
-
-
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
 @pytest.mark.parametrize("name", BATCH_NORMS)
 def test_batch_norm_compiles(name, dtype):
@@ -123,20 +116,6 @@ def test_batch_norm_that_exchanges_its_statistics_compiles(name, dtype):
     others = {"world": 2, "peers": 1 << 40, "activation": "relu"}
     for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, **others):
         check(made, dtype)
-
-
-def row_launches(rows, width, itemsize, dtype, spacing, sms=SMS, shared=SHARED):
-    forward = ln.layer_norm_forward(rows, width, 8, itemsize, True, sms)
-    backward = ln.layer_norm_backward(
-        rows, width, 8, itemsize, False, sms, shared, launch.COOPERATIVE
-    )
-    flags = layer_norm.Flags(input_bias=False, residual=True, running=True, tracked=True)
-    strides = Strides(spacing, residual=width)
-    yield layer_norm.forward_launch(forward, dtype, flags, strides, 0.1, 1e-5, 0.6)
-    strides = Strides(width, dy=spacing, dtotal=width)
-    yield layer_norm.backward_launch(
-        backward, dtype, layer_norm.Flags(), strides, (True, True, True, False), 0.6
-    )
 
 
 @pytest.mark.parametrize(
@@ -161,15 +140,6 @@ GROUP_NORMS = {
     "columns, items": (16, 32, 10, 4096, True),
     "columns, alone": (256, 32, 1, 64, True),
 }
-
-
-def group_norm_launches(shape, dtype, sms=SMS):
-    acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
-    flags = group_norm.Flags(activation=("leaky_relu", 0.2) if dtype == FLOAT64 else "silu")
-    forward = gn.group_norm_forward(*shape, dtype.itemsize, sms)
-    yield group_norm.forward_launch(forward, acc, flags, 1e-5, 0.6)
-    backward = gn.group_norm_backward(*shape, dtype.itemsize, sms)
-    yield group_norm.backward_launch(backward, acc, flags, (True, True, True), 0.6)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,11 +10,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 import interpreted
 import routes
-from accuracy import assert_same_bits
+from accuracy import assert_same_bits, leaf
 from group_kernel_cases import HALF, Case, assert_accurate, make, run
+from normplug import fuse, swap
+from swap_cases import one_graph
 
 pytest.importorskip("triton")
 
@@ -163,3 +167,54 @@ def test_the_kernels_refuse_groups_of_2_to_the_31_values():
     large = torch.empty(1).expand(1, 1, 2**31)
     assert "2^31" in spec.refusal(routes.Tensors(large))
     assert spec.refusal(routes.Tensors(torch.empty(2, 4, 8))) is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_instance_norm_updates_its_running_statistics_from_the_kernels(compiled):
+    layers = [
+        swap(nn.InstanceNorm2d(4, affine=True, track_running_stats=True), backend=backend)
+        for backend in ("triton", "torch")
+    ]
+    calls = [one_graph(layers[0]) if compiled else layers[0], layers[1]]
+    for step in range(2):
+        x = torch.randn(2, 4, 3, 5) * 2 + 3 + step
+        inputs = [leaf(x) for _ in calls]
+        sums = [call(x).square().sum() for call, x in zip(calls, inputs, strict=True)]
+        torch.testing.assert_close(*torch.autograd.grad(sums, inputs))
+    with torch.no_grad():
+        torch.testing.assert_close(*(call(x) for call in calls))
+    torch.testing.assert_close(*(dict(layer.named_buffers()) for layer in layers))
+    for layer in layers:
+        layer.eval()
+    torch.testing.assert_close(*(call(x) for call in calls))
+
+
+def test_group_norm_tracks_the_statistics_that_the_kernels_compute():
+    layers = [
+        swap(nn.GroupNorm(2, 4), track_running_stats=True, backend=backend)
+        for backend in ("triton", "torch")
+    ]
+    x = leaf(torch.randn(2, 4, 3, 5) * 2 + 3)
+    outputs = [layer(x) for layer in layers]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*(dict(layer.named_buffers()) for layer in layers))
+    second = []
+    for y in outputs:
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        second += torch.autograd.grad(dx.square().sum(), x)
+    torch.testing.assert_close(*second, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("stock", "activation"),
+    [(nn.GroupNorm(2, 4), nn.ReLU6()), (nn.InstanceNorm2d(4), nn.LeakyReLU(0.2))],
+)
+def test_a_fused_activation_gives_the_same_result(stock, activation, monkeypatch):
+    x = make(Case((2, 4, 3, 5), 2, layout="channels_last")).x
+    made = routes.watch_fused(monkeypatch)
+    ours, theirs = (
+        swap(nn.Sequential(copy.deepcopy(stock), activation), backend=backend)
+        for backend in ("triton", "torch")
+    )
+    torch.testing.assert_close(fuse(ours)(x), theirs(x))
+    assert len(made) == 1

@@ -8,13 +8,10 @@ from routes import HAS_RECOMPUTE  # noqa: E402
 
 FILES = [
     "test_layer_norm_kernels.py",
-    "test_layer_norm_layouts.py",
-    "test_rms_norm_kernels.py",
     "test_pool_kernels.py",
     "test_calls.py",
     "test_batch_norm_kernels.py",
     "test_group_norm_kernels.py",
-    "test_group_norm_routes.py",
 ]
 if HAS_RECOMPUTE:
     FILES.append("test_recompute.py")

@@ -1,4 +1,4 @@
-"""LayerNorm's kernels, run on the CPU by Triton's interpreter: see `test_interpreter`.
+"""LayerNorm's and RMSNorm's kernels in Triton's interpreter: see `test_interpreter`.
 
 Programs that share the columns of a row wait for each other, which the interpreter cannot do: they
 run on a GPU only, in `test_layer_norm_kernels_gpu`.
@@ -6,6 +6,8 @@ run on a GPU only, in `test_layer_norm_kernels_gpu`.
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,18 +16,103 @@ from hypothesis import strategies as st
 
 import interpreted
 import routes
-from accuracy import assert_same_bits
+from accuracy import assert_same_bits, leaf
 from calls import DTYPES, HALVES
 from normplug import functional, reference
-from normplug._kernels.layer_norm import schedule
-from normplug._kernels.layer_norm.schedule import WideBackward
-from row_cases import INPUTS, LAYOUTS, Case, assert_accurate, call, check_recomputed, make, run
-from row_setups import EVERY_SETUP, SETUPS, SOME_SETUPS, VARIANTS, blocks, held, reschedule, tiled
+from normplug._kernels import power_of_2
+from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
+from normplug._ops.call import call as call_spec
+from normplug._ops.row_norms import LayerNormSpec
+from row_cases import (
+    INPUTS,
+    LAYOUTS,
+    PERMUTED,
+    Case,
+    assert_accurate,
+    call,
+    check_recomputed,
+    make,
+    run,
+)
 
 pytest.importorskip("triton")
 
 
 pytestmark = interpreted.MARKS
+
+
+class Setup(NamedTuple):
+    """The shape of x, and the schedules of its forward and backward."""
+
+    shape: tuple[int, ...]
+    forward: Callable[[Any], Any]
+    backward: Callable[[Any], Any]
+
+
+def as_is(shape):
+    return shape
+
+
+def held(r, bc, programs, **rest):
+    """Tiles of r rows, in blocks of bc columns, that so many programs take in turn."""
+
+    def change(shape):
+        u = -(-power_of_2(shape.width) // bc)
+        cut = {"r": r, "u": u, "bc": bc, "programs": programs, "warps": 1, "stages": 1, "k": 1}
+        rest_of_it = {"keep": False, "lanes": r, "finish": 8, **rest}
+        return Rows(shape.rows, shape.width, **{**cut, **rest_of_it})
+
+    return change
+
+
+def tiled(block, lag):
+    """Tiles of a row, written `lag` programs after they were read."""
+    return lambda shape: WideForward(shape.rows, shape.width, block, 1, lag)
+
+
+def blocks(rb, cw, lag):
+    """Tiles of a block of rows, written `lag` programs after they were read."""
+    return lambda shape: WideBackward(shape.rows, shape.width, rb, cw, 1, lag)
+
+
+SETUPS = {
+    "rows": Setup((7, 24), as_is, as_is),
+    "rows, uneven": Setup((9, 12), held(2, 8, 2), held(2, 8, 2)),
+    "rows, side by side": Setup((7, 24), held(4, 32, 1), held(4, 32, 1, keep=True)),
+    "rows, even": Setup((8, 16), held(2, 8, 2, keep=True, stages=2), held(2, 8, 2, keep=True)),
+    "rows, folded": Setup((9, 16), held(1, 4, 3, keep=True), held(2, 4, 3, lanes=1, stages=3)),
+    "rows, even and folded": Setup((8, 16), held(4, 16, 2), held(4, 8, 2, lanes=1, finish=16)),
+    "rows, folded in part": Setup((9, 12), held(2, 8, 2), held(4, 8, 2, lanes=2, keep=True)),
+    "wide": Setup((5, 40), tiled(16, 4), blocks(2, 16, 5)),
+    "wide, even": Setup((4, 32), tiled(8, 4), blocks(2, 8, 4)),
+    "wide, one block": Setup((3, 40), tiled(32, 5), blocks(4, 16, 3)),
+    "wide, all late": Setup((3, 20), tiled(8, 9), blocks(1, 8, 9)),
+    "wide, one tile": Setup((3, 20), tiled(32, 1), blocks(2, 32, 1)),
+}
+EVERY_SETUP = pytest.mark.parametrize("setup", SETUPS)
+SOME_SETUPS = pytest.mark.parametrize("setup", ["rows, uneven", "rows, folded", "wide"])
+MIXED = {"params": torch.float32, "vectors": "weight+bias+input_bias"}
+VARIANTS = [
+    {"dtype": torch.float16, "vectors": "bias+input_bias", "mode": "standard"},
+    {"dtype": torch.bfloat16, **MIXED, "offset": 1e3, "mode": 4, "layout": "apart"},
+    {"vectors": "weight+input_bias", "offset": 1e3, "running": torch.float32, "dy": "odd"},
+    {"dtype": torch.float64, "vectors": "", "running": torch.float64, "momentum": None, "eps": 0.1},
+    {"residual": "apart", "offset": 1e3, "vectors": "weight"},
+    {"dtype": torch.bfloat16, "residual": "contiguous", "residual_dtype": torch.float32},
+]
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """A function from the name of a setup to a `Case` that is cut like it."""
+
+    def prepare(name, **options):
+        shape, forward, backward = SETUPS[name]
+        cuts = {"layer_norm_forward": forward, "layer_norm_backward": backward}
+        routes.reschedule(monkeypatch, **cuts)
+        return Case(**{"shape": shape, **options})
+
+    return prepare
 
 
 @EVERY_SETUP
@@ -66,19 +153,13 @@ def test_every_width_and_dtype_is_accurate(dtype, width):
         assert_accurate(Case((5, width), dtype, offset=offset))
 
 
+@pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize(
     "shape", [(4, 1), (4, 3), (2, 4097), (1, 9000), (3, 2, 2500), (150, 5)], ids=str
 )
-def test_the_schedules_own_choices_are_accurate(shape):
-    assert_accurate(Case(shape, running=torch.float32, vectors="weight+bias+input_bias"))
-
-
-def test_a_row_that_is_too_wide_for_one_program_is_accurate(monkeypatch):
-    for name in ("_HELD_BYTES", "_SUMMED_BYTES"):
-        monkeypatch.setattr(schedule, name, 1 << 10)
-    routes.forget(monkeypatch)
-    for dtype in (torch.bfloat16, torch.float64):
-        assert_accurate(Case((2, 5000), dtype, running=torch.float32, offset=1e3))
+def test_the_schedules_own_choices_are_accurate(shape, centred):
+    vectors = "weight+bias+input_bias" if centred else "weight"
+    assert_accurate(Case(shape, running=torch.float32, vectors=vectors, centred=centred))
 
 
 @pytest.mark.parametrize("vectors", ["", "weight", "bias", "input_bias", "weight+bias+input_bias"])
@@ -126,25 +207,18 @@ def test_a_residual_is_added_first(setup, dtype, residual_dtype, prepared):
     assert out["dresidual"].dtype == residual_dtype
 
 
-NAMES = ("x", "weight", "bias", "input_bias")
-SUBSETS = [s for size in range(1, 5) for s in itertools.combinations(NAMES, size)]
+VECTORS = ("x", "weight", "bias", "input_bias")
+NEEDS = [(None, s) for size in range(1, 5) for s in itertools.combinations(VECTORS, size)]
+ADDED = [("x",), ("residual",), ("weight",), ("bias",), ("residual", "weight")]
+NEEDS += [("contiguous", needs) for needs in ADDED]
 
 
-@pytest.mark.parametrize("needs", SUBSETS, ids="+".join)
+@pytest.mark.parametrize(("residual", "needs"), NEEDS, ids=str)
 @pytest.mark.parametrize("setup", ["rows, uneven", "wide"])
-def test_a_subset_of_the_gradients_can_be_requested(setup, needs, prepared):
-    case = prepared(setup, needs=needs, vectors="weight+bias+input_bias")
-    out = assert_accurate(case)
+def test_a_subset_of_the_gradients_can_be_requested(setup, residual, needs, prepared):
+    vectors = "weight+bias" if residual else "weight+bias+input_bias"
+    out = assert_accurate(prepared(setup, needs=needs, residual=residual, vectors=vectors))
     assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
-
-
-NEEDS_OF_ADD = [("x",), ("residual",), ("weight",), ("bias",), ("residual", "weight")]
-
-
-@pytest.mark.parametrize("needs", NEEDS_OF_ADD, ids="+".join)
-@SOME_SETUPS
-def test_a_subset_of_the_gradients_can_be_requested_with_a_residual(setup, needs, prepared):
-    assert_accurate(prepared(setup, needs=needs, residual="contiguous"))
 
 
 @SOME_SETUPS
@@ -165,14 +239,9 @@ def test_running_statistics_are_accurate(setup, momentum, running, prepared):
     assert assert_accurate(case)["num_batches_tracked"] == 4
 
 
-def test_running_statistics_need_no_counter():
-    case = Case((5, 24), torch.bfloat16, running=torch.float32, tracked=False)
-    assert "num_batches_tracked" not in assert_accurate(case)
-
-
-def test_each_call_updates_the_running_statistics_with_its_own_momentum():
-    for momentum in (0.25, 0.25, None):
-        assert_accurate(Case((6, 12), running=torch.float32, momentum=momentum))
+def test_each_call_has_its_own_momentum_and_counter():
+    for momentum, tracked in ((0.25, True), (0.25, False), (None, True)):
+        assert_accurate(Case((6, 12), running=torch.float32, momentum=momentum, tracked=tracked))
 
 
 @SOME_SETUPS
@@ -252,19 +321,6 @@ def test_autocast_leaves_float64_alone():
     assert y.dtype == torch.float64
 
 
-def test_the_interpreter_gets_no_programs_that_wait_for_each_other(monkeypatch):
-    asked, choose = [], schedule.layer_norm_backward
-    monkeypatch.setattr(
-        schedule, "layer_norm_backward", lambda *sizes: asked.append(sizes) or choose(*sizes)
-    )
-    routes.forget(monkeypatch)
-    run(Case((6, 24)), make(Case((6, 24))), "triton")
-    assert len(asked) == 1
-    *sizes, together = asked[0]
-    assert together is False
-    assert isinstance(choose(4096, 12288, 8, 2, *sizes[4:], together), WideBackward)
-
-
 def test_more_parts_than_one_addition_takes_are_added_right(prepared, monkeypatch):
     seen, most = set(), {"KP", "FAN_IN"}
 
@@ -279,6 +335,184 @@ def test_more_parts_than_one_addition_takes_are_added_right(prepared, monkeypatc
             case = {"dtype": dtype, "offset": 1e3, "running": dtype, "vectors": vectors}
             assert_accurate(prepared(setup, **case))
     assert seen == most
+
+
+# How rows are addressed.
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_may_have_any_layout(layout, dims):
+    shape = (3, 4, 2, 6)
+    assert_accurate(Case(shape, dims=dims, layout=layout, dy="contiguous"))
+    assert_accurate(Case(shape, dims=dims, dy=layout, running=torch.float32))
+    assert_accurate(Case(shape, dims=dims, residual=layout, dtotal=layout))
+
+
+# Whether x, residual, dy and dtotal are permuted, and the indices of the shape and the setup, which
+# follow from them. Any three of the six take all combinations; without a residual, any two of four.
+FOUR = list(itertools.product([0, 1], repeat=4))
+PERMUTED_CASES = [(x, r, dy, dt, x ^ r ^ dy, r ^ dy ^ dt) for x, r, dy, dt in FOUR]
+PERMUTED_CASES += [
+    (x, None, dy, None, s, x ^ dy ^ s) for x, dy, s in itertools.product([0, 1], repeat=3)
+]
+
+
+@pytest.mark.parametrize(("x", "residual", "dy", "dtotal", "shape", "setup"), PERMUTED_CASES)
+def test_any_of_the_tensors_may_be_permuted(x, residual, dy, dtotal, shape, setup, prepared):
+    layouts = {"layout": x, "residual": residual, "dy": dy, "dtotal": dtotal}
+    names = {0: "contiguous", 1: "permuted", None: None}
+    options = {name: names[is_permuted] for name, is_permuted in layouts.items()}
+    shape = [(2, 3, 12), (2, 2, 2, 12)][shape]
+    assert_accurate(prepared(["rows, uneven", "wide"][setup], shape=shape, **options))
+
+
+PERMUTED_VARIANTS = [
+    {"vectors": "weight+bias+input_bias", "running": torch.float32, "offset": 1e3},
+    {"dtype": torch.float64, "running": torch.float64},
+    {"dtype": torch.bfloat16, "params": torch.float32, "residual": "permuted"},
+    {"dtype": torch.float16, "residual": "permuted", "dy": "permuted apart"},
+]
+
+
+@pytest.mark.parametrize("options", PERMUTED_VARIANTS, ids=lambda options: str(Case((), **options)))
+@pytest.mark.parametrize("setup", ["rows", "rows, even", "rows, folded", "wide", "wide, even"])
+def test_permuted_rows_have_the_same_bits_with_32_and_64_bit_offsets(
+    setup, options, prepared, monkeypatch
+):
+    shape = (2, 3, SETUPS[setup].shape[-1])
+    case = prepared(setup, **{"shape": shape, "layout": "permuted", **options})
+    ours = assert_accurate(case)
+    routes.use_64_bit_offsets(monkeypatch)
+    assert_same_bits(run(case, make(case), "triton"), ours)
+
+
+@pytest.mark.parametrize("layout", ["apart", *PERMUTED])
+@pytest.mark.parametrize("shape", [(3, 4, 12), (2, 3, 1, 2, 12)], ids=str)
+def test_rows_addressed_by_two_strides_are_not_copied(layout, shape, monkeypatch):
+    launches = routes.watch_launches(monkeypatch)
+    for residual in (None, layout):
+        case = Case(shape, layout=layout, residual=residual)
+        tensors = make(case)
+        out = run(case, tensors, "triton")
+        forward, backward = launches[-2:]
+        assert forward["x"] == tensors.x.data_ptr()
+        assert backward["dy"] == tensors.dy.data_ptr()
+        assert backward["x"] == out.get("total", tensors.x).data_ptr()
+        if residual is not None:
+            assert forward["residual"] == tensors.residual.data_ptr()
+            assert backward["dtotal"] == tensors.dtotal.data_ptr()
+    assert len(launches) == 4
+
+
+def test_tensors_with_another_order_of_rows_than_x_are_copied(monkeypatch):
+    launches = routes.watch_launches(monkeypatch)
+    case = Case((3, 4, 2, 6), layout="permuted", residual="rotated", dtotal="rotated")
+    tensors = make(case)
+    run(case, tensors, "triton")
+    forward, backward = launches
+    assert forward["x"] == tensors.x.data_ptr()
+    assert forward["residual"] != tensors.residual.data_ptr()
+    assert backward["dy"] == tensors.dy.data_ptr()
+    assert backward["dtotal"] != tensors.dtotal.data_ptr()
+    assert_accurate(case)
+    assert_accurate(Case((3, 4, 2, 6), layout="permuted", dy="rotated"))
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_has_the_layout_of_a_dense_input(layout, dims):
+    case = Case((3, 4, 2, 6), dims=dims, layout=layout, dy="contiguous")
+    x = make(case).x
+    out = run(case, make(case), "triton")
+    assert out["y"].is_contiguous()
+    if layout in ("permuted", "rotated"):
+        assert out["dx"].stride() == x.stride() != out["y"].stride()
+    else:
+        assert out["dx"].is_contiguous()
+    case = dataclasses.replace(case, residual=layout)
+    out = run(case, make(case), "triton")
+    assert all(out[name].is_contiguous() for name in ("y", "total", "dx", "dresidual"))
+
+
+# What is compiled differently for RMSNorm.
+
+
+RMS = {"centred": False, "vectors": "weight"}
+RMS_VARIANTS = [
+    {"dtype": torch.bfloat16, "params": torch.float32, "offset": 1e3, "mode": "standard"},
+    {"dtype": torch.float16, "weight_offset": 1.0, "residual": "apart"},
+    {"running": torch.float32, "offset": 1e3, "dy": "odd", "eps": None},
+    {"dtype": torch.float64, "vectors": "", "running": torch.float64, "momentum": None},
+    {"residual": "contiguous", "weight_offset": 1.0, "needs": ("x", "weight")},
+]
+
+
+RMS_SETUPS = ("rows, uneven", "rows, even", "rows, folded", "wide", "wide, one block")
+# Every setup with two of them.
+SOME = [(setup, RMS_VARIANTS[(i + k) % 5]) for i, setup in enumerate(RMS_SETUPS) for k in (0, 2)]
+
+
+@pytest.mark.parametrize(("setup", "options"), SOME, ids=str)
+def test_rms_norm_is_as_close_to_float64_as_torch(setup, options, prepared):
+    assert_accurate(prepared(setup, **{**RMS, **options}))
+
+
+@pytest.mark.parametrize("params", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("setup", "rounding"), [("rows, uneven", "input"), ("wide", "input"), ("wide", "weight")]
+)
+def test_a_norm_that_rounds_before_the_weight_matches_torch(setup, rounding, params, prepared):
+    """Gradients included. Values close to a tie between two of float16 may round either way."""
+    case = prepared(setup, dtype=torch.float16, params=params, **RMS)
+    t = make(case)
+    spec = LayerNormSpec(case.row, None, 1e-5, 0.5, None, "float32", False, 0.0, rounding)
+    results = []
+    for backend in ("triton", "torch"):
+        x, weight = leaf(t.x), leaf(t.weight)
+        y = call_spec("test", routes.Tensors(x, weight=weight), spec, backend)
+        results.append((y, *torch.autograd.grad(y, (x, weight), t.dy.to(y.dtype))))
+    (y, dx, dweight), theirs = results
+    assert y.dtype == params
+    assert [a.dtype for a in results[0]] == [a.dtype for a in theirs]
+    assert torch.isclose(y, theirs[0], rtol=1e-6, atol=0).float().mean() > 0.95
+    torch.testing.assert_close(y, theirs[0], rtol=2**-9, atol=0)
+    torch.testing.assert_close(dx, theirs[1], rtol=2**-8, atol=2**-9)
+    torch.testing.assert_close(dweight, theirs[2], rtol=2**-8, atol=2**-8)
+
+
+QKV = [
+    ("packed by kind", lambda B, S, H, D: torch.randn(B, S, 3, H, D)[:, :, 1]),
+    ("packed by head", lambda B, S, H, D: torch.randn(B, S, H, 3 * D).chunk(3, -1)[1]),
+    ("transposed", lambda B, S, H, D: torch.randn(B, S, H, D).transpose(1, 2)),
+    (
+        "packed and transposed",
+        lambda B, S, H, D: torch.randn(B, S, 3, H, D).permute(2, 0, 3, 1, 4)[1],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "make_heads"), QKV, ids=[name for name, _ in QKV])
+@pytest.mark.parametrize("setup", ["rows, uneven", "wide"])
+def test_heads_of_queries_and_keys_are_not_copied(name, make_heads, setup, prepared, monkeypatch):
+    prepared(setup)
+    if setup == "wide":
+        routes.use_64_bit_offsets(monkeypatch)
+    launches = routes.watch_launches(monkeypatch)
+    x, dy = (make_heads(2, 2, 3, 12).detach() for _ in range(2))
+    weight = torch.rand(12)
+    results = []
+    for backend in ("triton", "torch"):
+        given, own = x.detach().requires_grad_(), leaf(weight)
+        y = functional.rms_norm(given, (12,), own, backend=backend)
+        results.append((y, *torch.autograd.grad(y, (given, own), dy)))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+    forward, backward = launches
+    assert (forward["x"], backward["x"]) == (x.data_ptr(), x.data_ptr())
+    assert backward["dy"] == dy.data_ptr()
+    y, dx, _ = results[0]
+    assert y.is_contiguous()
+    assert dx.stride() == x.stride() if name == "transposed" else dx.is_contiguous()
 
 
 LAYOUT = st.sampled_from(LAYOUTS)
@@ -303,9 +537,9 @@ ANY_CALL = st.builds(
 
 
 # Nothing is shrunk: at the interpreter's speed that takes minutes, and the calls are small.
-@given(case=ANY_CALL, full_parameters=st.booleans(), cut=st.sampled_from(["", "rows", "wide"]))
+@given(case=ANY_CALL, full_parameters=st.booleans())
 @settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-def test_any_call_is_as_close_to_float64_as_torch(case, full_parameters, cut):
+def test_any_call_is_as_close_to_float64_as_torch(case, full_parameters):
     vectors = case.vectors.split("+")
     if case.residual is not None and "input_bias" in vectors:
         vectors.remove("input_bias")
@@ -313,14 +547,4 @@ def test_any_call_is_as_close_to_float64_as_torch(case, full_parameters, cut):
     case = dataclasses.replace(
         case, dims=min(case.dims, len(case.shape)), vectors="+".join(vectors), params=params
     )
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if cut == "rows":
-            reschedule(monkeypatch, held(2, 4, 2), held(2, 4, 2, keep=True))
-        elif cut == "wide":
-            # With the smallest lag allowed: the number of tiles per row.
-            reschedule(
-                monkeypatch,
-                lambda shape: tiled(16, -(-shape.width // 16))(shape),
-                lambda shape: blocks(2, 8, -(-shape.width // 8))(shape),
-            )
-        assert_accurate(case)
+    assert_accurate(case)

@@ -20,7 +20,6 @@ from normplug._ops import recompute
 from recompute_cases import (
     Attend,
     Feed,
-    Mixer,
     Residual,
     convolutions,
     kept,
@@ -105,9 +104,8 @@ def test_a_layer_norms_output_is_freed_and_no_bit_changes():
 
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make", [Attend, Mixer])
-def test_a_permuted_copy_of_the_output_is_recomputed_too(make, low, recomputed):
-    ours, plain = twins(make())
+def test_a_permuted_copy_of_the_output_is_recomputed_too(low, recomputed):
+    ours, plain = twins(Attend())
     check_same(ours, plain, ROWS, low)
     assert len(recomputed) == 1
 
@@ -250,15 +248,12 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_works_around_the_model(reentrant, recomputed):
+def test_activation_checkpointing_works_around_the_model_and_in_it(reentrant, recomputed):
     ours, plain = twins(chain())
     check_same(Checkpointed(ours, reentrant), Checkpointed(plain, reentrant), X)
     # A non-reentrant checkpoint saves tensors with hooks of its own.
     assert len(recomputed) == (3 if reentrant else 0)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_works_in_the_module_that_reads_the_output(reentrant, recomputed):
+    recomputed.clear()
     inside = Checkpointed(nn.Conv2d(4, 4, 1), reentrant)
     ours, plain = twins(nn.Sequential(*convolutions(nn.ReLU())[:-1], inside))
     check_same(ours, plain, X)

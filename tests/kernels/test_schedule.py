@@ -8,6 +8,7 @@ import torch
 
 from normplug._kernels.batch_norm import schedule as bn
 from normplug._kernels.batch_norm.schedule import Columns, Planes
+from normplug._kernels.group_norm import schedule as gn
 from normplug._kernels.layer_norm import schedule as ln
 from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
 
@@ -39,20 +40,6 @@ COLUMNS = {key: shape for key, shape in GEOMETRIES.items() if isinstance(shape, 
 
 def is_power_of_2(n):
     return n > 0 and n & (n - 1) == 0
-
-
-def test_the_shapes_cover_every_branch_of_the_schedules():
-    merging = pytest.importorskip("normplug._kernels.merging")
-    assert PLANES
-    columns = list(COLUMNS.values())
-    assert any(s.solo for s in columns)
-    assert any(s.programs and not s.solo for s in columns)
-    assert any(not s.programs for s in columns)
-    assert any(s.group > 1 for s in columns)
-    assert any(s.gathers > merging.FAN_IN.value for s in columns)
-    assert {s.hw > 1 for s in columns} == {True, False}
-    for shapes in (PLANES, COLUMNS):
-        assert {shape.wide for shape in shapes.values()} == {True, False}
 
 
 def test_tiles_cover_a_channel():
@@ -133,14 +120,6 @@ def launches(kernels, shape, dtype):
                     yield kernels.backward_launch(shape, dtype, flags, needs, 1.0)
 
 
-def test_a_forward_that_would_count_a_batch_twice_is_refused():
-    kernels = pytest.importorskip("normplug._kernels.batch_norm.launches")
-    flags = kernels.Flags(running=True, cumulative=True, tracked=True)
-    shape = next(iter(GEOMETRIES.values()))
-    with pytest.raises(AssertionError):
-        kernels.forward_launch(shape, torch.float32, flags, 0.1, 1e-5, 1.0)
-
-
 def test_launches_have_a_program_for_every_tile_and_cooperative_ones_fit_the_gpu():
     kernels = pytest.importorskip("normplug._kernels.batch_norm.launches")
     for key, shape in GEOMETRIES.items():
@@ -189,21 +168,6 @@ ROW_BACKWARD = {
 EVERY_ROW = (*ROW_FORWARD.items(), *ROW_BACKWARD.items())
 HELD = [(key, shape) for key, shape in EVERY_ROW if isinstance(shape, Rows)]
 WIDE = [(key, shape) for key, shape in EVERY_ROW if not isinstance(shape, Rows)]
-
-
-def test_the_rows_cover_every_branch_of_the_schedules():
-    forward, backward = list(ROW_FORWARD.values()), list(ROW_BACKWARD.values())
-    assert {type(shape) for shape in forward} == {Rows, WideForward}
-    assert {type(shape) for shape in backward} == {Rows, WideBackward}
-    assert {shape.even for shape in forward} == {shape.even for shape in backward} == {True, False}
-    for shapes in (forward, backward):
-        held = [shape for shape in shapes if isinstance(shape, Rows)]
-        assert {shape.lanes == shape.r for shape in held} == {True, False}
-        assert {shape.tiles > shape.programs for shape in held} == {True, False}
-    held = [shape for shape in backward if isinstance(shape, Rows)]
-    assert {shape.stages > 1 for shape in held} == {True, False}
-    assert {shape.k > 1 for shape in held} == {True, False}
-    assert {s.blocks > 1 for s in backward if isinstance(s, WideBackward)} == {True, False}
 
 
 def test_tiles_cover_every_column_and_row():
@@ -288,15 +252,6 @@ def test_sums_over_rows_take_at_most_1_5_times_the_traffic_of_the_rows():
         assert parts * a_sum <= 1.5 * max(useful, 2 * a_sum), key
 
 
-def test_a_forward_with_a_residual_and_given_statistics_is_refused():
-    kernels = pytest.importorskip("normplug._kernels.layer_norm.launches")
-    shape = next(shape for shape in ROW_FORWARD.values() if isinstance(shape, WideForward))
-    flags = kernels.Flags(given=True, residual=True)
-    strides = kernels.Strides(shape.width, residual=shape.width)
-    with pytest.raises(AssertionError):
-        kernels.forward_launch(shape, torch.float32, flags, strides, 0.1, 1e-5, 1.0)
-
-
 def test_launches_for_rows_fit_the_grid_and_only_sharing_programs_are_cooperative():
     kernels = pytest.importorskip("normplug._kernels.layer_norm.launches")
     flags = kernels.Flags(running=True, tracked=True)
@@ -310,3 +265,66 @@ def test_launches_for_rows_fit_the_grid_and_only_sharing_programs_are_cooperativ
         assert 0 < launch._grid < 2**31, key
         shares = isinstance(shape, Rows) and shape.k > 1
         assert launch._constants.get("launch_cooperative_grid", False) == shares, key
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("running", [False, True])
+def test_the_schedule_of_a_row_does_not_depend_on_the_number_of_rows(running, itemsize):
+    for width in (7, 64, 128, 256, 768, 1000, 1024, 4096, 5120, 8192, 16384, 100_000):
+        cuts = set()
+        for rows in (1, 5, 4096, 128 * 132, 128 * 132 + 1, 1_000_000):
+            cut = ln.layer_norm_forward(rows, width, 1, itemsize, running, 132)
+            if isinstance(cut, Rows):
+                values = cut.r * cut.u * cut.bc / cut.warps  # a warp: Triton's layout depends on it
+                cuts.add((cut.u, cut.bc, cut.vector, values))
+            else:
+                cuts.add((cut.block, cut.warps))
+        assert len(cuts) == 1, width
+
+
+# GroupNorm: N, groups, channels per group, values per plane.
+GROUP_SHAPES = [
+    (16, 32, 10, 4096), (16, 32, 40, 256), (4, 32, 4, 2**18), (2, 32, 1, 2**21), (1, 1, 2, 1),
+    (64, 32, 2, 3136), (8, 1, 512, 196), (128, 512, 1, 49), (3, 7, 5, 323), (2, 1, 3000, 7),
+    (70_000, 1, 2, 6), (1, 3, 1, 2**30), (3, 5, 250, 9), (2, 2, 37, 1000),
+]  # fmt: skip
+GROUP_CUTS = [
+    cut(*shape, last, itemsize, sms)
+    for cut in (gn.group_norm_forward, gn.group_norm_backward)
+    for shape in GROUP_SHAPES
+    for last, itemsize, sms in itertools.product((False, True), (2, 4, 8), (132, 1))
+]
+
+
+def test_a_tile_of_a_group_is_written_after_all_of_its_unit_was_read():
+    # The tiles of a unit are written in reverse: the first to be written is the last.
+    for cut in GROUP_CUTS:
+        if cut.lag == 0:
+            assert cut.k == 1, cut
+        elif isinstance(cut, gn.Columns):
+            assert cut.slabs * cut.k <= cut.lag <= cut.units * cut.k, cut
+        else:
+            assert cut.k <= cut.lag <= cut.n * cut.groups * cut.k, cut
+
+
+def test_tiles_of_groups_cover_a_unit_and_are_powers_of_2():
+    for cut in GROUP_CUTS:
+        if isinstance(cut, gn.Columns):
+            assert cut.slabs == 1 or not cut.solo, cut
+            assert cut.c % cut.unit == cut.bc % cut.unit == 0, cut
+            assert cut.k == 1 or cut.rows_each % (cut.u * cut.bt) == 0, cut
+            sizes = (cut.u, cut.bt, cut.bc)
+        elif isinstance(cut, gn.PlanesBackward):
+            sizes = (cut.cb, cut.sb, cut.r)
+        else:
+            assert cut.hw % cut.run == cut.block % cut.run == 0, cut
+            sizes = (cut.block, cut.run, cut.r)
+        assert all(is_power_of_2(size) for size in (*sizes, cut.warps)), cut
+        assert cut.warps <= 32, cut
+
+
+def test_no_share_of_the_samples_is_empty():
+    for cut in GROUP_CUTS:
+        if hasattr(cut, "splits"):
+            each = -(-cut.n // cut.splits)
+            assert (cut.splits - 1) * each < cut.n <= cut.splits * each, cut

@@ -16,10 +16,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 import normplug  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
 from normplug._ops import eligible  # noqa: E402
-from normplug._ops.batch_norm import BatchNormSpec  # noqa: E402
-from normplug._ops.call import plan_of  # noqa: E402
-from normplug._ops.row_norms import LayerNormSpec  # noqa: E402
-from normplug._ops.spec import Pool, Tensors  # noqa: E402
 from normplug._ops.warm_up import _record, _refusal_of_model  # noqa: E402
 
 pytestmark = [
@@ -203,34 +199,6 @@ def test_without_a_gpu_it_does_nothing_and_says_so():
     found = normplug.warm_up(swapped(), torch.randn(4, 3, 12, 12))
     assert found.kernels == 0
     assert found.why == "The input is on cpu, and the kernels need a CUDA device"
-
-
-IMAGES = torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
-POOL = Pool((2, 2), (2, 2), (0, 0), False)
-ROWS = LayerNormSpec((16,), 0.1, 1e-5, 1.0, None, "low")
-
-
-@pytest.mark.parametrize(
-    ("spec", "x", "residual", "more"),
-    [
-        (BatchNormSpec(True, 0.1, 1e-5, 1.0, "relu", POOL), IMAGES, None, 0),
-        (ROWS, torch.randn(4, 16), torch.randn(4, 16), 1),
-    ],
-)
-def test_without_it_workers_compile_what_follows_the_first_kernel_of_a_call(
-    spec, x, residual, more, kernels_on_cpu, monkeypatch
-):
-    asked = {}
-    monkeypatch.setattr(ahead, "expect", lambda job: asked.setdefault(job.key))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    plan, t = plan_of(Tensors(x.clone().requires_grad_(), residual, torch.ones(16)), spec)
-    plan.gpu = 0
-    plan.forward_of(t, True)
-    plan.gpu = None
-    results = plan.run(t)
-    results = results if residual is not None else (results,)
-    sum(y.sum() for y in results).backward()
-    assert [*kernels_on_cpu][1:] == [*asked][: len(asked) - more]
 
 
 def test_it_takes_modules_only():

@@ -87,18 +87,17 @@ class Blocks(lightning_cases.Module):
         return F.cross_entropy(self(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("mode", ["standard", "golden"])
-def test_swap_norms_fuses_and_trains_to_the_same_weights_and_checkpoint(tmp_path, mode):
+def test_swap_norms_fuses_and_trains_to_the_same_weights_and_checkpoint(tmp_path):
     saved = []
     for fused in (False, True):
         torch.manual_seed(0)
         module, path = Blocks(), tmp_path / "last.ckpt"
-        run = trainer(tmp_path, SwapNorms(mode, fuse=fused))
+        run = trainer(tmp_path, SwapNorms("golden", fuse=fused))
         run.fit(module, loader())
         assert len(fused_modules(module)) == fused
         run.save_checkpoint(path)
         saved.append(torch.load(path)["state_dict"])
-        resumed = trainer(tmp_path, SwapNorms(mode, fuse=not fused), max_epochs=2)
+        resumed = trainer(tmp_path, SwapNorms("golden", fuse=not fused), max_epochs=2)
         resumed.fit(Blocks(), loader(), ckpt_path=path)
         normplug.unswap(module)
         assert type(module) is Blocks
@@ -124,7 +123,7 @@ def test_swap_norms_is_standard_by_default_and_warns_of_no_run_that_starts_or_re
         trainer(tmp_path, SwapNorms("golden")).fit(stock, loader())
 
 
-class Forward(Module.func):
+class Forward(lightning_cases.Module):
     """A module with a forward and an example of its input."""
 
     def forward(self, x, scale=1.0):
@@ -132,45 +131,38 @@ class Forward(Module.func):
 
 
 @pytest.mark.parametrize(
-    ("example", "inputs"),
-    [
-        (IMAGES[:8], ((8, 3, 6, 6), {})),
-        ((IMAGES[:8], 2.0), ((8, 3, 6, 6), {})),
-        ({"x": IMAGES[:4]}, (None, {"x": (4, 3, 6, 6)})),
-    ],
+    "example",
+    [IMAGES[:8], (IMAGES[:8], 2.0), {"x": IMAGES[:8]}],
     ids=["tensor", "tuple", "dict"],
 )
-def test_swap_norms_warms_up_on_the_modules_example(tmp_path, monkeypatch, caplog, example, inputs):
-    warmed = []
+def test_swap_norms_warms_up_on_the_modules_example(tmp_path, monkeypatch, caplog, example):
+    warmed, found = [], normplug.warm_up
 
     def warm_up(model, *batch, **named):
-        warmed.append((batch[0].shape if batch else None, {n: t.shape for n, t in named.items()}))
+        warmed.append([*batch, *named.values()][0])
         assert torch.is_autocast_enabled("cpu")
         return found(model, *batch, **named)
 
-    found = normplug.warm_up
     monkeypatch.setattr(normplug, "warm_up", warm_up)
     module = Forward(make_net)
     module.example_input_array = example
     caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")  # train.py silences it
     trainer(tmp_path, SwapNorms(warm_up=True), precision="bf16-mixed").fit(module, loader())
-    assert warmed == [inputs]
+    assert [x.shape for x in warmed] == [(8, 3, 6, 6)]
     assert "normplug: compiled 0 kernels" in caplog.text
     assert "The input is on cpu, and the kernels need a CUDA device." in caplog.text
 
 
-def test_swap_norms_warms_up_only_if_the_shapes_are_known(tmp_path):
+def test_swap_norms_rejects_wrong_options_at_once_and_a_warm_up_without_shapes(tmp_path):
+    for error, message, options in (
+        (TypeError, "SwapNorms: fuse must be True or False; got 'yes'", {"fuse": "yes"}),
+        (ValueError, "recompute=True needs fuse=True", {"recompute": True}),
+        (TypeError, "options are fuse, recompute, warm_up, include", {"fused": True}),
+    ):
+        with pytest.raises(error, match=message):
+            SwapNorms(**options)
     with pytest.raises(ValueError, match="Set the module's example_input_array"):
         trainer(tmp_path, SwapNorms(warm_up=True)).fit(Module(), loader())
-
-
-def test_swap_norms_rejects_wrong_options_at_once():
-    with pytest.raises(TypeError, match="SwapNorms: fuse must be True or False; got 'yes'"):
-        SwapNorms(fuse="yes")
-    with pytest.raises(ValueError, match="recompute=True needs fuse=True"):
-        SwapNorms(recompute=True)
-    with pytest.raises(TypeError, match="options are fuse, recompute, warm_up, include"):
-        SwapNorms(fused=True)
 
 
 def test_swap_norms_detects_that_another_tool_rebuilt_a_layer(tmp_path):
@@ -237,18 +229,15 @@ def test_variance_logger_measures_by_the_definitions(tmp_path, mode, compiled):
 
 @pytest.mark.parametrize("mode", [None, "golden"])
 def test_second_moments_are_logged_for_a_norm_that_does_not_centre(mode, tmp_path):
-    module = lightning_cases.Module(
-        lambda: nn.Sequential(nn.Flatten(), nn.RMSNorm(108), nn.LayerNorm(108), nn.Linear(108, 4))
-    )
+    layers = nn.Flatten(), nn.RMSNorm(108), nn.LayerNorm(108), nn.Linear(108, 4)
+    module = lightning_cases.Module(lambda: nn.Sequential(*layers))
+    logger = VarianceLogger(STEPS, tmp_path)
     if mode is not None:
         normplug.swap(module, mode)
-    logger = VarianceLogger(STEPS, tmp_path)
     trainer(tmp_path, logger).fit(module, loader())
-    assert [row["measure"] for row in rows_of(tmp_path / "variance.csv")] == [
-        "second moment",
-        "variance",
-    ]
-    first, tv = logger.last[0], normplug.target_variance(mode or "standard")
+    measures = [row["measure"] for row in rows_of(tmp_path / "variance.csv")]
+    assert measures == ["second moment", "variance"]
+    first, tv = logger.last[0], target_variance(mode or "standard")
     assert first.output_variance == pytest.approx(tv, rel=1e-3)
     assert first.input_variance > 30  # the mean is 5
     head, moment, _ = (line.split() for line in logger.table().splitlines()[1:])
@@ -291,22 +280,17 @@ def test_eps_is_added_to_a_half_precision_running_variance_without_rounding():
     assert averages([layer._probe])[0][1] == pytest.approx(expected, rel=1e-3)
 
 
-def test_measuring_changes_no_result(tmp_path):
-    results = []
-    for callbacks in ([], [VarianceLogger(2, tmp_path)]):
-        module = Module()
+def test_measuring_changes_no_result_and_unlogged_steps_measure_nothing(tmp_path):
+    results, measures = [], []
+    for callbacks in ([], [VarianceLogger(3, tmp_path)]):
+        module = normplug.swap(Module(), "golden", preserve_output=False)
+        for layer in (module.net[0], module.net[3]):
+            layer.register_forward_hook(lambda layer, *_: measures.append(layer._probe is not None))
         trainer(tmp_path, *callbacks).fit(module, loader())
         results.append(module.net.state_dict())
     assert_same_bits(*results)
-
-
-def test_unlogged_steps_run_no_measurement(tmp_path):
-    module, measures = Module(), []
-    normplug.swap(module, "golden")
-    for layer in (module.net[0], module.net[3]):
-        layer.register_forward_hook(lambda layer, *_: measures.append(layer._probe is not None))
-    trainer(tmp_path, VarianceLogger(3, tmp_path)).fit(module, loader())
-    assert measures == [step % 3 == 0 for step in range(STEPS) for _ in range(2)]
+    logged = [step % 3 == 0 for step in range(STEPS) for _ in range(2)]
+    assert measures == [*len(logged) * [False], *logged]
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")

@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -207,7 +206,7 @@ def test_a_group_falls_back_where_a_waiting_kernel_could_block_it(monkeypatch):
 
 
 def test_the_status_and_a_plan_say_how_a_group_is_joined(monkeypatch):
-    monkeypatch.setattr(normplug.native, "_groups", [])
+    monkeypatch.setattr(normplug.native, "groups", [])
     monkeypatch.setattr(peers, "_agree", lambda *_: peers._Agreement(None, "the hosts differ"))
     group = type("Group", (), {"size": lambda self: 4})()
     assert peers.of(group, torch.device("cpu")) is None
@@ -217,55 +216,23 @@ def test_the_status_and_a_plan_say_how_a_group_is_joined(monkeypatch):
     assert text not in str(plan(nn.BatchNorm1d(4)))
 
 
-@pytest.mark.parametrize("capturing", [set(), {7}, {7, 8}])
-def test_an_exchange_waits_for_the_one_before_on_another_stream(capturing, monkeypatch):
-    waits, now = [], [0]  # the handle of the current stream
-
-    @contextmanager
-    def stream(other):
-        before, now[0] = now[0], other.handle
-        yield
-        now[0] = before
-
-    def of_handle(handle, device=None):
-        wait = lambda other: waits.append((other.handle, handle))  # noqa: E731
-        return SimpleNamespace(handle=handle, wait_stream=wait)
-
-    for name, stand_in in {
-        "stream": stream,
-        "ExternalStream": of_handle,
-        "default_stream": lambda device: of_handle(0),
-        "current_stream": lambda device: of_handle(now[0]),
-        "is_current_stream_capturing": lambda: now[0] in capturing,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    turn = peers._Turn(torch.device("cuda", 0))
-    for handle in (0, 0, 7, 7, 8, 0):
-        now[0] = handle
-        turn.pass_to(handle)
-    # A stream of a capture waits for streams of the capture only, and no other waits for it.
-    both = [(0, 7), (7, 8), (8, 0)]
-    assert waits == [pair for pair in both if (pair[0] in capturing) == (pair[1] in capturing)]
-
-
 def classes(model):
     return [(type(m), sorted(vars(m))) for m in model.modules()]
 
 
 def test_swap_synchronises_batch_norms_and_unswap_restores_them():
-    lazy, swapped = nn.LazyBatchNorm1d(), normplug.BatchNorm3d(8, mode=0.5)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), swapped, nn.LayerNorm(4), lazy)
+    swapped = normplug.BatchNorm3d(8, mode=0.5)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), swapped, nn.LayerNorm(4))
     model.other = nn.SyncBatchNorm(8, process_group="a group")
     before, layers = classes(model), list(model.modules())
     parameters = {name: id(p) for name, p in model.named_parameters()}
     text = str(plan(model, sync=True))
     assert text.count("normplug.SyncBatchNorm") == 3
-    assert text.count("normplug.LazySyncBatchNorm") == 1
     assert classes(model) == before
     swap(model, "golden", sync=True)
     synced = [type(m).__name__ for m in model.modules()][2:]
     sync = "SyncBatchNorm"
-    assert synced == [sync, sync, "LayerNorm", "LazySyncBatchNorm", sync]
+    assert synced == [sync, sync, "LayerNorm", sync]
     assert isinstance(model[1], nn.SyncBatchNorm)
     assert model[1].process_group is None
     assert model.other.process_group == "a group"
@@ -301,13 +268,3 @@ def test_a_synchronised_layer_accepts_the_same_inputs_as_before_and_survives_cop
         with pytest.raises(ValueError, match="expected 4D input"):
             one(torch.randn(2, 3))
         assert type(unswap(one)) is nn.BatchNorm2d
-
-
-def test_a_lazy_layer_is_synchronised_before_and_after_its_first_forward():
-    model = swap(nn.Sequential(nn.LazyBatchNorm1d()), 0.5, sync=True)
-    y = model(torch.randn(64, 3))
-    assert type(model[0]) is SyncBatchNorm
-    torch.testing.assert_close(y.var(0, correction=0), torch.full((3,), 0.5), rtol=1e-3, atol=0)
-    with pytest.raises(ValueError, match="expected 2D or 3D input"):
-        model(torch.randn(4, 3, 2, 2))
-    assert type(unswap(model)[0]) is nn.BatchNorm1d

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_cases
 import sync_cases
 from normplug import fuse, swap
-from normplug.experiment.learner import Classifier
+from normplug.experiment.learner import Learner
+from normplug.experiment.measure import ACCURACY
 from normplug.lightning import SyncNorms, VarianceLogger
 
 
@@ -65,7 +66,7 @@ def trained(rank, world, device):
         for graph in (False, True):
             optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
             options = {"schedule": "constant", "warmup": 0.0, "graph": graph}
-            learner, graphs = Classifier(make_net(), 4, optimizer, **options), Graphs()
+            learner, graphs = Learner(make_net(), ACCURACY, optimizer, **options), Graphs()
             environment = TorchElasticEnvironment()
             with tempfile.TemporaryDirectory() as directory:
                 lightning_cases.trainer(

@@ -35,23 +35,6 @@ class Attend(nn.Module):
         return x + self.attention(y, y, y, need_weights=False)[0]
 
 
-class Mixer(nn.Module):
-    """An addition, a norm, and a linear layer over the transpose of its result."""
-
-    def __init__(self):
-        super().__init__()
-        self.mix, self.norm, self.across = nn.Linear(8, 8), nn.LayerNorm(8), Across(3, 3)
-
-    def forward(self, x):
-        x = x + self.mix(x)
-        return x + self.across(self.norm(x))
-
-
-class Across(nn.Linear):
-    def forward(self, x):
-        return super().forward(x.transpose(-2, -1)).transpose(-2, -1)
-
-
 class Residual(nn.Module):
     """A residual block whose input is read only by a convolution and the addition."""
 

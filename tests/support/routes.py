@@ -36,7 +36,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     # Disable the C++ path: its own cache would mix these calls with those before and after.
     native.forget()
     for name in ("call", "keep", "forward", "learn"):
-        monkeypatch.setattr(native, name, lambda *arguments: None)
+        monkeypatch.setattr(native, name, native._nothing)
 
 
 def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
@@ -78,7 +78,8 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
 
     if torch.cuda.is_available():  # there the C++ path launches without Python
         native.start()
-        monkeypatch.setattr(native, "_extension", None)
+        for name in native._FUNCTIONS:
+            monkeypatch.setattr(native, name, native._nothing)
     given: list[dict[str, int]] = []
     call = Launch.__call__
 
@@ -184,11 +185,6 @@ def recomputed(y: Any) -> Tensor:
     return make()
 
 
-def is_recomputable(y: Any) -> bool:
-    """Whether y can be recomputed from its saved tensors."""
-    return recompute._recomputation(y) is not None
-
-
 def is_pooled_by_kernel(y: Any) -> bool:
     return y.grad_fn.name().endswith("NormBackward")  # y has no node of a pooling
 
@@ -199,16 +195,9 @@ def refusal_to_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -
     return spec.refusal(Tensors(x, None, *vectors[2:], None, *vectors[:2]))
 
 
-def bound_max_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -> Tensor:
-    """BatchNorm, ReLU and max pooling by a bound plan, as in later GPU calls; vectors: as above."""
-    t = Tensors(x, None, *vectors[2:], None, *vectors[:2])
-    spec = BatchNormSpec(True, 0.1, 1e-5, target_variance("golden"), "relu", pool)
-    return calls.choose("test", t, spec, "triton").run(t)
-
-
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the statistics by kernel, in the interpreter too."""
-    return batch_norms.channel_stats_by_kernel(x)
+    return batch_norms.channel_stats(x, "triton")
 
 
 def batch_norm(
@@ -278,6 +267,6 @@ def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(eligible, "has_kernels", lambda caller, backend, x: True)
     # The C++ path would run cached calls without these functions.
-    monkeypatch.setattr(native, "forward", lambda *arguments: None)
+    monkeypatch.setattr(native, "forward", native._nothing)
     monkeypatch.setattr(base, "call", watched)
     return made

@@ -6,7 +6,6 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -276,47 +275,17 @@ class _Block(torch.nn.Module):
         return y + total
 
 
-def check_around_attention(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Assert that norms around attention read its permuted tensors uncopied, and are accurate."""
-    block, exact = _attention(device)
-    seen = []
-
-    def see(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen.append(inputs[0])
-        output.register_hook(seen.append)
-
-    for norm in (block.before, block.after):
-        norm.register_forward_hook(see)
-    launches = routes.watch_launches(monkeypatch)
-    x = torch.randn(4, 5, 24, device=device)
-    _assert_block_as_exact(block, exact, x)
-    assert len(launches) == 6  # three forward, three backward
-    _, attended, _, dy = seen
-    for tensor, launch, name in ((attended, 1, "x"), (attended, 2, "x"), (dy, 5, "dy")):
-        assert not tensor.is_contiguous()
-        assert tensor.data_ptr() == launches[launch][name]
-
-
 def check_compiled_around_attention(device: str, backend: str) -> None:
-    """Assert that the same norms are accurate when compiled into one graph."""
-    block, exact = _attention(device)
-    torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, backend=backend)
-    _assert_block_as_exact(compiled, exact, torch.randn(4, 5, 24, device=device))
-
-
-def _attention(device: str) -> tuple[_Attention, _Attention]:
-    """A block that runs the kernels, and its float64 twin that runs torch."""
+    """Assert that norms around an attention are accurate, compiled into one graph with it."""
     torch.manual_seed(0)
     block = _Attention().to(device)
     exact = copy.deepcopy(block).double()
     exact.before.backend = exact.after.backend = "torch"
-    return block, exact
-
-
-def _assert_block_as_exact(block: Any, exact: torch.nn.Module, x: Tensor) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    x = torch.randn(4, 5, 24, device=device)
     results = []
-    for module, given in ((block, x), (exact, x.double())):
+    for module, given in ((compiled, x), (exact, x.double())):
         leaves = (given.requires_grad_(), *module.parameters())
         outputs = module(given)
         loss = sum((y.sigmoid() * (1 + i)).square().sum() for i, y in enumerate(outputs))

@@ -271,7 +271,7 @@ def test_unknown_subclasses_and_frozen_norms_are_left_and_plan_says_why(layers):
     model = nn.Sequential(
         Mine(8), misc.FrozenBatchNorm2d(8), layers.FrozenBatchNormAct2d(8), layers.SimpleNorm2d(8)
     )
-    frozen = "frozen: it scales by constants, and measures no variance to set"
+    frozen = "frozen batch norm: it uses stored statistics, so there is no variance to set"
     assert [(row.becomes, row.note) for row in plan(model)] == [
         (None, "a subclass of timm.BatchNormAct2d, which may have a forward of its own"),
         (None, frozen),

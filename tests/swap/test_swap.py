@@ -11,7 +11,7 @@ from torch import nn
 
 import normplug
 from matrix import folded, reloaded
-from normplug import BatchNorm2d, LayerNorm, plan, set_mode, swap, target_variance, unswap
+from normplug import LayerNorm, plan, set_mode, swap, target_variance, unswap
 from swap_cases import GOLDEN, Stubborn, X, assert_frozen, frozen, train_step
 
 
@@ -181,19 +181,6 @@ def test_torchscript_is_refused_and_its_parts_are_left(net):
     assert type(model[1]) is LayerNorm
     (row,) = [line for line in str(plan(model)).splitlines() if line.startswith("0.flat ")]
     assert row.split() == ["0.flat", "BatchNorm1d", "-", "compiled", "TorchScript"]
-
-
-def test_a_swapped_lazy_layer_gets_its_final_class_at_its_first_forward():
-    model = nn.Sequential(nn.LazyBatchNorm2d())
-    with pytest.raises(ValueError, match="has no shape yet"):
-        swap(model, "golden", preserve_output=True)
-    swap(model, "golden")
-    set_mode(model, 0.5)
-    y = model(X)
-    assert type(model[0]) is BatchNorm2d
-    variance = y.var((0, 2, 3), correction=0)
-    torch.testing.assert_close(variance, torch.full((3,), 0.5), rtol=1e-3, atol=0)
-    assert type(unswap(model)[0]) is nn.BatchNorm2d
 
 
 def test_options_reach_the_layers(net):

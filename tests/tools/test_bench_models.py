@@ -139,8 +139,6 @@ def test_a_function_of_a_file(file, tmp_path, capsys):
     table = capsys.readouterr().out
     assert table.split()[:4] == ["model", "batch", "arm", "ms"]
     assert len(table.splitlines()) == 11
-    main(["plot", str(path)])
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     model, batch, step = targets.load(f"{file}:with_step", None, {"power": 3})
     assert step(model, batch).item() == pytest.approx(model(batch).abs().pow(3).mean().item())
 

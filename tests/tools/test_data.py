@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
 from torch import nn
 
+from normplug.experiment.config import UserError, user_sentence
 from normplug.experiment.data import (
     Digits,
     Fake,
@@ -28,9 +29,8 @@ from normplug.experiment.data import (
     decode,
     stream_seed,
 )
-from normplug.experiment.errors import UserError, user_sentence
-from normplug.experiment.sweep import CONFIGS
 from normplug.experiment.text import Text
+from normplug.experiment.train import CONFIGS
 
 SIZE = 6  # of the images in `tree`
 
@@ -56,18 +56,20 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(data, *, epochs=2, ckpt_path=None, **kwargs):
+def fit(data, *, epochs=2, **kwargs):
     model = Recorder()
     off = ("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary")
     quiet = dict.fromkeys(off, False) | {"num_sanity_val_steps": 0}
     trainer = Trainer(accelerator="cpu", devices=1, max_epochs=epochs, **quiet, **kwargs)
-    trainer.fit(model, data, ckpt_path=ckpt_path)
+    trainer.fit(model, data)
     return model
 
 
 def parts(data):
+    """The training, validation and test part."""
     data.setup("fit")
-    return data.train_part, data.val_part, data.test_part
+    tensors = (part.tensors for part in (data.train_part, data.val_part, data.test_part))
+    return [SimpleNamespace(inputs=inputs, targets=targets) for inputs, targets in tensors]
 
 
 @pytest.fixture
@@ -84,9 +86,8 @@ def tree(tmp_path):
     return tmp_path / "pets"
 
 
-def folder(root, size=SIZE, **options):
-    options = {"num_workers": 0, "batch_size": 4} | options
-    return ImageFolder(root=str(root), image_size=size, **options)
+def folder(root, **options):
+    return ImageFolder(root=str(root), image_size=SIZE, **options)
 
 
 class TestParts:
@@ -102,17 +103,6 @@ class TestParts:
             torch.testing.assert_close(
                 part.targets.bincount() / 1797, torch.full((10,), share / 10), atol=5e-3, rtol=0
             )
-
-    def test_an_empty_part_is_refused(self):
-        with pytest.raises(ValueError, match="Use more images of each class"):
-            Fake(num_classes=10, num_images=30).setup("fit")
-
-    def test_fake_images_show_their_class(self):
-        data = Fake(num_classes=4, image_size=8, num_images=200)
-        train, _, test = parts(data)
-        means = torch.stack([train.inputs[train.targets == c].float().mean(0) for c in range(4)])
-        distance = torch.cdist(test.inputs.float().flatten(1), means.flatten(1))
-        assert (distance.argmin(1) == test.targets).float().mean() > 0.9
 
 
 class TestStreams:
@@ -181,7 +171,7 @@ class TestPixels:
     def test_training_images_have_mean_0_and_std_1_and_a_constant_channel_is_0(self, monkeypatch):
         data = Fake(num_images=500, image_size=8)
         images, test = data.load()
-        images.inputs[:, 2] = 7
+        images.tensors[0][:, 2] = 7
         monkeypatch.setattr(data, "load", lambda: (images, test))
         train, _, _ = parts(data)
         pixels, _ = data.on_after_batch_transfer((train.inputs, train.targets), 0)
@@ -205,9 +195,10 @@ def test_device_decides_where_data_are_kept(monkeypatch, device, runs_on, free, 
     data = Fake(device=device)
     data.trainer = Mock()
     data.trainer.strategy.root_device = torch.device(runs_on)
-    inputs = Mock(spec=torch.Tensor, nbytes=2)
-    data.set_parts(*[Part(inputs, Mock(spec=torch.Tensor, nbytes=0))] * 3)
-    assert inputs.to.called == on_gpu
+    tensor = Mock(spec=torch.Tensor, nbytes=1, **{"size.return_value": 1})
+    tensor.to.return_value = tensor
+    data.set_parts(*[Part(tensor, tensor)] * 3)
+    assert tensor.to.called == on_gpu
 
 
 class TestTrainer:
@@ -241,35 +232,18 @@ class TestTrainer:
         model = fit(self.data(), epochs=1, precision="bf16-true")
         assert model.batches[0][0].dtype == torch.bfloat16
 
-    def test_a_resumed_run_with_workers_goes_on_as_if_uninterrupted(self, tree, tmp_path):
-        def data():
-            return folder(tree, memory_gib=0, num_workers=1, augment={"pad": 1, "flip": True})
-
-        checkpoint = str(tmp_path / "stopped.ckpt")
-        whole = fit(data(), epochs=3)
-        fit(data(), epochs=2).trainer.save_checkpoint(checkpoint)
-        resumed = fit(data(), epochs=3, ckpt_path=checkpoint)
-        assert list(resumed.batches) == [2]
-        assert torch.equal(torch.cat(resumed.batches[2]), torch.cat(whole.batches[2]))
-
 
 class TestImageFolder:
-    def test_batches_are_the_same_in_memory_and_decoded_on_demand(self, tree):
-        memory, demand = folder(tree, num_workers=2), folder(tree, memory_gib=0)
-        assert memory.sizes == {"num_classes": 2, "image_size": SIZE}
-        for data in (memory, demand):
-            data.setup("fit")
-        assert memory.train_part.in_memory
-        assert not demand.train_part.in_memory
-        assert torch.equal(memory.mean, demand.mean)
-        assert torch.equal(memory.std, demand.std)
-        for part, count in {"train": 36, "val": 4, "test": 8}.items():
-            pair = (getattr(data, f"{part}_dataloader")() for data in (memory, demand))
-            for (images, labels), (other_images, other_labels) in zip(*pair, strict=True):
-                assert torch.equal(images, other_images)
-                assert torch.equal(labels, other_labels)
-                assert torch.equal(images.float().mean((1, 2, 3)) > 125, labels == 1)
-            assert len(getattr(memory, f"{part}_part")) == count
+    @pytest.mark.parametrize(
+        ("test", "counts"), [("test", (36, 4, 8)), ("val", (36, 4, 8)), ("../other", (28, 4, 8))]
+    )
+    def test_has_its_test_images_in_test_or_val_or_holds_them_out(self, tree, test, counts):
+        (tree / "test").rename(tree / test)
+        data = folder(tree)
+        assert data.sizes == {"num_classes": 2, "image_size": SIZE}
+        for part, count in zip(parts(data), counts, strict=True):
+            assert part.inputs.shape == (count, 3, SIZE, SIZE)
+            assert torch.equal(part.inputs.float().mean((1, 2, 3)) > 125, part.targets == 1)
 
     def test_a_cache_is_read_until_the_tree_changes(self, tree, tmp_path):
         file = tmp_path / "new/pets.pt"
@@ -280,37 +254,31 @@ class TestImageFolder:
         Image.new("RGB", (SIZE, SIZE)).save(tree / "train/cat/00.png")
         changed, *_ = parts(folder(tree, cache=str(file)))
         assert not torch.equal(images.inputs, changed.inputs)
-        assert len(list(file.parent.glob("pets-*.pt"))) == 2
+        assert len(list(file.parent.glob("pets-*.pt"))) == 3  # two for training, one for test
 
     def test_keeps_the_centre_in_its_own_proportions(self, tmp_path):
         image = Image.new("RGB", (24, 8), "black")
         image.paste("white", (8, 0, 16, 8))
         image.save(tmp_path / "wide.png")
-        assert (decode(tmp_path / "wide.png", 8) == 255).all()
-        assert decode(tmp_path / "wide.png", 4).min() > 200  # the resize blurs the edges
+        assert (decode([tmp_path / "wide.png"], 8) == 255).all()
+        assert decode([tmp_path / "wide.png"], 4).min() > 200  # the resize blurs the edges
 
-    def test_test_images_are_of_test_or_val_or_held_out(self, tree):
-        _, _, test = parts(folder(tree))
-        (tree / "test").rename(tree / "val")
-        assert torch.equal(parts(folder(tree))[2].inputs, test.inputs)
-        (tree / "val").rename(tree.parent / "elsewhere")
-        assert [len(part) for part in parts(folder(tree))] == [28, 4, 8]
-
-    def test_refuses_a_tree_of_another_layout(self, tree):
+    def test_refuses_a_tree_that_it_cannot_use(self, tree):
         with pytest.raises(FileNotFoundError, match="Couldn't find any class folder"):
             folder(tree / "train" / "cat")
+        with pytest.raises(UserError, match=r"GiB, more than data.memory_gib=1e-09. Set a larger"):
+            folder(tree, memory_gib=1e-9).setup("fit")
         (tree / "test" / "emu").mkdir()
-        with pytest.raises(UserError, match=r"/test has classes that .*/train lacks: \['emu'\]"):
-            folder(tree)
-        (tree / "train" / "emu").mkdir()
         with pytest.raises(FileNotFoundError, match="no valid file for the classes emu"):
             folder(tree)
+        Image.new("RGB", (SIZE, SIZE)).save(tree / "test/emu/0.png")
+        with pytest.raises(UserError, match=r"must have the same classes; only one has \['emu'\]"):
+            folder(tree)
 
-    @pytest.mark.parametrize("options", [{"num_workers": 1}, {"memory_gib": 0}])
-    def test_names_an_unreadable_image(self, tree, options):
+    def test_names_an_unreadable_image(self, tree):
         (tree / "train" / "dog" / "05.png").write_bytes(b"no image")
         with pytest.raises(ValueError, match=r"dog/05.png is not a readable image") as caught:
-            folder(tree, **options).setup("fit")
+            folder(tree).setup("fit")
         assert user_sentence(caught.value).endswith("Replace or delete it.")
 
 
@@ -324,7 +292,7 @@ def test_torchvision_gives_its_official_parts(monkeypatch, name, shape):
     data.prepare_data()
     assert dataset.call_args_list == [call("here", train=t, download=True) for t in (True, False)]
     train, val, test = parts(data)
-    assert (len(train), len(val)) == (36, 4)
+    assert (len(train.targets), len(val.targets)) == (36, 4)
     colours = images if images.ndim == 4 else images[..., None].expand(-1, -1, -1, 3)
     assert torch.equal(test.inputs, colours.permute(0, 3, 1, 2))
     assert test.targets.tolist() == labels
@@ -365,15 +333,14 @@ class TestText:
         assert data.sizes == {"vocabulary": 256, "block_size": 4}
         assert data.items_per_batch == 8
 
-    def test_entropy_and_loss_are_by_character(self, tmp_path):
-        text = b"ab" * 50
-        data = self.text(tmp_path, text)
-        assert (data.vocabulary, data.unigram_bits) == (256, 1.0)
-        assert data.facts() == {"text_sha256": hashlib.sha256(text).hexdigest(), "text_tokens": 100}
-        data = self.text(tmp_path, ("\u00e9" * 60).encode())  # two bytes, equally often
-        assert data.unigram_bits == 2.0
-        learner = data.learner(nn.Identity(), None)
-        assert learner.describe(1.0, "val").endswith(f"{2 / math.log(2):.3f} bits per character")
+    @pytest.mark.parametrize(("character", "size"), [("a", 1), ("\u00e9", 2)])
+    def test_a_result_names_the_text_and_has_bits_by_character(self, tmp_path, character, size):
+        text = (100 * character).encode()
+        assert self.text(tmp_path, text).facts(1.0) == {
+            "text_sha256": hashlib.sha256(text).hexdigest(),
+            "text_tokens": 100 * size,
+            "test_bits_per_character": pytest.approx(size / math.log(2)),
+        }
 
     def test_the_library_is_the_same_text_each_time_and_holds_no_tests(self):
         first, again = (Text(megabytes=0.02) for _ in range(2))

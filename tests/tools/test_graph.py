@@ -1,6 +1,7 @@
 """CUDA graphs of a training step, with a stand-in for what records them where there is no GPU."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from accuracy import assert_same_bits
 from normplug import SyncBatchNorm
 from normplug._ops import peers
 from normplug.experiment.callbacks import is_measured
-from normplug.experiment.errors import UserError
+from normplug.experiment.config import UserError
 from normplug.experiment.graph import GraphedLoss, refuse_graph
 from normplug.lightning import VarianceLogger, heat_map
 from sync_cases import ran
@@ -52,7 +53,7 @@ def test_a_run_with_graphs_reaches_the_numbers_of_one_without(
     trains, replays, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("normplug.experiment.run.refuse_graph", lambda trainer: None)
-    monkeypatch.setattr(heat_map, "draw_heat_map", lambda *rows, **names: None)
+    monkeypatch.setattr(heat_map, "draw_heat_map", lambda *_: None)
     # 5 steps an epoch; steps 0, 4 and 8 are measured.
     options = [*SMALL, "data.num_images=112", "model.dropout=0.1", "trainer.max_epochs=2"]
     for graph in ("true", "false"):
@@ -118,26 +119,23 @@ def test_a_graphed_loss_has_the_gradients_and_statistics_of_the_loss():
 
 
 def test_a_graph_is_refused_where_it_cannot_be(refuses):
-    assert "graph=true needs an NVIDIA GPU; this run is on cpu. Leave" in refuses(
-        *SMALL, "graph=true", "trainer.accelerator=cpu"
-    )
+    output = refuses(*SMALL, "graph=true", "trainer.accelerator=cpu")
+    assert "graph=true needs an NVIDIA GPU" in output
+    assert "this run is on cpu, accumulates 1, and has SingleDeviceStrategy in 1." in output
     gpu = SimpleNamespace(root_device=torch.device("cuda", 0))
     ddp = DDPStrategy(parallel_devices=[torch.device("cuda", 0)])
     ddp.cluster_environment = SimpleNamespace(local_rank=lambda: 0)
     for strategy, processes, batches, words in [
-        (gpu, 2, 1, "needs trainer.strategy=ddp in 2 processes; this run has SimpleNamespace"),
-        (ddp, 2, 4, "=4 accum"),
-        (gpu, 1, 4, "=4 accum"),
+        (gpu, 2, 1, "has SimpleNamespace in 2"),
+        (ddp, 2, 4, "accumulates 4"),
+        (gpu, 1, 1, None),
+        (ddp, 2, 1, None),
     ]:
         trainer = SimpleNamespace(
             strategy=strategy, world_size=processes, accumulate_grad_batches=batches
         )
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=words) if words else nullcontext():
             refuse_graph(trainer)
-    for strategy, processes in ((gpu, 1), (ddp, 2)):
-        refuse_graph(
-            SimpleNamespace(strategy=strategy, world_size=processes, accumulate_grad_batches=1)
-        )
 
 
 def joined_loss(monkeypatch, layer, agreement):
@@ -148,17 +146,11 @@ def joined_loss(monkeypatch, layer, agreement):
     return GraphedLoss(lambda x, y: (net[0](x).mean(1) - y).square().mean(), net)
 
 
-@pytest.mark.parametrize(
-    ("layer", "why"),
-    [
-        (SyncBatchNorm(3), "1 sends collectives: the group spans several hosts. Leave"),
-        (nn.SyncBatchNorm(3), "1 sends collectives: it is torch's own layer. Leave"),
-    ],
-)
-def test_layers_that_send_collectives_are_refused(layer, why, monkeypatch, replays):
+@pytest.mark.parametrize("layer", [SyncBatchNorm(3), nn.SyncBatchNorm(3)])
+def test_layers_that_send_collectives_are_refused(layer, monkeypatch, replays):
     agreement = peers._Agreement(None, "the group spans several hosts")
     graphed = joined_loss(monkeypatch, layer, agreement)
-    with pytest.raises(UserError, match=why):
+    with pytest.raises(UserError, match="but 1 sends collectives"):
         graphed(torch.randn(4, 3), torch.zeros(4))
 
 

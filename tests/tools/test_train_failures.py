@@ -1,12 +1,15 @@
 """Runs of train.py that cannot go on: wrong checkpoints, and losses that are not finite."""
 
+import errno
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from forks import forked
 from normplug.compare import compare
-from normplug.experiment.learner import Classifier
-from normplug.experiment.resume import LAST
+from normplug.experiment.learner import Learner
+from normplug.experiment.run import LAST
 from training import PLAIN, SWEEP, TWO_PROCESSES, result_of, results
 
 TINY = [*SWEEP, "trainer.max_epochs=1", PLAIN]
@@ -32,15 +35,20 @@ def test_what_is_no_checkpoint_is_refused_before_anything_starts(refuses, sweep,
         ("weights", "KeyError"),
         ("content['optimizer_states'] = []", "ValueError: it lacks the optimizer"),
         ("content['loops'] = [1]", "TypeError"),
+        ("locked", "PermissionError: [Errno 13] Permission denied"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_restored_is_one_sentence(
-    refuses, sweep, tmp_path, change, words
+    refuses, sweep, tmp_path, monkeypatch, change, words
 ):
     path = tmp_path / "spoilt.ckpt"
     content = torch.load(sweep.golden / LAST, weights_only=True)
     if change == "text":
         path.write_text("not a checkpoint")
+    elif change == "locked":
+        path.write_text("")
+        denied = PermissionError(errno.EACCES, "Permission denied", str(path))
+        monkeypatch.setattr(torch, "load", Mock(side_effect=denied))
     elif change == "weights":
         torch.save(content["state_dict"], path)
     else:
@@ -83,14 +91,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_recorded(refuses, tmp_pa
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Make the outputs of a Classifier nan where `when(classifier)`."""
-    forward = Classifier.forward
+    """Make the outputs of a Learner nan where `when(learner)`."""
+    forward = Learner.forward
 
     def patch(when):
         def spoilt(self, images):
             return forward(self, images) * (float("nan") if when(self) else 1)
 
-        monkeypatch.setattr(Classifier, "forward", spoilt)
+        monkeypatch.setattr(Learner, "forward", spoilt)
 
     return patch
 
@@ -119,13 +127,13 @@ def test_an_evaluation_whose_loss_is_not_finite_is_no_result(refuses, tmp_path, 
 
 SPOILT = """
 import train
-from normplug.experiment.learner import Classifier
+from normplug.experiment.learner import Learner
 
-forward = Classifier.forward
+forward = Learner.forward
 def spoilt(self, images):
     bad = self.trainer.global_step == self.trainer.global_rank == 1
     return forward(self, images * float("nan") if bad else images)
-Classifier.forward = spoilt
+Learner.forward = spoilt
 train.main()
 """
 

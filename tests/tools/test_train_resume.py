@@ -1,6 +1,5 @@
 """Runs of train.py that stop and go on: the same numbers as one that never stopped."""
 
-import json
 import signal
 
 import pandas as pd
@@ -9,8 +8,8 @@ import torch
 
 import train
 from forks import forked
-from normplug.experiment.learner import Classifier
-from normplug.experiment.resume import LAST
+from normplug.experiment.learner import Learner
+from normplug.experiment.run import LAST
 from training import GOLDEN, PLAIN, SMALL, SWEEP, one_thread, result_of, run_in, variance_rows
 
 TINY = [*SWEEP, PLAIN]  # no variance
@@ -39,11 +38,8 @@ def assert_same_run(run, whole):
     for key in RESULTS:
         assert result_of(run)[key] == result_of(whole)[key], key
     assert (run / "variance.csv").read_text() == (whole / "variance.csv").read_text()
-    metrics = (run / "metrics.csv").read_text().splitlines()
-    assert metrics == [
-        metrics[0],
-        *(whole / "metrics.csv").read_text().splitlines()[-len(metrics) + 1 :],
-    ]
+    metrics, other = ((d / "metrics.csv").read_text().splitlines() for d in (run, whole))
+    assert metrics == [other[0], *other[-len(metrics) + 1 :]]
     ours, other = (torch.load(d / "checkpoints/last.ckpt", weights_only=True) for d in (run, whole))
     for key, value in other["state_dict"].items():
         assert torch.equal(ours["state_dict"][key], value), key
@@ -52,14 +48,14 @@ def assert_same_run(run, whole):
 
 def stop_at(step, monkeypatch, act):
     """Let `act` happen in the forward of an optimizer step of the arm golden."""
-    training_step = Classifier.training_step
+    training_step = Learner.training_step
 
     def stopping(self, batch, batch_idx):
         if self.trainer.global_step == step and self.identity["arm"] == "golden":
             act()
         return training_step(self, batch, batch_idx)
 
-    monkeypatch.setattr(Classifier, "training_step", stopping)
+    monkeypatch.setattr(Learner, "training_step", stopping)
 
 
 def interrupted(command, step, signum, *overrides):
@@ -73,14 +69,14 @@ def interrupted(command, step, signum, *overrides):
 
 KILLED = """
 import os, signal, train
-from normplug.experiment.learner import Classifier
+from normplug.experiment.learner import Learner
 
-training_step = Classifier.training_step
+training_step = Learner.training_step
 def killing(self, batch, batch_idx):
     if self.trainer.global_step == 9:  # after rows of steps that the checkpoint does not have
         os.kill(os.getpid(), signal.SIGKILL)
     return training_step(self, batch, batch_idx)
-Classifier.training_step = killing
+Learner.training_step = killing
 train.main()
 """
 
@@ -111,23 +107,18 @@ def test_a_sweep_that_is_interrupted_skips_and_resumes(command, trains, tmp_path
     assert result_of(tmp_path / GOLDEN)["status"] == "finished"
 
 
-def test_a_run_resumes_with_more_epochs_on_the_curve_of_the_new_total(trains, tmp_path, more):
-    whole = tmp_path / "whole"
+def test_a_resumed_run_takes_rates_and_epochs_from_its_command(trains, tmp_path, sweep, more):
+    whole, lower = tmp_path / "whole", tmp_path / "lower"
     trains(*TINY, "trainer.max_epochs=4", "model.depth=1", f"hydra.run.dir={whole}")
-    assert rates(more) == rates(whole)[15:]
-    assert len(result_of(more)["accuracy_by_epoch"]) == 4
-
-
-def rates(run):
-    """The learning rate of each step in `metrics.csv`."""
-    return pd.read_csv(run / "metrics.csv")["lr-AdamW/pg1"].dropna().tolist()
-
-
-def test_hyperparameters_of_the_command_win_over_the_checkpoints(trains, tmp_path, sweep, more):
-    lower = tmp_path / "lower"
     options = ["trainer.max_epochs=4", f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={lower}"]
     trains(*TINY, *options, "optimizer.lr=0.002")  # 0.02 in experiment=smoke
-    assert rates(more) == pytest.approx([10 * rate for rate in rates(lower)], rel=1e-6)
+    found, one, other = (
+        pd.read_csv(run / "metrics.csv")["lr-AdamW/pg1"].dropna().tolist()
+        for run in (more, whole, lower)
+    )
+    assert found == one[15:]
+    assert found == pytest.approx([10 * rate for rate in other], rel=1e-6)
+    assert len(result_of(more)["accuracy_by_epoch"]) == 4
 
 
 @pytest.mark.parametrize("signum", SIGNALS, ids=lambda s: s.name)
@@ -148,14 +139,12 @@ def test_an_interrupted_run_says_how_to_resume_and_resumes(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_run_that_has_trained_all_epochs_is_only_evaluated(trains, tmp_path, sweep):
-    resume = [f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={tmp_path / 'again'}"]
-    trains(*SWEEP, *resume)
+def test_a_run_that_has_trained_all_epochs_is_only_evaluated(
+    trains, refuses, tmp_path, sweep, more
+):
+    trains(*SWEEP, f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={tmp_path / 'again'}")
     for key in RESULTS:
         assert result_of(tmp_path / "again")[key] == result_of(sweep.golden)[key], key
-
-
-def test_a_checkpoint_of_more_epochs_is_refused(refuses, tmp_path, more):
     output = refuses(*TINY, f"hydra.run.dir={tmp_path / 'fewer'}", f"ckpt_path={more / LAST}")
     assert "it has 4 epochs, more than trainer.max_epochs=3" in output
 
@@ -167,8 +156,7 @@ def test_a_disk_that_fills_leaves_the_former_checkpoint_and_one_line(refuses, tr
     before = (run / LAST).read_bytes()
     soft, hard = limits.getrlimit(limits.RLIMIT_FSIZE)
     more = [f"ckpt_path={run / LAST}", f"hydra.run.dir={run}", "trainer.max_epochs=2"]
-    write = result_of(run) | {"status": "interrupted"}
-    (run / "result.json").write_text(json.dumps(write))
+    (run / "result.json").write_text('{"status": "interrupted"}')
     limits.setrlimit(limits.RLIMIT_FSIZE, (2**16, hard))  # less than a checkpoint
     try:
         output = refuses(*SMALL, PLAIN, *more)
@@ -178,7 +166,7 @@ def test_a_disk_that_fills_leaves_the_former_checkpoint_and_one_line(refuses, tr
     assert "Traceback" not in output
     assert (run / LAST).read_bytes() == before
     assert result_of(run)["status"] == "failed"
-    assert f"resuming: {run / LAST}" in trains(*SMALL, PLAIN, *more)
+    assert f"resuming: {run / LAST}" in trains(*SMALL, PLAIN, *more[1:])
 
 
 def test_the_last_checkpoint_is_found_tested_and_the_best_one_kept(trains, tmp_path):

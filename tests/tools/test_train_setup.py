@@ -1,16 +1,15 @@
 """What train.py refuses before it trains, in one sentence each, and what simply works."""
 
-import copy
 import os
+import re
 import shlex
-from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torchvision
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
@@ -23,42 +22,25 @@ from PIL import Image
 import train
 from forks import forked
 from normplug.experiment.callbacks import ask_seldom
-from normplug.experiment.config import check, path_name
-from normplug.experiment.errors import UserError, user_sentence
-from normplug.experiment.sweep import CONFIGS
+from normplug.experiment.config import UserError, check, path_name, user_sentence
+from normplug.experiment.train import CONFIGS
 from training import ROOT, SMALL, SMOKE
-
-GROUPS = {path.name for path in Path(CONFIGS).iterdir() if path.is_dir()}
-
-
-@cache
-def composed(*choices):
-    with initialize_config_dir(CONFIGS, version_base="1.3"):
-        return compose("train", [*choices], return_hydra_config=True)
 
 
 @pytest.fixture
 def checked(tmp_path):
-    """Check the configuration of a command line, which leaves it as it is.
-
-    Hydra reads the files of lines that choose the same ones once: it takes longer than the check.
-    """
+    """Check the configuration of a command line, which leaves it as it is."""
     singleton = HydraConfig.instance()
 
     def call(line, builds=False):
-        overrides = [o.replace("=null", "=[]") if "=" in o and o.split("=")[0] in GROUPS else o
-                     for o in shlex.split(line)]  # fmt: skip
-        choices = [o for o in overrides if o.partition("=")[0] in GROUPS]
-        others = [o for o in overrides if o not in choices]
-        cfg = copy.deepcopy(composed(*choices))
-        parsed = OverridesParser.create().parse_overrides(others)
-        ConfigLoaderImpl._apply_overrides_to_config(parsed, cfg)
+        with initialize_config_dir(CONFIGS, version_base="1.3"):
+            cfg = compose("train", shlex.split(line), return_hydra_config=True)
         with open_dict(cfg):
             cfg.hydra.runtime.output_dir = str(tmp_path)
             singleton.set_config(cfg)
             del cfg["hydra"]
         before = OmegaConf.to_yaml(cfg)
-        check(cfg)
+        check(cfg, fuses=False)
         assert OmegaConf.to_yaml(cfg) == before
         if builds:
             data = instantiate(cfg.data, _convert_="all")
@@ -78,41 +60,28 @@ def lines_of(keys, values):
 FOLDER = "data=image_folder data.root=x data.image_size=8"
 # Keys, the rule for their values, and values that it refuses.
 WRONG = [
-    ("seed, data.seed", "greater than or equal to 0", "-1"),
-    ("seed, data.seed", "less than 4294967296", "4294967296"),
+    ("seed", "greater than or equal to 0", "-1"),
+    ("seed", "less than 4294967296", "4294967296"),
     ("seed", "a valid integer", "true null 1.5 'x'"),
-    ("gamma0", "greater than 0", "-1"),
-    ("gamma0", "a finite number", "inf"),
     ("gamma0", "a valid number", "true 'golden'"),
-    ("compile, graph, recompute, channels_last, train", "a valid boolean", "'maybe' null"),
-    ("data.augment.flip", "a valid boolean", "'maybe' null"),
-    ("fuse", "a valid boolean", "1 'maybe'"),
+    ("compile, graph, recompute, channels_last, train", "a valid boolean", "null"),
+    ("fuse, data.augment.flip", "a valid boolean", "1 'maybe'"),
     ("schedule", "'one_cycle', 'cosine' or 'constant'", "'maybe' null"),
-    ("ckpt_path", "a valid string", "5"),
-    ("warmup", "less than 1", "1"),
-    ("warmup", "greater than or equal to 0", "-0.1"),
+    ("ckpt_path, data=image_folder data.image_size=8 data.root", "a valid string", "5"),
+    ("warmup, model.dropout", "less than 1", "1"),
     ("label_smoothing", "less than or equal to 1", "5"),
-    ("study", "a name: at most 100 characters", "'../x' '/tmp/x' ''"),
-    ("tag", "a name: at most 100 characters", f"'../../x' 'a/b' '..' '{'x' * 101}'"),
-    ("data.batch_size, data.num_images", "greater than or equal to 1", "0 -4"),
+    ("study, tag", "a name: at most 100 characters", f"'../../x' '/tmp/x' '..' '{'x' * 101}'"),
+    ("data.batch_size, data.num_images, data.image_size", "greater than or equal to 1", "0"),
     ("data.batch_size", "less than 2147483648", "100000000000000000000"),
-    ("data.image_size", "greater than or equal to 1", "0"),
-    ("+data.val_fraction", "greater than 0", "0"),
+    ("data.image_size", "a valid integer", "null 1.5"),
     ("+data.val_fraction", "less than 1", "1"),
-    ("data.num_classes", "greater than or equal to 2", "1"),
     ("model.hidden_dim, model.depth, model.patch_size", "greater than or equal to 1", "0"),
-    ("model.dropout", "less than 1", "1"),
     ("model=gpt_tiny data.block_size", "greater than or equal to 1", "0"),
-    ("model=gpt_tiny data.megabytes", "greater than 0", "0 -1"),
-    ("data.augment.pad", "greater than or equal to 0", "-1"),
-    (f"{FOLDER} data.memory_gib, {FOLDER} data.num_workers", "greater than or equal to 0", "-1"),
-    ("optimizer.lr", "greater than 0", "0"),
+    ("model=gpt_tiny data.megabytes, gamma0, optimizer.lr", "greater than 0", "0 -1"),
+    ("model=gpt_tiny model.norm", "'layer' or 'rms'", "'batch'"),
+    (f"data.augment.pad, {FOLDER} data.memory_gib", "greater than or equal to 0", "-1"),
     ("optimizer.lr", "less than or equal to 10000000000", "1e+300"),
     ("swap", "a valid dictionary", "null"),
-    ("data.augment", "a valid dictionary", "5"),
-    ("data=fake data.image_size", "a valid integer", "null 1.5"),
-    (f"{FOLDER} data.root", "a valid string", "5"),
-    ("model=gpt_tiny model.norm", "'layer' or 'rms'", "'batch'"),
     ("data.device", "'auto', 'cpu' or 'cuda'", "'gpu'"),
 ]
 MISTAKES = {
@@ -121,10 +90,7 @@ MISTAKES = {
     for line, key, value in lines_of(keys, values)
 }
 MISTAKES |= {
-    f"{group}=null": f"the configuration: field required: {group}."
-    for group in ("data", "model", "optimizer")
-}
-MISTAKES |= {
+    "data=[]": "the configuration: field required: data.",
     "+foo=1": "the configuration: extra inputs are not permitted: foo. `python train.py --help`",
     "~warmup": "the configuration: field required: warmup.",
     "warmup=???": "Missing mandatory value: warmup",
@@ -132,7 +98,6 @@ MISTAKES |= {
     "+swap.foo=1": "swap got an unexpected keyword argument 'foo'.",
     "+swap.mode=golden": "swap multiple values for argument 'mode'.",
     "+trainer.callbacks=[]": "trainer.callbacks comes from a group of its own.",
-    "+trainer.logger=false": "trainer.logger comes from a group of its own.",
     "+trainer.sync_batchnorm=true": "which would drop mode=golden",
     "data=text": "unexpected keyword argument: block_size. Choose a model and data that match",
     "model=gpt_tiny data=digits": "missing required keyword only argument: vocabulary; ",
@@ -141,11 +106,9 @@ MISTAKES |= {
     "data._target_=nowhere.Data": "data cannot be built: Error loading 'nowhere.Data'",
     "~model.arch": "model: missing required argument: arch.",
     "+model.foo=1": "model: unexpected keyword argument: foo.",
-    "optimizer.lr=-1": "optimizer.lr should be greater than 0; got -1",
     "optimizer.weight_decay=-1": "optimizer cannot be built: Invalid weight_decay value: -1",
     "optimizer.momentum=0": "Nesterov momentum requires a momentum and zero dampening. Change the",
     "optimizer=adamw optimizer.betas=[2,2]": "optimizer cannot be built: Invalid bet",
-    "optimizer=adamw optimizer.betas=3": "optimizer cannot be built: ",
     "+optimizer.foo=1": "optimizer cannot be built: SGD.__init__() got an unexpected",
     "+callbacks.foo=1": "callbacks.foo should be a valid dictionary",
     "train=false": "train=false only tests a checkpoint. Set ckpt_path=FILE.",
@@ -173,28 +136,17 @@ def test_a_mistake_is_one_sentence_that_names_the_key_and_the_rule(checked, line
             # These need a model, a package, a directory.
             if path.stem not in ("text", "optuna", "image_folder")
         ),
-        "experiment=null",
-        "experiment=smoke callbacks=default",
-        "logger=tensorboard +logger.tensorboard.flush_secs=1",
-        "logger.csv.name=null",
+        "experiment=[]",
         "experiment=smoke data=digits ~data.image_size ~data.num_images",
         FOLDER,
         "data.augment=null",
-        "data.seed=5",
         "mode=0.5 gamma0=0.786 tag=5",
         "mode=standard gamma0=inverse_depth",
         "'tag=\"a b=c\"'",
         "study=2026",
-        "swap.include=layer4.*",
         "swap.include=[layer4.*,layer3.*]",
         "+swap.sync=true",
         "trainer.max_epochs=null +trainer.max_steps=4",
-        "+trainer.limit_val_batches=0",
-        "+trainer.limit_train_batches=0.5",
-        "+trainer.deterministic=warn",
-        "trainer.precision=bf16-true",
-        "trainer.precision=16",
-        "trainer.fast_dev_run=3",
         "'+trainer.plugins=[{_target_: normplug.lightning.SyncNorms}]'",
         "optimizer._target_=torch.optim.RMSprop ~optimizer.nesterov",
     ],
@@ -203,27 +155,18 @@ def test_what_can_run_passes(checked, line):
     checked(line)
 
 
-def lines_of_the_study():
-    """The sweeps over rates that the docs tell, without `python train.py -m`."""
-    text = (ROOT / "docs" / "experiments.md").read_text().replace("\\\n", "")
-    _, *found = text.split("\npython train.py -m 'experiment=[")
-    return [f"'experiment=[{line.splitlines()[0]}" for line in found]
+# The sweeps over rates in the docs.
+STUDY = (ROOT / "docs/experiments.md").read_text().replace("\\\n", "")
+STUDY = re.findall(r"^python train.py -m ('experiment=\[.*)", STUDY, re.MULTILINE)
 
 
-@pytest.mark.parametrize("line", lines_of_the_study())
+@pytest.mark.parametrize("line", STUDY)
 def test_each_run_of_the_study_can_run(checked, line):
-    options = [
-        (o.key_or_group, list(o.sweep_string_iterator())) if o.is_sweep_override() else o.input_line
-        for o in OverridesParser.create().parse_overrides(shlex.split(line))
-    ]
-    for number in range(7):  # the most values of an option: each is checked, in some combination
-        one = [
-            option
-            if isinstance(option, str)
-            else f"{option[0]}={option[1][number % len(option[1])]}"
-            for option in options
-        ]
-        checked(shlex.join(one))
+    overrides = OverridesParser.create().parse_overrides(shlex.split(line))
+    (runs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    assert len(runs) >= 3
+    for run in runs:
+        checked(shlex.join(run))
 
 
 @pytest.mark.parametrize(
@@ -231,25 +174,17 @@ def test_each_run_of_the_study_can_run(checked, line):
     [
         ("trainer.devices=0", "keys of trainer (trainer.max_epochs=1, trainer.devices=0)."),
         ("trainer.accelerator=foo", "trainer cannot be built: You selected an invalid accelerator"),
-        ("trainer.fast_dev_run=-1", "fast_dev_run=-1 is not a valid configuration"),
         ("model.heads=3", "embed_dim must be divisible by num_heads. Change the keys of model ("),
         ("model=resnet18 model.arch=resnet99", "model cannot be built: Unknown model resnet99"),
         ("data.num_images=5", "Use more images of each class."),
         ("callbacks.variance.every_n_steps=0", "every_n_steps must be at least 1; got 0"),
-        ("+callbacks.checkpoint.save_top_k=-5", "callbacks.checkpoint cannot be built: Invalid"),
         ("model.dept=2", "model.dept is not a key of the configuration. `python train.py --help`"),
         ("mod=golden", "mod is not a key of the configuration. Did you mean mode?"),
-        (
-            "+trainer.max_epoch=3",
-            "Trainer.__init__() got an unexpected keyword argument 'max_epoch'",
-        ),
-        ("trainer.precision=foo", "trainer cannot be built: Precision 'foo' is invalid."),
+        ("+trainer.max_epoch=3", "got an unexpected keyword argument 'max_epoch'"),
         ("+callbacks.variance.foo=1", "callbacks.variance cannot be built: "),
         ("+logger.csv.foo=1", "logger.csv cannot be built: "),
         ("mode=true", "Or mode=baseline, which swaps nothing."),
-        ("mode=-1", "got -1. Or mode=baseline"),
         ("swap.autocast_output=half", "autocast_output must be one of"),
-        ("swap.include=5", "include must be a glob, a 're:' pattern, a class"),
         ("swap.include=layer9", "include='layer9' matches no norm layer"),
         ("seed=${nowhere}", "Interpolation key 'nowhere' not found"),
     ],
@@ -264,7 +199,7 @@ def test_what_only_the_object_itself_can_tell_is_one_sentence_too(
     assert not list(tmp_path.rglob(f".*.{os.getpid()}"))  # half-written files
 
 
-@pytest.mark.parametrize("model", ["resnet99", "../x", "/tmp/x"])
+@pytest.mark.parametrize("model", ["resnet99", "../x"])
 def test_a_choice_that_no_file_of_configs_has_is_one_line_and_writes_nothing(
     refuses, tmp_path, model
 ):
@@ -306,9 +241,8 @@ def test_groups_can_be_switched_off(trains, tmp_path, line, others):
     assert files == {"result.json", "config.yaml", "train.log"} | others
 
 
-@pytest.mark.parametrize("devices", ["2", "'2'"])
-def test_a_sweep_that_would_start_itself_again_is_refused(refuses, devices):
-    output = refuses(*SMALL, "trainer.accelerator=cpu", f"trainer.devices={devices}", "-m")
+def test_a_sweep_that_would_start_itself_again_is_refused(refuses):
+    output = refuses(*SMALL, "trainer.accelerator=cpu", "trainer.devices='2'", "-m")
     assert "2 devices with DDPStrategy start each process by running the command again" in output
 
 
@@ -324,11 +258,8 @@ def test_the_command_itself_prints_one_line(tmp_path):
 
 
 def test_paths_have_plain_and_bounded_names():
-    assert path_name("a=b/c d") == "a_b_c_d"
-    assert path_name("../../x") == "_.._.._x"
-    assert path_name("..") == "_.."
-    assert path_name(None) == "None"
-    assert path_name("0.5") == "0.5"
+    names = {"a=b/c d": "a_b_c_d", "../../x": "_.._.._x", "..": "_..", None: "None", "0.5": "0.5"}
+    assert {text: path_name(text) for text in names} == names
     assert len(path_name("x" * 300)) == 180
 
 

@@ -47,35 +47,14 @@ from normplug._kernels.tiles import (
 )
 from normplug._kernels.waiting import arrive, wait
 
-# The arguments of both kernels.
-# Sizes. They are not compiled in, so another batch size needs no other kernel.
-#   ROWS, WIDTH_UNITS    rows, and columns / UNIT, of the tensor
-#   C, HW                channels; columns of a channel
-#   CHANNELS, LIVE_UNITS channels, and columns / UNIT, of a slab
-#   SLABS                slabs of the tensor
-#   GATHERS, ROWS_EACH   items that gather a slab; rows of each
-#   WRITES               items that write a slab, a tile each
-#   GROUP, HEAD          slabs of a group; items of the next group that come before its writes
-# Scalars.
-#   root                 square root of the target variance
-# Processes that join their batches: see `exchange`.
-#   WORLD, PEERS         how many, or 1; the address of this process's table
-# Constants: how the work is cut.
-#   UNIT                 divides the widths of tensor and slab, so the compiler sees the alignment
-#   U, BT, BC            a tile: U steps of BT rows, of BC columns
-#   BCH                  channels of a slab, padded to a power of two
-#   STAGES               tiles in flight in a loop over tiles
-#   ACC                  the dtype to compute in: float32, or float64 for float64
-#   OWN, SOLO            a program writes the rows that it gathered; one takes a whole slab
-#   SEGMENTS             channels have more than one column
-#   EVEN                 every slab fills its BC columns
-#   WIDE                 offsets need 64 bits
-# Constants: what the call has or asks for. WEIGHT, BIAS, RESIDUAL: there is one, and it is needed.
-# BITS: relu's mask is saved, one bit per value. ACTIVATION: see `activation`.
+# The arguments that `schedule.Columns` and `primitives` do not explain.
+#   OWN                  a program writes the rows that it gathered
+#   BITS                 relu's mask is saved, one bit per value
+#   WORLD, PEERS         processes that join their batches; the address of a table: see `exchange`
 
 
 @triton.jit
-def assignment(t, SLABS, GATHERS, WRITES, GROUP, HEAD):
+def assignment(t, GATHERS, WRITES, GROUP, HEAD):
     """Program t's slab and item, and whether it writes the item or gathers it.
 
     First come the gathers of the first group. Then, for each group: HEAD gathers of the next group,
@@ -96,7 +75,7 @@ def assignment(t, SLABS, GATHERS, WRITES, GROUP, HEAD):
 
 
 @triton.jit
-def slab_columns(slab, LIVE, W, HW, CHANNELS, BC: tl.constexpr, SEGMENTS: tl.constexpr):
+def slab_columns(slab, LIVE, W, HW, CHANNELS, BC, SEGMENTS):
     """A slab's columns, which of them exist, and their channels: in the slab and in the tensor."""
     places = tl.arange(0, BC)
     columns = slab * LIVE + places
@@ -109,28 +88,13 @@ def slab_columns(slab, LIVE, W, HW, CHANNELS, BC: tl.constexpr, SEGMENTS: tl.con
 
 
 @triton.jit
-def bit_columns(slab, BC: tl.constexpr):
+def bit_columns(slab, BC):
     """Columns of a slab in relu's mask, whose rows have BC / 8 bytes per slab."""
     return slab * (BC // 8) + tl.arange(0, BC // 8)
 
 
 @triton.jit
-def _merge_tile(x, mean, m2, n, U: tl.constexpr):
-    """Merge a tile's moments, of U rows per lane, with the lanes' moments of n rows before it."""
-    tile_mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
-    x = x - tl.expand_dims(tile_mean, STEP_AXIS)
-    difference = tile_mean - mean
-    fraction = U / (n + U)
-    mean += difference * fraction
-    m2 += tl.sum(x * x, axis=STEP_AXIS) + difference * difference * (n * fraction)
-    return mean, m2, n + U
-
-
-@triton.jit
-def column_moments(
-    x_ptr, columns, live, start, end, W, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-    STAGES: tl.constexpr, ACC: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def column_moments(x_ptr, columns, live, start, end, W, U, BT, BC, STAGES, ACC, EVEN, WIDE):
     """Each column's mean, and sum of squared distances from it, over rows start to end.
 
     Each lane takes U rows at a time, and merges their moments with its earlier rows' moments. The
@@ -143,18 +107,20 @@ def column_moments(
     tiles = (end - start) // (U * BT)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         row = start + tile * (U * BT)
-        x = (
-            load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, True, WIDE, False).to(ACC)
-            - top
-        )
-        mean, m2, n = _merge_tile(x, mean, m2, n, U)
+        x = load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, True, WIDE, False)
+        x = x.to(ACC) - top
+        tile_mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
+        x = x - tl.expand_dims(tile_mean, STEP_AXIS)
+        difference = tile_mean - mean
+        fraction = U / (n + U)
+        mean += difference * fraction
+        m2 += tl.sum(x * x, axis=STEP_AXIS) + difference * difference * (n * fraction)
+        n += U
     row = start + tiles * (U * BT)
     counts = n + tl.zeros([BT, 1], ACC)
     if row < end:
-        x = (
-            load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, False, WIDE, False).to(ACC)
-            - top
-        )
+        x = load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, False, WIDE, False)
+        x = x.to(ACC) - top
         there = (tile_rows(row, U, BT) < end)[:, :, None]
         more = lane_counts(end - row, BT, ACC)
         tile_mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / tl.maximum(more, 1.0)
@@ -169,7 +135,7 @@ def column_moments(
 
 
 @triton.jit
-def channel_moments(mean, m2, rows, channel, HW, BCH: tl.constexpr):
+def channel_moments(mean, m2, rows, channel, HW, BCH):
     """Merge the moments of each channel's HW columns, which are over `rows` rows each.
 
     `channel` is each column's channel in the slab, or -1 for padding.
@@ -184,17 +150,14 @@ def channel_moments(mean, m2, rows, channel, HW, BCH: tl.constexpr):
 
 
 @triton.jit
-def channel_sums(value, channel, BCH: tl.constexpr):
+def channel_sums(value, channel, BCH):
     """Add up the sums of each channel's columns."""
     own = channel[None, :] == tl.arange(0, BCH)[:, None]
     return tl.sum(tl.where(own, value[None, :], 0.0), axis=1)
 
 
 @triton.jit
-def coefficients(
-    stats_ptr, weight_ptr, bias_ptr, channels, live, C, root,
-    BC: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
+def coefficients(stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS):
     """Each column's mean, scale and bias; another program may have written the statistics."""
     mean = tl.load(stats_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
     rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
@@ -213,8 +176,7 @@ def dx_terms(means_ptr, channels, live, C):
 @triton.jit
 def finish_forward(
     mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, HW,
-    CHANNELS, PEERS, momentum, eps, BCH: tl.constexpr, ACC: tl.constexpr, VARIANCE: tl.constexpr,
-    RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr, TRACKED: tl.constexpr, WORLD: tl.constexpr,
+    CHANNELS, PEERS, momentum, eps, BCH, ACC, VARIANCE, RUNNING, CUMULATIVE, TRACKED, WORLD,
 ):  # fmt: skip
     """Save a slab's statistics, update its running statistics, and count the batch.
 
@@ -254,10 +216,8 @@ def finish_forward(
 
 @triton.jit
 def _normalise(
-    x, y_ptr, residual_ptr, bits_ptr, columns, live, row, end, mean, scale, bias, W, slab, SLABS,
-    U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr,
-    RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
-    WHOLE: tl.constexpr, WIDE: tl.constexpr,
+    x, y_ptr, residual_ptr, bits_ptr, columns, live, row, end, mean, scale, bias, W, slab, SLABS, U,
+    BT, BC, ACC, RESIDUAL, BITS, ACTIVATION, EVEN, WHOLE, WIDE,
 ):  # fmt: skip
     """Write a tile of y and, if BITS, of relu's mask."""
     z = (x.to(ACC) - mean[None, None, :]) * scale[None, None, :] + bias[None, None, :]
@@ -300,7 +260,7 @@ def batch_norm_columns_forward(
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
     if (TRAINING and NORMALIZE) and not OWN:
-        slab, item, late = assignment(t, SLABS, GATHERS, WRITES, GROUP, HEAD)
+        slab, item, late = assignment(t, GATHERS, WRITES, GROUP, HEAD)
     else:
         slab, item, late = t % SLABS, t // SLABS, not TRAINING
     columns, live, own, channels = slab_columns(
@@ -383,8 +343,7 @@ def batch_norm_columns_forward(
 @triton.jit
 def finish_backward(
     sum_dz, sum_dz_centred, slab, C, ROWS, HW, CHANNELS, PEERS, stats_ptr, dweight_ptr, dbias_ptr,
-    means_ptr, root, BCH: tl.constexpr, ACC: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, TERMS: tl.constexpr, WORLD: tl.constexpr,
+    means_ptr, root, BCH, ACC, DWEIGHT, DBIAS, TERMS, WORLD,
 ):  # fmt: skip
     """Write a slab's dweight and dbias and, if TERMS, the mean of dz and the slope for its dx."""
     places = tl.arange(0, BCH)
@@ -411,10 +370,8 @@ def finish_backward(
 def _tile_gradients(
     sum_dz, sum_dz_centred, mean_dz, slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
     dresidual_ptr, means_ptr, flag_ptr, row, end, columns, live, channels, slab, mean, scale, bias,
-    W, C, SLABS, WRITES, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr,
-    RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr,
-    DRESIDUAL: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
-    SUM: tl.constexpr, LATE: tl.constexpr, WRITE: tl.constexpr, WAIT: tl.constexpr,
+    W, C, SLABS, WRITES, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
+    WHOLE, SUM, LATE, WRITE, WAIT,
 ):  # fmt: skip
     """Read a tile of dy and x, add its dz to the sums, write its gradients; return the two sums.
 
@@ -487,7 +444,7 @@ def batch_norm_columns_backward(
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
     if LATE and not OWN:
-        slab, item, late = assignment(t, SLABS, GATHERS, WRITES, GROUP, HEAD)
+        slab, item, late = assignment(t, GATHERS, WRITES, GROUP, HEAD)
     else:
         slab, item, late = t % SLABS, t // SLABS, False
     columns, live, own, channels = slab_columns(

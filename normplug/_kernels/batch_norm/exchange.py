@@ -52,7 +52,7 @@ def room(processes: int) -> int:
 
 
 @triton.jit
-def _write(message_ptr, word: tl.constexpr, value, flag, there, ACC: tl.constexpr):
+def _write(message_ptr, word, value, flag, there, ACC):
     """Write a number of each channel."""
     if ACC == tl.float64:
         bits = value.to(tl.int64, bitcast=True)
@@ -63,7 +63,7 @@ def _write(message_ptr, word: tl.constexpr, value, flag, there, ACC: tl.constexp
 
 
 @triton.jit
-def _read(message_ptr, word: tl.constexpr, there, ACC: tl.constexpr):
+def _read(message_ptr, word, there, ACC):
     """Read what `_write` has written, once it has arrived."""
     low = tl.load(message_ptr + word * CHANNELS, mask=there, other=0, volatile=True) & _LOW
     if ACC == tl.float64:
@@ -75,7 +75,7 @@ def _read(message_ptr, word: tl.constexpr, there, ACC: tl.constexpr):
 
 
 @triton.jit
-def _missing(messages_ptr, mask, flag, ACC: tl.constexpr):
+def _missing(messages_ptr, mask, flag, ACC):
     """For each process and channel, how many words have not arrived."""
     missing = tl.where(mask, 0, 0)
     for word in tl.static_range(5 if ACC == tl.float64 else 3):
@@ -103,10 +103,7 @@ def _agreed(place_ptr, late, ended, rounds):
 
 
 @triton.jit
-def _exchange(
-    a, b, count, channels, there, C, PEERS, BACKWARD: tl.constexpr, WORLD: tl.constexpr,
-    ACC: tl.constexpr,
-):  # fmt: skip
+def _exchange(a, b, count, channels, there, C, PEERS, BACKWARD, WORLD, ACC):
     """Send a message to all processes, and wait for theirs.
 
     Returns:
@@ -162,9 +159,7 @@ def _exchange(
 
 
 @triton.jit
-def joined_moments(
-    mean, m2, values, channels, there, C, PEERS, WORLD: tl.constexpr, ACC: tl.constexpr
-):
+def joined_moments(mean, m2, values, channels, there, C, PEERS, WORLD, ACC):
     """Each channel's count, mean and m2 over all processes, given this process's.
 
     A process whose batch is empty has 0 `values`. Counts below 1 are raised to 1 before they
@@ -196,7 +191,7 @@ def joined_moments(
 
 
 @triton.jit
-def joined_sums(a, b, channels, there, C, PEERS, WORLD: tl.constexpr, ACC: tl.constexpr):
+def joined_sums(a, b, channels, there, C, PEERS, WORLD, ACC):
     """Two sums of each channel over all processes, given this process's."""
     messages, arrived = _exchange(
         a, b, 0 * channels.to(tl.int64), channels, there, C, PEERS, True, WORLD, ACC

@@ -23,25 +23,8 @@ from normplug._kernels.primitives import kernel, scalar, update_running
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, is_last, wait
 
-# The arguments of both kernels.
-# Sizes. They are not compiled in, so another batch size needs no other kernel.
-#   N, C                 batch size; channels
-#   HW_UNITS             values of a plane / UNIT
-#   TILES_A_CHANNEL      tiles per channel
-#   TILES                tiles of all channels
-#   LAG                  programs between a tile's first read and its second
-# Scalars.
-#   root                 square root of the target variance
-# PEERS, WORLD: see `columns`. If WORLD > 1, the last program of a channel to publish merges it,
-# and the others wait for that.
-# Constants: how the work is cut.
-#   UNIT                 divides HW, so that the compiler sees the alignment of planes
-#   BLOCK                values of a tile
-#   KP                   tiles whose partial results are merged at a time
-#   ACC                  the dtype to compute in: float32, or float64 for float64
-#   WIDE                 offsets need 64 bits
-# Constants: what the call has or asks for. WEIGHT, BIAS, RESIDUAL: there is one, and it is needed.
-# BITS: relu's mask is saved, one bit per value. ACTIVATION: see `activation`.
+# If WORLD > 1, the last program of a channel to publish merges it, and the others wait for that.
+# BITS, WORLD and PEERS are explained in `columns`, other arguments in `schedule.Planes`.
 
 
 @triton.jit
@@ -52,7 +35,7 @@ def _offset(place, channel, C, HW):
 
 
 @triton.jit
-def _tile(channel, k, N, C, HW, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _tile(channel, k, N, C, HW, BLOCK, WIDE):
     """Offsets of tile k of a channel, their mask, and the offset of its first value."""
     if WIDE:
         channel = channel.to(tl.int64)
@@ -176,11 +159,7 @@ def batch_norm_planes_forward(
 
 
 @triton.jit
-def _load_extra(
-    residual_ptr, bits_ptr,
-    offsets, inside, channel, k, total,
-    BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+def _load_extra(residual_ptr, bits_ptr, offsets, inside, channel, k, total, BLOCK, RESIDUAL, BITS):
     """Load what the activation's derivative needs beside x: relu's mask or the residual."""
     if BITS:
         stride = tl.cdiv(total, 8)
@@ -195,9 +174,8 @@ def _load_extra(
 
 @triton.jit
 def _gradient(
-    dy, x, extra, weight_ptr, bias_ptr, channel, mean, rstd, root,
-    BLOCK: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    dy, x, extra, weight_ptr, bias_ptr, channel, mean, rstd, root, BLOCK, ACC, WEIGHT, BIAS,
+    RESIDUAL, BITS, ACTIVATION,
 ):  # fmt: skip
     """Compute dz, the gradient of the activation's input; return it, x - mean, and the scale.
 

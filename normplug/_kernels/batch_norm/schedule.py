@@ -24,7 +24,7 @@ _MANY_ROWS = 1 << 17  # beyond which slabs of float32 are wide
 
 @dataclass(frozen=True)
 class Planes:
-    """The n * hw values of each channel, cut into tiles of `block`; see `planes`.
+    """The n * hw values of each of `c` channels, cut into tiles of `block`; see `planes`.
 
     A tile is written `lag` programs after it was first read. `unit` divides hw.
     """
@@ -49,17 +49,18 @@ class Planes:
 
     @property
     def wide(self) -> bool:
-        """Whether offsets need 64 bits."""
         return needs_int64(self.n * self.c, self.hw)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """`rows` rows of c * hw columns, in slabs of `channels`; see `columns`.
+    """`rows` rows of `c` channels of `hw` columns, in slabs of `channels`; see `columns`.
 
-    A slab has `bc` columns with its padding, and a tile is `u` steps of `bt` rows. If `programs` is
-    not 0, so many programs share a slab, and each writes the rows that it gathered. Otherwise a
-    program gathers one item of `gather_rows` rows.
+    A slab has `bc` columns with its padding; `unit` divides its width and the tensor's. A tile is
+    `u` steps of `bt` rows, and `stages` tiles are in flight in a loop. If `programs` is not 0, so
+    many programs share a slab, and each writes the rows that it gathered. Otherwise a program
+    gathers one item of `gather_rows` rows. Then slabs are taken `group` at a time, and `head` items
+    of the next group come before the writes.
     """
 
     rows: int
@@ -119,7 +120,7 @@ class Columns:
 
     @property
     def writes(self) -> int:
-        """Programs that write a slab, if other programs gather it."""
+        """Programs that write a slab, a tile each, if other programs gather it."""
         return -(-self.rows // self.tile)
 
     @property
@@ -139,12 +140,10 @@ class Columns:
 
     @property
     def even(self) -> bool:
-        """Whether no slab has padding."""
         return self.c % self.channels == 0 and self.live == self.bc
 
     @property
     def wide(self) -> bool:
-        """Whether offsets need 64 bits."""
         return needs_int64(self.rows, self.width)
 
 
@@ -152,7 +151,8 @@ class Columns:
 class Pixels:
     """`rows` rows of `width` pixels of `c` adjacent channels; see `windows`.
 
-    A program handles `bc` channels of one row, `bp` pixels at a time.
+    A program handles `bc` channels of one row, `bp` pixels at a time; `unit` divides c. Backward, a
+    pixel is a block of the input, as large as windows are apart.
     """
 
     rows: int
@@ -173,7 +173,6 @@ class Pixels:
 
     @property
     def even(self) -> bool:
-        """Whether no slab has padding."""
         return self.c % self.bc == 0
 
 

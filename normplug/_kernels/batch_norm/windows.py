@@ -9,7 +9,6 @@ of the peaks, a tensor as small as the output. Then each program takes as many r
 windows are apart. Each value gathers the gradients of the windows whose peak it is.
 """
 
-import triton
 import triton.language as tl
 
 from normplug._kernels.activation import activate
@@ -18,22 +17,10 @@ from normplug._kernels.primitives import affine, kernel, scalar
 
 LARGEST_WINDOW = 25  # values: the loops over a window are unrolled, so all its loads are in flight
 _NOWHERE = tl.constexpr(255)
-# The arguments of both kernels.
-# Sizes. They are not compiled in, so another image size needs no other kernel.
-#   H, W                 height and width of the input
-#   OH, OW               height and width of the output
-#   C_UNITS              channels / UNIT
-#   SLABS                slabs of BC channels
-# Scalars.
-#   root                 square root of the target variance
-# Constants: how the work is cut.
-#   UNIT                 divides C, so that the compiler sees the alignment of pixels
-#   BP, BC               a tile: BP pixels (backward: blocks of SH * SW) of BC channels
+# The arguments that `schedule.Pixels` and `primitives` do not explain.
+#   H, W, OH, OW         height and width of the input and of the output
 #   KH, KW, SH, SW, PH, PW   kernel, stride and padding of the windows, by height and width
-#   ACC                  the dtype to compute in: float32, or float64 for float64
-#   EVEN                 every slab has BC channels
-# Constants: what the call has or asks for. TRAINING: the statistics are the batch's; if not,
-# constants. WEIGHT, BIAS: there is one.
+#   TRAINING             the statistics are the batch's; if not, constants
 
 
 @kernel
@@ -108,49 +95,6 @@ def batch_norm_pool_forward(
             tl.store(places_ptr + first + offsets, place, mask=mask, eviction_policy="evict_first")
 
 
-@triton.jit
-def _gather(
-    dy_ptr, x_ptr, places_ptr, dx_ptr, image, up, left, i, j, mean, scale, mean_dz, slope,
-    H, W, OH, OW, C, channels, live, BP: tl.constexpr, BC: tl.constexpr, KH: tl.constexpr,
-    KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    ACC: tl.constexpr, TRAINING: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Write dx of the values in row up * SH + i and columns left * SW + j.
-
-    They all have the same places in the windows that cover them: windows are SH and SW apart.
-    """
-    row = up * SH + i
-    column = left * SW + j
-    inside = column < tl.where(row < H, W, 0)
-    offsets = column[:, None] * C + channels[None, :]
-    first = (image * H + row).to(tl.int64) * (W * C)
-    mask = inside[:, None]
-    if not EVEN:
-        mask = mask & live[None, :]
-    if TRAINING:
-        x = tl.load(x_ptr + first + offsets, mask=mask, other=0)
-    dz = tl.zeros([BP, BC], ACC)
-    for below in tl.static_range((i + PH) % SH, KH, SH):
-        for beside in tl.static_range((j + PW) % SW, KW, SW):
-            # The window whose place (below, beside) these values take.
-            top = up + (i + PH - below) // SH
-            start = left + (j + PW - beside) // SW
-            window = (image * OH + top).to(tl.int64) * (OW * C)
-            windows = start[:, None] * C + channels[None, :]
-            width = tl.where((top >= 0) & (top < OH), OW, 0)
-            there = (inside & (start >= 0) & (start < width))[:, None]
-            if not EVEN:
-                there = there & live[None, :]
-            place = tl.load(places_ptr + window + windows, mask=there, other=_NOWHERE).to(tl.int32)
-            dy = tl.load(dy_ptr + window + windows, mask=there, other=0).to(ACC)
-            dz += tl.where(place == below * KW + beside, dy, 0.0)
-    if TRAINING:
-        centred = x.to(ACC) - mean[None, :]
-        dz = dz - mean_dz[None, :] - centred * slope[None, :]
-    dx = (dz * scale[None, :]).to(dx_ptr.dtype.element_ty)
-    tl.store(dx_ptr + first + offsets, dx, mask=mask)
-
-
 @kernel
 def batch_norm_pool_backward(
     dy_ptr, x_ptr, places_ptr, weight_ptr, stats_ptr, dweight_ptr, dbias_ptr, dx_ptr,
@@ -194,8 +138,35 @@ def batch_norm_pool_backward(
         left = start + tl.arange(0, BP)
         for i in tl.static_range(SH):
             for j in tl.static_range(SW):
-                _gather(
-                    dy_ptr, x_ptr, places_ptr, dx_ptr, image, up, left, i, j, mean, scale, mean_dz,
-                    slope, H, W, OH, OW, C, channels, live, BP, BC, KH, KW, SH, SW, PH, PW, ACC,
-                    TRAINING, EVEN,
-                )  # fmt: skip
+                # All these values have the same places in the windows that cover them.
+                row = up * SH + i
+                column = left * SW + j
+                inside = column < tl.where(row < H, W, 0)
+                offsets = column[:, None] * C + channels[None, :]
+                first = (image * H + row).to(tl.int64) * (W * C)
+                mask = inside[:, None]
+                if not EVEN:
+                    mask = mask & live[None, :]
+                if TRAINING:
+                    x = tl.load(x_ptr + first + offsets, mask=mask, other=0)
+                dz = tl.zeros([BP, BC], ACC)
+                for below in tl.static_range((i + PH) % SH, KH, SH):
+                    for beside in tl.static_range((j + PW) % SW, KW, SW):
+                        # The window whose place (below, beside) these values take.
+                        top = up + (i + PH - below) // SH
+                        begin = left + (j + PW - beside) // SW
+                        window = (image * OH + top).to(tl.int64) * (OW * C)
+                        windows = begin[:, None] * C + channels[None, :]
+                        width = tl.where((top >= 0) & (top < OH), OW, 0)
+                        there = (inside & (begin >= 0) & (begin < width))[:, None]
+                        if not EVEN:
+                            there = there & live[None, :]
+                        place = tl.load(places_ptr + window + windows, mask=there, other=_NOWHERE)
+                        place = place.to(tl.int32)
+                        dy = tl.load(dy_ptr + window + windows, mask=there, other=0).to(ACC)
+                        dz += tl.where(place == below * KW + beside, dy, 0.0)
+                if TRAINING:
+                    centred = x.to(ACC) - mean[None, :]
+                    dz = dz - mean_dz[None, :] - centred * slope[None, :]
+                dx = (dz * scale[None, :]).to(dx_ptr.dtype.element_ty)
+                tl.store(dx_ptr + first + offsets, dx, mask=mask)

@@ -31,24 +31,9 @@ from normplug._kernels.tiles import (
 )
 from normplug._kernels.waiting import arrive, wait
 
-# The arguments that `shared` does not explain.
-# Sizes.
-#   S, C_UNITS           rows of a sample; C / UNIT
-#   SLABS, K, ROWS_EACH  slabs of a sample; items of a slab; rows of an item
-# Constants.
-#   U, BT, BC            a tile: U steps of BT rows, of BC columns
-#   GB                   groups that a slab touches, padded to a power of two
-#   CB                   channels of each of these groups that are merged at a time
-#   STAGES               tiles in flight in a loop over tiles
-#   EACH                 channels of a group where slabs are whole groups, or 0
-#   SINGLE               an item is a whole slab of a sample
-#   SOLO                 an item is a whole sample, which its program also writes
-
 
 @triton.jit
-def item_of(
-    turn, SLABS, K, S, ROWS_EACH, C, BC: tl.constexpr, REVERSE: tl.constexpr
-):  # fmt: skip
+def item_of(turn, SLABS, K, S, ROWS_EACH, C, BC, REVERSE):
     """Item number `turn`: its sample, slab and place k, its rows, and the slab's channels and mask.
 
     With REVERSE, the items of each sample are counted from the last.
@@ -65,7 +50,7 @@ def item_of(
 
 
 @triton.jit
-def behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SINGLE: tl.constexpr):
+def behind_parts(partial_ptr, UNITS, K, BC, SINGLE):
     """The address in `partial` after the parts of items; with SINGLE there are no parts."""
     if SINGLE:
         behind_ptr = partial_ptr
@@ -75,14 +60,14 @@ def behind_parts(partial_ptr, UNITS, K, BC: tl.constexpr, SINGLE: tl.constexpr):
 
 
 @triton.jit
-def groups_of_slab(slab, G, CHANNELS, BC: tl.constexpr, GB: tl.constexpr):
+def groups_of_slab(slab, G, CHANNELS, BC, GB):
     """GB groups, from the first that a slab touches on, and which of them exist."""
     groups = slab * BC // CHANNELS + tl.arange(0, GB)
     return groups, groups < G
 
 
 @triton.jit
-def channels_of_groups(groups, live, channel, CHANNELS, CB: tl.constexpr):
+def channels_of_groups(groups, live, channel, CHANNELS, CB):
     """CB channels of each group, from its `channel`-th on, and which of them exist."""
     within = channel + tl.arange(0, CB)
     there = live[:, None] & (within < CHANNELS)[None, :]
@@ -90,7 +75,7 @@ def channels_of_groups(groups, live, channel, CHANNELS, CB: tl.constexpr):
 
 
 @triton.jit
-def of_columns(values, groups, columns, CHANNELS, EACH: tl.constexpr):
+def of_columns(values, groups, columns, CHANNELS, EACH):
     """The value of each column's group, from the values of a slab's groups."""
     if EACH > 0:
         GB: tl.constexpr = groups.shape[0]
@@ -102,9 +87,7 @@ def of_columns(values, groups, columns, CHANNELS, EACH: tl.constexpr):
 
 
 @triton.jit
-def _lane_sums(
-    x, shift, row, end, U: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
+def _lane_sums(x, shift, row, end, U, BT, WHOLE):
     """Each lane's sums of distances from `shift`, and of their squares."""
     d = x - tl.expand_dims(shift, STEP_AXIS)
     if not WHOLE:
@@ -113,10 +96,7 @@ def _lane_sums(
 
 
 @triton.jit
-def _first_sums(
-    x_ptr, columns, live, row, end, C, U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+def _first_sums(x_ptr, columns, live, row, end, C, U, BT, ACC, EVEN, WIDE, WHOLE):
     """The mean of each lane's first rows, and the sums of their distances from it."""
     x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, False).to(ACC)
     if WHOLE:
@@ -130,10 +110,7 @@ def _first_sums(
 
 
 @triton.jit
-def item_moments(
-    x_ptr, columns, live, start, end, C, U: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
-    ACC: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def item_moments(x_ptr, columns, live, start, end, C, U, BT, STAGES, ACC, EVEN, WIDE):
     """Each column's mean, and sum of squared distances from it, over rows start to end.
 
     Each lane sums distances from the mean of its first U rows, and their squares. That mean is
@@ -166,10 +143,7 @@ def item_moments(
 
 
 @triton.jit
-def _group_moments(
-    moments_ptr, groups, live, CHANNELS, S, C,
-    GB: tl.constexpr, CB: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
+def _group_moments(moments_ptr, groups, live, CHANNELS, S, C, GB, CB, ACC):
     """Merge the channels' moments into each group's mean and sum of squared distances."""
     n = S.to(ACC)
     count = tl.full([], 0.0, ACC)  # channels of each group that are merged
@@ -192,10 +166,7 @@ def _group_moments(
 
 
 @triton.jit
-def _affine(
-    rstd, weight_ptr, bias_ptr, channels, live, root, ACC: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-):  # fmt: skip
+def _affine(rstd, weight_ptr, bias_ptr, channels, live, root, ACC, WEIGHT, BIAS):
     """Each column's scale and bias: the norm is (x - mean) * scale + bias."""
     weight = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
     bias = load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)
@@ -204,9 +175,8 @@ def _affine(
 
 @triton.jit
 def _normalise(
-    x_ptr, y_ptr, row, end, columns, live, C, mean, scale, bias,
-    U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+    x_ptr, y_ptr, row, end, columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN,
+    WHOLE, WIDE,
 ):  # fmt: skip
     """Write a tile of y. WHOLE: all its rows exist."""
     x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, True)
@@ -218,10 +188,8 @@ def _normalise(
 @triton.jit
 def _write_item(
     x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, moments_ptr, sample, slab, start, end, S, C, G,
-    CHANNELS, columns, live, GROUPS, eps, root,
-    U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr,
-    STAGES: tl.constexpr, EACH: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    CHANNELS, columns, live, GROUPS, eps, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT, BIAS,
+    ACTIVATION, EVEN, WIDE,
 ):  # fmt: skip
     """Write an item's rows of y, the last tile first.
 
@@ -314,9 +282,8 @@ def group_norm_columns_forward(
 
 @triton.jit
 def _gradient(
-    dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias,
-    U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, LAST: tl.constexpr,
+    dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN,
+    WHOLE, WIDE, LAST,
 ):  # fmt: skip
     """Load a tile; compute dz, the gradient of the activation's input, and x - mean."""
     dy = load_tile(dy_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, LAST)
@@ -328,9 +295,8 @@ def _gradient(
 
 @triton.jit
 def _add_tile(
-    sum_dz, sum_dz_centred, dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias,
-    U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, LAST: tl.constexpr,
+    sum_dz, sum_dz_centred, dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias, U, BT,
+    ACC, ACTIVATION, EVEN, WHOLE, WIDE, LAST,
 ):  # fmt: skip
     """Add a tile to each lane's sums of dz and of dz * (x - mean)."""
     dz, centred = _gradient(
@@ -344,9 +310,8 @@ def _add_tile(
 
 @triton.jit
 def _write_dx(
-    dy_ptr, x_ptr, dx_ptr, row, end, columns, live, C, mean, scale, bias, constant, slope,
-    U: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+    dy_ptr, x_ptr, dx_ptr, row, end, columns, live, C, mean, scale, bias, constant, slope, U, BT,
+    ACC, ACTIVATION, EVEN, WHOLE, WIDE,
 ):  # fmt: skip
     """Write a tile of dx."""
     dz, centred = _gradient(
@@ -358,10 +323,7 @@ def _write_dx(
 
 
 @triton.jit
-def _group_means(
-    sums_ptr, weight_ptr, groups, live, CHANNELS, S, C,
-    GB: tl.constexpr, CB: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
-):  # fmt: skip
+def _group_means(sums_ptr, weight_ptr, groups, live, CHANNELS, S, C, GB, CB, ACC, WEIGHT):
     """The means of g and of g * xhat over groups of a sample, where g = dz * weight."""
     g = tl.zeros([GB], ACC)
     gx = tl.zeros([GB], ACC)
@@ -379,10 +341,8 @@ def _group_means(
 @triton.jit
 def _write_item_dx(
     dy_ptr, x_ptr, dx_ptr, weight_ptr, sums_ptr, slab, before, start, end, S, C, G, CHANNELS,
-    columns, live, mean, rstd, scale, bias, root,
-    U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr,
-    STAGES: tl.constexpr, EACH: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
-    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    columns, live, mean, rstd, scale, bias, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT,
+    ACTIVATION, EVEN, WIDE,
 ):  # fmt: skip
     """Write an item's rows of dx from the sums of its sample's channels, the last tile first."""
     groups, exist = groups_of_slab(slab, G, CHANNELS, BC, GB)

@@ -31,20 +31,9 @@ from normplug._kernels.primitives import kernel, scalar, sum_both
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, wait
 
-# The arguments that `shared` does not explain.
-#   HW, HW_UNITS         values of a plane; the same / UNIT
-#   WIDTH_UNITS          values of a group / UNIT
-#   KS                   tiles across a plane, backward
-#   R                    groups of a tile
-#   BLOCK, RUN           forward: values of a tile for each group, and of a run
-#   CB, SB               backward: channels of a tile, and places in each plane
-
 
 @triton.jit
-def _runs(
-    groups, inside, k, G, CHANNELS, HW, WIDTH, BLOCK: tl.constexpr, RUN: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
+def _runs(groups, inside, k, G, CHANNELS, HW, WIDTH, BLOCK, RUN, WIDE):
     """Tile k of some groups: offsets and mask; the runs' channels, and which runs exist."""
     begins = k * BLOCK + tl.arange(0, BLOCK // RUN) * RUN
     columns = begins[:, None] + tl.arange(0, RUN)[None, :]
@@ -57,7 +46,7 @@ def _runs(
 
 
 @triton.jit
-def _sum(values, R: tl.constexpr):
+def _sum(values, R):
     """The sum of each of R groups."""
     if R == 1:
         total = tl.sum(values) + tl.zeros([1], values.dtype)
@@ -67,10 +56,7 @@ def _sum(values, R: tl.constexpr):
 
 
 @triton.jit
-def _moments(
-    x, x_ptr, groups, inside, k, count, WIDTH, mask, R: tl.constexpr, BLOCK: tl.constexpr,
-    ACC: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def _moments(x, x_ptr, groups, inside, k, count, WIDTH, mask, R, BLOCK, ACC, EVEN, WIDE):
     """Mean of each group's tile, sum of squared distances from it (m2), and these distances."""
     if WIDE:
         groups = groups.to(tl.int64)
@@ -88,9 +74,8 @@ def _moments(
 
 @triton.jit
 def _normalise(
-    d, y_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, rstd, root, ACC: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
-    HELD: tl.constexpr,
+    d, y_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, rstd, root, ACC, WEIGHT, BIAS,
+    ACTIVATION, EVEN, HELD,
 ):  # fmt: skip
     """Write y from d, the distances from the mean."""
     scale = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
@@ -177,9 +162,7 @@ def group_norm_planes_forward(
 
 
 @triton.jit
-def _planes(
-    groups, inside, kc, ks, CHANNELS, HW, CB: tl.constexpr, SB: tl.constexpr, WIDE: tl.constexpr
-):
+def _planes(groups, inside, kc, ks, CHANNELS, HW, CB, SB, WIDE):
     """Tile (kc, ks) of some groups: offsets and mask; its channels in a group, and their mask."""
     own = kc * CB + tl.arange(0, CB)
     places = ks * SB + tl.arange(0, SB)
@@ -193,9 +176,8 @@ def _planes(
 
 @triton.jit
 def _gradient(
-    dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
+    dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT, BIAS, ACTIVATION
+):
     """Compute dz, the gradient of the activation's input, and x - mean.
 
     It also returns the weight, and the weight times rstd and root.
@@ -210,9 +192,8 @@ def _gradient(
 
 @triton.jit
 def _write_dx(
-    dx_ptr, offsets, mask, dz, centred, scale, rstd, mean_g, mean_gx, root, ACC: tl.constexpr,
-    EVEN: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
+    dx_ptr, offsets, mask, dz, centred, scale, rstd, mean_g, mean_gx, root, ACC, EVEN, HELD
+):
     """Write dx from the group's means of g and g * xhat, where g = dz * weight."""
     rstd_root = rstd * scalar(root, ACC)
     slope = rstd_root * rstd * mean_gx

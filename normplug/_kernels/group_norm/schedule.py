@@ -33,22 +33,20 @@ _FINISH = 64  # channels of a gradient that one program adds up
 
 
 @dataclass(frozen=True)
-class PlanesForward:
-    """Groups of `channels` * `hw` adjacent values, in tiles of `block` or held, `r` at a time.
+class _Planes:
+    """`n` samples of `groups` groups of `channels` planes of `hw` values; see `planes`.
 
-    A tile consists of runs of `run` values of one channel. It is written about `lag` programs after
-    it was first read; a lag of 0 means that programs hold their groups.
+    A tile is written about `lag` programs after it was first read. With a lag of 0, a program holds
+    `r` groups at a time.
     """
 
     n: int
     groups: int
     channels: int
     hw: int
-    block: int
-    run: int
     warps: int
-    lag: int = 0
-    r: int = 1
+    lag: int
+    r: int
 
     @property
     def width(self) -> int:
@@ -56,13 +54,24 @@ class PlanesForward:
         return self.channels * self.hw
 
     @property
-    def unit(self) -> int:
-        """A divisor of the width: the alignment that the compiler may assume."""
-        return unit_of(self.width)
-
-    @property
     def held(self) -> bool:
         return self.lag == 0
+
+    @property
+    def wide(self) -> bool:
+        return needs_int64(self.n * self.groups, self.width)
+
+
+@dataclass(frozen=True)
+class PlanesForward(_Planes):
+    """Tiles of `block` adjacent values of a group, as runs of `run` values of one channel."""
+
+    block: int
+    run: int
+
+    @property
+    def unit(self) -> int:
+        return unit_of(self.width)
 
     @property
     def k(self) -> int:
@@ -76,43 +85,25 @@ class PlanesForward:
 
     @property
     def even(self) -> bool:
-        """Whether every tile is full."""
         return self.width % self.block == 0 and self.n * self.groups % self.r == 0
-
-    @property
-    def wide(self) -> bool:
-        """Whether offsets need 64 bits."""
-        return needs_int64(self.n * self.groups, self.width)
 
 
 @dataclass(frozen=True)
-class PlanesBackward:
-    """Groups of `channels` planes of `hw` values, in tiles of `cb` channels and `sb` places.
+class PlanesBackward(_Planes):
+    """Tiles of `cb` channels and `sb` places in each plane.
 
-    A tile is written about `lag` programs after it was first read. With a lag of 0, each program
-    holds `r` groups at a time, and `splits` programs share the samples.
+    If groups are held, `splits` programs share the samples. At the end, a program adds up `finish`
+    channels of a gradient.
     """
 
-    n: int
-    groups: int
-    channels: int
-    hw: int
     cb: int
     sb: int
-    warps: int
-    lag: int = 0
-    r: int = 1
     splits: int = 1
     finish: int = _FINISH
 
     @property
     def unit(self) -> int:
-        """A divisor of a plane: the alignment that the compiler may assume."""
         return unit_of(self.hw)
-
-    @property
-    def held(self) -> bool:
-        return self.lag == 0
 
     @property
     def ks(self) -> int:
@@ -138,22 +129,17 @@ class PlanesBackward:
 
     @property
     def even(self) -> bool:
-        """Whether every tile is full."""
         whole = self.channels % self.cb == 0 and self.hw % self.sb == 0
         return whole and self.groups % self.r == 0
-
-    @property
-    def wide(self) -> bool:
-        """Whether offsets need 64 bits."""
-        return needs_int64(self.n * self.groups, self.channels * self.hw)
 
 
 @dataclass(frozen=True)
 class Columns:
     """`n` samples of `s` rows in slabs of `bc` channels, in items of `rows_each` rows.
 
-    A tile is `u` * `bt` rows. An item is written about `lag` programs after it was first read. With
-    a lag of 0, an item is a whole sample, and the program that reads it also writes it.
+    A tile is `u` steps of `bt` rows, and `stages` tiles are in flight in a loop. An item is written
+    about `lag` programs after it was first read. With a lag of 0, an item is a whole sample, and
+    the program that reads it also writes it. A program adds up `finish` channels of a gradient.
     """
 
     n: int
@@ -176,7 +162,6 @@ class Columns:
 
     @property
     def unit(self) -> int:
-        """A divisor of the channels: the alignment that the compiler may assume."""
         return unit_of(self.c)
 
     @property
@@ -185,7 +170,11 @@ class Columns:
 
     @property
     def groups_of_slab(self) -> dict[str, int]:
-        """The constants for merging a slab's groups: see `columns`."""
+        """The constants for merging the groups that a slab touches.
+
+        GB: their number, padded to a power of two. CB: channels of each that are merged at a time.
+        EACH: channels of a group if slabs are whole groups, or 0.
+        """
         whole = self.bc % self.channels == 0
         gb = power_of_2((self.bc + (0 if whole else 2 * self.channels - 2)) // self.channels)
         cb = max(min(power_of_2(self.channels), _MERGED // gb), 1)
@@ -198,7 +187,7 @@ class Columns:
 
     @property
     def solo(self) -> bool:
-        """Whether one program takes each sample."""
+        """Whether a program takes a whole sample, which it also writes."""
         return self.lag == 0
 
     @property
@@ -218,12 +207,10 @@ class Columns:
 
     @property
     def even(self) -> bool:
-        """Whether no slab has padding."""
         return self.c % self.bc == 0
 
     @property
     def wide(self) -> bool:
-        """Whether offsets in a sample need 64 bits."""
         return needs_int64(self.s, self.c)
 
 
@@ -261,7 +248,7 @@ def group_norm_forward(
         k = -(-width // block)
         lag = min(sms * _LAG_FORWARD // (block * itemsize) + k, units * k)
     run = min(space & -space, block)  # the largest power of two that divides the plane
-    return PlanesForward(n, groups, channels, space, block, run, warps, lag, r)
+    return PlanesForward(n, groups, channels, space, warps, lag, r, block, run)
 
 
 def group_norm_backward(
@@ -276,9 +263,10 @@ def group_norm_backward(
     most = _HELD_BACKWARD if 5 * channels * space > 4 * values else _HELD_BACKWARD // 2
     if held <= most and not (held > _HELD_BY_FEW and 4 * n * groups < sms):
         r = _at_once(values, groups, n, sms)
-        splits = _splits(n, -(-groups // r), sms)
+        # 8 programs per multiprocessor, or a few more, unless each sample has its own already.
+        splits = -(-n // max(n * -(-groups // r) // (8 * sms), 1))
         warps = _held_warps(r * values, 2)
-        return PlanesBackward(n, groups, channels, space, *padded, warps, 0, r, splits)
+        return PlanesBackward(n, groups, channels, space, warps, 0, r, *padded, splits)
     block, units = _tile(_TENSORS_BACKWARD * itemsize), n * groups
     while block > 1024 and units * -(-channels * space // block) < 2 * sms:
         block //= 2
@@ -286,7 +274,7 @@ def group_norm_backward(
     warps = max(min(cb * sb // 1024, 4), 1)
     k = -(-channels // cb) * -(-space // sb)
     lag = min(sms * _LAG_BACKWARD // (cb * sb * itemsize) + k, units * k)
-    return PlanesBackward(n, groups, channels, space, cb, sb, warps, lag)
+    return PlanesBackward(n, groups, channels, space, warps, lag, 1, cb, sb)
 
 
 def _tile(bytes_each: int) -> int:
@@ -305,16 +293,6 @@ def _at_once(values: int, units: int, times: int, sms: int) -> int:
 def _held_warps(values: int, tensors: int) -> int:
     """Warps to hold `values` values of each of `tensors` tensors, 32 values per thread."""
     return max(min(floor_2(values * tensors // 1024), 32 // tensors), 1)
-
-
-def _splits(n: int, programs: int, sms: int) -> int:
-    """How many programs share the n samples, if `programs` hold all groups of a sample.
-
-    Together they are at least about as many as the GPU runs at a time: 8 per multiprocessor, unless
-    each sample has its own program already.
-    """
-    each = max(n * programs // (8 * sms), 1)
-    return -(-n // each)
 
 
 def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:

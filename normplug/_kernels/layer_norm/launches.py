@@ -74,8 +74,7 @@ class Levels(NamedTuple):
 Spacing = int | Levels  # of rows: one stride from each to the next, or strides on levels
 
 
-@dataclass(frozen=True)
-class Strides:
+class Strides(NamedTuple):
     """The spacing of each tensor's rows; None for a tensor that a call does not have.
 
     All `inner` are the same, and so are all `heads` of rows with three levels.
@@ -88,25 +87,14 @@ class Strides:
 
     def unit(self, width: int) -> int:
         """A divisor of the width and all strides: the alignment the compiler may assume."""
-        sizes = (
-            (s.outer, s.step, s.middle) if isinstance(s, Levels) else (s,) for s in self._present
-        )
+        sizes = ((s.outer, s.step, s.middle) if isinstance(s, Levels) else (s or 0,) for s in self)
         return unit_of(width, *itertools.chain(*sizes))
 
     @property
-    def inner(self) -> int | None:
-        """The `inner` of the tensors whose spacing is `Levels`; None if there are none."""
-        return next((s.inner for s in self._present if isinstance(s, Levels)), None)
-
-    @property
-    def heads(self) -> int:
-        """The `heads` of the tensors whose rows have three levels; 1 if there are none."""
-        return max((s.heads for s in self._present if isinstance(s, Levels)), default=1)
-
-    @property
-    def _present(self) -> list[Spacing]:
-        every = (self.x, self.residual, self.dy, self.dtotal)
-        return [s for s in every if s is not None]
+    def levels(self) -> Levels | None:
+        """The `Levels` of the tensor with the most levels; None if there are none."""
+        every = (s for s in self if isinstance(s, Levels))
+        return max(every, key=lambda levels: levels.heads, default=None)
 
 
 def forward_launch(
@@ -195,13 +183,14 @@ def _sizes(
 ) -> dict[str, Any]:
     """The arguments that say where rows are; `spacings` are by tensor name."""
     count, width = shape.rows, shape.width
-    unit, inner = strides.unit(width), strides.inner or count
+    unit, levels = strides.unit(width), strides.levels
+    inner = count if levels is None else levels.inner
     given: dict[str, Any] = {
         "INNER": inner,
         "WIDTH_UNITS": width // unit,
         "UNIT": unit,
-        "TWO_LEVELS": strides.inner is not None,
-        "HEADS": strides.heads,
+        "TWO_LEVELS": levels is not None,
+        "HEADS": 1 if levels is None else levels.heads,
     }
     furthest = count * width
     for name, spacing in spacings.items():

@@ -26,19 +26,9 @@ from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar, su
 from normplug._kernels.tiles import LANE_AXIS, STEP_AXIS, load, store, tile_of_zeros
 from normplug._kernels.waiting import arrive, meet, publish, wait
 
-# The arguments that `shared` does not explain.
-#   PROGRAMS             programs that take tiles
-#   R, U, BC             a tile: R rows of U * BC columns
-#   VECTOR               adjacent values that a thread takes at a time
-#   KEEP                 weight and bias stay in registers from tile to tile
-#   K, K_PADDED          programs that share a row; the same, padded to a power of two
-#   STAGES               tiles in flight in the loop over tiles
-#   LANES                sums per column that are kept apart until the last tile
-#   FINISH               columns of a gradient that one program adds up
-
 
 @triton.jit
-def _columns(start, WIDTH, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr):
+def _columns(start, WIDTH, U, BC, VECTOR):
     """U times BC columns, and which of them exist.
 
     The compiler is told that VECTOR columns are contiguous, and no more. Otherwise, where tensors
@@ -53,7 +43,7 @@ def _columns(start, WIDTH, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constex
 
 
 @triton.jit
-def _rows(tile, ROWS, R: tl.constexpr, WIDE: tl.constexpr):
+def _rows(tile, ROWS, R, WIDE):
     """The rows of a tile, and which of them exist."""
     rows = tile * R + tl.arange(0, R)
     inside = rows < ROWS
@@ -69,7 +59,7 @@ def _all_rows(values):
 
 
 @triton.jit
-def _vector(pointer, columns, live, R: tl.constexpr, EVEN: tl.constexpr):
+def _vector(pointer, columns, live, R, EVEN):
     """Load weights or the like once for each row of a tile: every thread loads its own columns."""
     places = _all_rows(columns) + tile_of_zeros(R, 1, 1, tl.int32)
     if EVEN:
@@ -80,14 +70,14 @@ def _vector(pointer, columns, live, R: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _load(pointer, places, inside, columns, live, EVEN: tl.constexpr, LAST: tl.constexpr):
+def _load(pointer, places, inside, columns, live, EVEN, LAST):
     """Load a tile. EVEN: all its rows and columns exist. LAST: caches evict it first."""
     offsets = _each(places) + _all_rows(columns)
     return load(pointer, offsets, _each(inside) & _all_rows(live), EVEN, LAST)
 
 
 @triton.jit
-def _store(pointer, value, places, inside, columns, live, EVEN: tl.constexpr):
+def _store(pointer, value, places, inside, columns, live, EVEN):
     offsets = _each(places) + _all_rows(columns)
     store(pointer, offsets, value, _each(inside) & _all_rows(live), EVEN, False)
 
@@ -105,7 +95,7 @@ def _sums(a, b):
 
 
 @triton.jit
-def _folded(values, LANES: tl.constexpr):
+def _folded(values, LANES):
     """Fold a tile's rows into LANES: sum rows that are LANES apart, which one thread holds."""
     R: tl.constexpr = values.shape[LANE_AXIS]
     U: tl.constexpr = values.shape[STEP_AXIS]
@@ -235,10 +225,7 @@ def layer_norm_rows_forward(
 
 
 @triton.jit
-def _share_sums(
-    partial_ptr, counters_ptr, tile, k, a, b,
-    R: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
-):  # fmt: skip
+def _share_sums(partial_ptr, counters_ptr, tile, k, a, b, R, K, K_PADDED):
     """All-reduce two sums per row of a tile, over the K programs that share its columns."""
     rows = tl.arange(0, R)
     shares = tl.arange(0, K_PADDED)[None, :]

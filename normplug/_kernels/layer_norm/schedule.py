@@ -19,9 +19,10 @@ _MOST_PROGRAMS = 1 << 17  # with running statistics each has two words of its ow
 class Rows:
     """Rows of `width` values that a program holds, `r` at a time in u * bc columns; see `rows`.
 
-    A thread takes `vector` adjacent values at a time. With `keep`, weight and bias stay in
+    `programs` programs take tiles in turn, `stages` of them in flight, and `k` programs share a
+    row. A thread takes `vector` adjacent values at a time. With `keep`, weight and bias stay in
     registers. Sums over rows are kept as `lanes` sums per column until the last tile; then one
-    program adds up `finish` columns of them. `k` programs share a row.
+    program adds up `finish` columns of them.
     """
 
     rows: int
@@ -49,7 +50,6 @@ class Rows:
 
     @property
     def even(self) -> bool:
-        """Whether every tile is full."""
         return self.k * self.u * self.bc == self.width and self.rows % self.r == 0
 
 
@@ -70,7 +70,6 @@ class WideForward:
 
     @property
     def even(self) -> bool:
-        """Whether every tile is full."""
         return self.width % self.block == 0
 
 
@@ -96,7 +95,6 @@ class WideBackward:
 
     @property
     def even(self) -> bool:
-        """Whether every tile is full."""
         return self.width % self.cw == 0 and self.rows % self.rb == 0
 
 
@@ -156,7 +154,8 @@ def layer_norm_backward(
         # Folding a tile's rows takes time but saves registers, which three sums and masks need.
         if padded <= 512 and not (input_bias and width < padded):
             shape = replace(shape, lanes=shape.r)
-        programs = min(at_once * sms, _programs_for(rows, itemsize), shape.tiles)
+        # The programs' published sums should cause no more traffic than the rows do.
+        programs = min(at_once * sms, max(3 * rows * itemsize // 16, 1), shape.tiles)
         room = shared // at_once - (4 << 10)
         if shape.lanes > 1:
             room -= max(itemsize, 4) * shape.lanes * padded  # to add them up at the end
@@ -199,8 +198,3 @@ def _row_tile(
     programs = min(-(-rows // r), _MOST_PROGRAMS)
     vector = min(vector, bc)
     return Rows(rows, width, r, u, bc, warps, 1, programs, vector, lanes=side_by_side)
-
-
-def _programs_for(rows: int, itemsize: int) -> int:
-    """The most programs whose published sums cause no more traffic than the rows do."""
-    return max(3 * rows * itemsize // 16, 1)

@@ -1,41 +1,21 @@
-"""What the kernels of `rows` and `wide_rows` share: arguments, row offsets, and last steps.
+"""What the kernels of `rows` and `wide_rows` share: arguments, row offsets, last steps.
 
 They compute LayerNorm or, if not CENTRED, RMSNorm, whose mean is 0 and whose variance is the second
 moment.
 
-The arguments of all four kernels.
+The arguments that `schedule` and `primitives` do not explain:
 
-Sizes. They are not compiled in, so another number of rows needs no other kernel.
-    ROWS, WIDTH_UNITS: rows, and values of a row / UNIT.
-    X_UNITS, X_OUTER_UNITS: STEP and OUTER of the rows of x, in values / UNIT: see `row_places`. The
-        same for RESIDUAL, DY and DTOTAL.
-    INNER: rows of a group, for all these tensors.
-    FINISHERS: programs that add up the running statistics.
-
-Scalars.
-    root: square root of the target variance.
-
-Constants: how the work is cut.
-    FAN_IN: parts that a program adds at a time: of the running statistics or, backward, of a
-        gradient.
-    ACC: the dtype to compute in: float32, or float64 if a tensor is float64.
-    UNIT: divides width and strides, so that the compiler sees their alignment.
-    TWO_LEVELS: rows have strides on two levels, or on three.
-    HEADS, X_MIDDLE: for the third level of x: see `row_places`. The same for RESIDUAL, DY and
-        DTOTAL.
-    EVEN: every tile is full.
-    WIDE: offsets need 64 bits.
-
-Constants: what the call has or asks for.
-    CENTRED: the mean is subtracted. If not, stats has rstd only, and no running mean is updated.
-    OFFSET: added to the weight. ROUND: the dtype to round to before multiplying by the weight; ACC
-        for no rounding.
-    WEIGHT, BIAS, INPUT_BIAS, RESIDUAL, DTOTAL: there is one.
-    GIVEN: the rows' statistics are read from stats. STATS: they are written there.
-    RUNNING: the running statistics are updated, with CUMULATIVE as averages over `tracked` batches
-        otherwise by momentum. TRACKED: `tracked` is incremented.
-    DX, DWEIGHT, DBIAS, DINPUT_BIAS: this gradient is wanted.
-    DX_AS_X: the rows of dx have the strides of x; else they are contiguous.
+X_UNITS, X_OUTER_UNITS, X_MIDDLE: STEP, OUTER and MIDDLE of the rows of x: see `row_places`. The
+    same for RESIDUAL, DY and DTOTAL. INNER, HEADS: for all these tensors.
+TWO_LEVELS: rows have strides on two levels, or on three.
+FAN_IN: parts that a program adds at a time, of the running statistics or of a gradient. FINISHERS:
+    programs that add up the running statistics.
+CENTRED: the mean is subtracted. If not, stats has rstd only, and no running mean is updated.
+OFFSET: added to the weight. ROUND: the dtype to round to before multiplying by the weight, or ACC.
+GIVEN: the rows' statistics are read from stats. STATS: they are written there.
+RUNNING: the running statistics are updated, with CUMULATIVE as averages over `tracked` batches,
+    otherwise by momentum. TRACKED: `tracked` is incremented.
+DX_AS_X: the rows of dx have the strides of x; else they are contiguous.
 """
 
 import triton
@@ -46,7 +26,7 @@ from normplug._kernels.waiting import collect, publish
 
 
 @triton.jit
-def size(units, UNIT: tl.constexpr, WIDE: tl.constexpr):
+def size(units, UNIT, WIDE):
     """Convert a size or stride from units to values; to 64 bits if WIDE."""
     if WIDE:
         units = units.to(tl.int64)
@@ -54,15 +34,13 @@ def size(units, UNIT: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def strides_of(STEP_UNITS, OUTER_UNITS, UNIT: tl.constexpr, WIDE: tl.constexpr):
+def strides_of(STEP_UNITS, OUTER_UNITS, UNIT, WIDE):
     """STEP and OUTER of a tensor's rows, in values, for `row_places`."""
     return size(STEP_UNITS, UNIT, WIDE), size(OUTER_UNITS, UNIT, WIDE)
 
 
 @triton.jit
-def row_places(
-    rows, INNER, strides, MIDDLE: tl.constexpr, HEADS: tl.constexpr, TWO_LEVELS: tl.constexpr
-):
+def row_places(rows, INNER, strides, MIDDLE, HEADS, TWO_LEVELS):
     """Offsets at which rows begin, in values: STEP apart if there is one level of strides.
 
     On two levels, the INNER rows of a group are STEP apart, and groups OUTER apart. On three, where
@@ -83,7 +61,7 @@ def row_places(
 
 
 @triton.jit
-def factor_of(weight, OFFSET: tl.constexpr, ACC: tl.constexpr):
+def factor_of(weight, OFFSET, ACC):
     """The factor of a normalised value: weight + OFFSET."""
     factor = weight.to(ACC)
     if OFFSET != 0.0:
@@ -92,7 +70,7 @@ def factor_of(weight, OFFSET: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def load_statistics(stats_ptr, rows, inside, ROWS, CENTRED: tl.constexpr):
+def load_statistics(stats_ptr, rows, inside, ROWS, CENTRED):
     """Mean and rstd of rows; if not CENTRED, the mean is 0, and stats has rstd only."""
     if CENTRED:
         mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
@@ -104,24 +82,9 @@ def load_statistics(stats_ptr, rows, inside, ROWS, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def count_batch(
-    tracked_ptr, momentum, ACC: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr
-):
-    """Increment `tracked` if TRACKED; return the batch's weight in the running statistics."""
-    step = scalar(momentum, ACC)
-    if TRACKED:
-        count = tl.load(tracked_ptr) + 1
-        tl.store(tracked_ptr, count)
-        if CUMULATIVE:
-            step = 1.0 / count.to(ACC)
-    return step
-
-
-@triton.jit
 def finish_running(
     running_mean_ptr, running_var_ptr, tracked_ptr, words_ptr, f, FINISHERS, PARTS, ROWS, momentum,
-    FAN_IN: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr, TRACKED: tl.constexpr,
-    CUMULATIVE: tl.constexpr,
+    FAN_IN, ACC, CENTRED, TRACKED, CUMULATIVE,
 ):  # fmt: skip
     """Update the running statistics by the mean and the variance of a row, averaged over rows.
 
@@ -138,7 +101,12 @@ def finish_running(
     found_ptr = words_ptr + 2 * PARTS
     publish(found_ptr, f, mean, var)
     if f == FINISHERS - 1:
-        step = count_batch(tracked_ptr, momentum, ACC, TRACKED, CUMULATIVE)
+        step = scalar(momentum, ACC)
+        if TRACKED:
+            count = tl.load(tracked_ptr) + 1
+            tl.store(tracked_ptr, count)
+            if CUMULATIVE:
+                step = 1.0 / count.to(ACC)
         mean, var = collect(found_ptr, FINISHERS, FAN_IN)
         if CENTRED:
             update_running(running_mean_ptr, old_mean, (mean / ROWS).to(ACC), step)

@@ -28,13 +28,8 @@ from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, publish, wait
 
-# The arguments that `shared` does not explain.
-#   K                    tiles of a row or, backward, of a block of rows
-#   LAG                  programs between a tile's first read and its second; 0 if it is read once
-#   BLOCK                values of a tile
-#   RB, CW               a tile of the backward: RB rows of CW columns
-#   KP                   tiles whose partial results are merged at a time
-#   SINGLE               there is one block of rows, so a tile's sums are the gradients
+# KP: tiles whose results are merged at a time. SINGLE: there is one block of rows, so the sums of a
+# tile are the gradients. Other arguments are explained in `shared`.
 
 
 @kernel
@@ -155,9 +150,8 @@ def layer_norm_wide_forward(
 
 @triton.jit
 def _columns_gradient(
-    value, gradient_ptr, parts_ptr, which, block, columns, live, WIDTH, SUMS: tl.constexpr,
-    SINGLE: tl.constexpr, factor,
-):  # fmt: skip
+    value, gradient_ptr, parts_ptr, which, block, columns, live, WIDTH, SUMS, SINGLE, factor
+):
     """Sum a gradient over the rows of a tile; store the gradient itself if SINGLE, else a part."""
     total = tl.sum(value, axis=0)
     if SINGLE:
@@ -169,13 +163,13 @@ def _columns_gradient(
 
 
 @triton.jit
-def _tile(pointer, places, columns, mask, EVEN: tl.constexpr, LAST: tl.constexpr):
+def _tile(pointer, places, columns, mask, EVEN, LAST):
     """Load a tile. EVEN: all its rows and columns exist. LAST: it is not read again."""
     return load(pointer, places[:, None] + columns[None, :], mask, EVEN, LAST)
 
 
 @triton.jit
-def _vector(pointer, columns, live, EVEN: tl.constexpr):
+def _vector(pointer, columns, live, EVEN):
     if EVEN:
         vector = tl.load(pointer + columns)
     else:

@@ -7,30 +7,28 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-import numpy as np
 import pandas as pd
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, TypeAdapter
 
 from normplug._results import write_file
-from normplug.experiment.measure import REFUSAL, RESULT, VARIANCE, Measure
+from normplug.experiment.measure import RESULT, VARIANCE, Measure
 
 QUANTITIES = ["target_variance", "input_variance", "output_variance", "affine_variance"]
-STEPS_KEPT, DIGITS_KEPT = 8, 3  # of a variance.csv in a collected file
 # The folders of an absolute path in a JSON text, where a line may end in \\n.
 FOLDERS = re.compile(r"(?:(?<![\w.~])|(?<=\\[nrt]))~?/(?:[\w.+-]+/)*(?=[\w.+-])")
 
 
-class BlockDrop(BaseModel):
-    """The loss of a language model, and its loss without each of its blocks."""
+def _known(value: Any) -> Any:
+    return math.nan if value in (None, math.inf, -math.inf) else value
 
-    loss: float
-    loss_without: list[float]
+
+Number: TypeAlias = Annotated[float, BeforeValidator(_known)]
 
 
 class Result(BaseModel):
-    """The values that are read from a `result.json`. Null means unknown.
+    """The values that are read from a `result.json`. A number that is null is unknown.
 
     The keys of `test_score`, `curve` and `items_per_s` depend on the measure.
     """
@@ -43,14 +41,14 @@ class Result(BaseModel):
     status: str
     error: str = ""
     measure: Measure
-    learning_rate: float = math.nan
-    test_score: float = math.nan
-    test_bits_per_character: float = math.nan
-    curve: list[float | None] = []
-    items_per_s: float = math.nan
-    step_ms: float = math.nan
-    peak_memory_bytes: float = math.nan
-    norms_swapped: float = math.nan
+    learning_rate: Number = math.nan
+    test_score: Number = math.nan
+    test_bits_per_character: Number = math.nan
+    curve: list[Number] = []
+    items_per_s: Number = math.nan
+    step_ms: Number = math.nan
+    peak_memory_bytes: Number = math.nan
+    norms_swapped: Number = math.nan
     graph: bool = False
     hardware: str = "unknown"
     commit: str = ""
@@ -59,11 +57,8 @@ class Result(BaseModel):
     text_sha256: str = ""
     versions: dict[str, str] = {}
     overrides: list[str] = []
-    block_drop: BlockDrop | None = None
-    variances: dict[str, Any] | Path | None = None
-
-
-NUMBERS = [name for name, field in Result.model_fields.items() if field.annotation is float]
+    block_drop: dict[str, Any] = {}
+    variances: dict[str, Any] = {}
 
 
 def label(arm: str) -> str:
@@ -77,8 +72,8 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
     """A row for each run of the sources, and file -> reason for each that is not a result.
 
     The columns are the fields of `Result`, `validation_score` (the last of `curve`) and `record`:
-    the content of `result.json`, with the name of its directory (`run`) and the path of its
-    `variance.csv` (`variances`). A collected file holds a part of that `variance.csv` instead.
+    the content of `result.json`, with the name of its directory (`run`) and the last step in its
+    `variance.csv` (`variances`: quantity -> a list for each step kept -> a value for each norm).
 
     Raises:
         OSError: a source cannot be read.
@@ -94,17 +89,17 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
                 f"normplug.compare: {source} holds no runs. Give a directory that has the "
                 "result.json of a run at any depth, or a file that --collect wrote."
             )
-        for number, given in enumerate(found, start=1):
+        for given in found:
             try:
-                record = given if source.is_file() else _read(given, source)
-                rows.append(_row(record) | {"record": record})
-            except (OSError, TypeError, ValueError) as error:
-                name = f"{source.name}, run {number}" if source.is_file() else str(given)
+                rows.append(_row(_read(given, source) if isinstance(given, Path) else given))
+            except (LookupError, OSError, TypeError, ValueError) as error:
+                name = str(
+                    given if isinstance(given, Path) else f"{source.name}: {given.get('run')}"
+                )
                 unusable[name] = " ".join(str(error).split())
-    runs = pd.DataFrame(rows, columns=[*Result.model_fields, "validation_score", "record"])
-    numbers = [*NUMBERS, "validation_score"]
-    runs[numbers] = runs[numbers].astype(float).replace([np.inf, -np.inf], np.nan)
-    return runs, unusable
+    return pd.DataFrame(
+        rows, columns=[*Result.model_fields, "validation_score", "record"]
+    ), unusable
 
 
 def _collected(path: Path) -> Sequence[dict[str, Any]]:
@@ -115,76 +110,33 @@ def _collected(path: Path) -> Sequence[dict[str, Any]]:
 
 
 def _read(path: Path, source: Path) -> dict[str, Any]:
-    """Read a `result.json`; a run that the latest sweep refused to use counts as failed."""
+    """Read a `result.json`."""
     values = TypeAdapter(dict[str, Any]).validate_json(path.read_bytes())
     values = {"run": path.parent.relative_to(source).as_posix()} | values
-    if (variances := path.with_name(VARIANCE)).is_file():
-        values["variances"] = variances
-    if (refusal := path.with_name(REFUSAL)).is_file():
-        values |= {"status": "failed", "error": refusal.read_text(encoding="utf-8")}
+    if (log := path.with_name(VARIANCE)).is_file():
+        rows = pd.read_csv(log)
+        last = rows[rows["step"] == rows["step"].max()]
+        values["variances"] = {name: [last[name].tolist()] for name in QUANTITIES}
     return values
 
 
-def _row(values: dict[str, Any]) -> dict[str, Any]:
-    measure = Measure.of(values)
-    keys = {"test_score": measure.test_key, "curve": measure.curve_key}
-    keys["items_per_s"] = measure.speed_key
-    named = values | {name: values.get(key) for name, key in keys.items()} | {"measure": measure}
-    known = {name: value for name, value in named.items() if value is not None}
-    row = vars(Result.model_validate(known))
-    curve, drop = row["curve"], row["block_drop"]
-    return row | {
-        "validation_score": curve[-1] if curve else math.nan,
-        "block_drop": [loss - drop.loss for loss in drop.loss_without] if drop else [],
-    }
-
-
-def read_variance(variances: Any) -> pd.DataFrame | None:
-    """Read a `variance.csv` (a Path), or its part in a collected file (a dict); None if it fails.
-
-    Returns:
-        A row for each logged step; columns (quantity, depth); NaN where nothing was logged. Only
-        the rows of rank 0 are read; if a step was logged twice, the last row counts.
-    """
-    try:
-        if not isinstance(variances, Path):
-            axes = variances["steps"], variances["depths"]
-            parts = {name: pd.DataFrame(variances[name], *axes, dtype=float) for name in QUANTITIES}
-            return pd.concat(parts, axis=1)
-        rows = pd.read_csv(variances)
-        rows = rows.dropna(subset=rows.columns[-1])  # a row that was cut short
-        rows = rows[rows["rank"].astype(int) == 0].astype({"step": int, "depth": int})
-        rows = rows.drop_duplicates(["step", "depth"], keep="last")
-        table = rows.pivot(index="step", columns="depth", values=QUANTITIES).astype(float)
-        return None if table.empty else table
-    except (OSError, KeyError, TypeError, ValueError):
-        return None
+def _row(record: dict[str, Any]) -> dict[str, Any]:
+    measure = Measure.of(record)
+    names = {measure.test_key: "test_score", measure.curve_key: "curve"}
+    names[measure.speed_key] = "items_per_s"
+    named = {names.get(key, key): value for key, value in record.items()}
+    row = vars(Result.model_validate(named | {"measure": measure}))
+    last = row["curve"][-1] if row["curve"] else math.nan
+    if drop := row["block_drop"]:
+        row["block_drop"] = [loss - drop["loss"] for loss in drop["loss_without"]]
+    return row | {"validation_score": last, "record": record}
 
 
 def collect(runs: pd.DataFrame, path: Path) -> None:
-    """Write all runs of `find_runs` to `path`, one per line.
+    """Write all runs of `find_runs` to `path`, one per line, without what is local to a machine.
 
-    A line has the content of `result.json` without what is local to a machine, and `STEPS_KEPT`
-    steps of `variance.csv`. Of an absolute path, only the last component stays.
+    Of an absolute path, only the last component stays.
     """
-    lines = []
-    for record in runs.record:
-        kept = record.copy()
-        kept.pop("process", None)
-        found = read_variance(kept.pop("variances", None))
-        if found is not None:
-            kept.pop("input_variances", None)  # redundant: the last step of `variances`
-            kept["variances"] = _thinned(found)
-        lines.append(FOLDERS.sub("", json.dumps(kept)))
-    content = ",\n".join(lines)
+    kept = [{key: value for key, value in run.items() if key != "process"} for run in runs.record]
+    content = ",\n".join(FOLDERS.sub("", json.dumps(record)) for record in kept)
     write_file(path, f"[\n{content}\n]\n")
-
-
-def _thinned(table: pd.DataFrame) -> dict[str, Any]:
-    """`STEPS_KEPT` steps, the first and the last included, with `DIGITS_KEPT` digits."""
-    places = np.linspace(0, len(table) - 1, STEPS_KEPT).round().astype(int)
-    table = table.iloc[np.unique(places)]
-    rounded = table.map(lambda value: float(f"{value:.{DIGITS_KEPT}g}")).astype(object)
-    rounded = rounded.where(np.isfinite(table), None)
-    parts = {name: rounded[name].to_numpy().tolist() for name in QUANTITIES}
-    return {"steps": table.index.tolist(), "depths": table[QUANTITIES[0]].columns.tolist(), **parts}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,17 +17,16 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from normplug._results import replace_file
 from normplug.experiment.compare.frame import label
 from normplug.experiment.compare.report import about_reference, count_of, p_text
-from normplug.experiment.compare.stats import Group, adjusted_ps, far_off, intervals
-from normplug.lightning.heat_map import log_span, log_ticks
+from normplug.experiment.compare.stats import Group, far_off
 
-PLOTS = ("accuracy", "loss", "seeds", "targets", "blocks", "variance_by_depth")
-PANELS = {
-    "input_variance": "input",
-    "output_variance": "output, before weight and bias (dotted: target)",
+VARIANCES = {
+    "input_variance": "input of each norm at the last step logged, median over seeds",
+    "output_variance": "output, before weight and bias",
     "affine_variance": "output, after weight and bias",
 }
 LEAST = 3  # the fewest target variances to draw a line over
@@ -54,102 +54,138 @@ def arm_styles(groups: Iterable[Group]) -> Styles:
     return FIXED | dict(zip(others, styles, strict=False))
 
 
-def draw(groups: Sequence[Group], out: Path, plots: Collection[str] | None = None) -> list[Path]:
-    """Write the plots (None for all) that the groups have numbers for: `out/<plot>_<group>.png`."""
+def draw(groups: Sequence[Group], out: Path) -> list[Path]:
+    """Write the plots that the groups have numbers for: `out/<plot>_<group>.png`."""
     styles, written = arm_styles(groups), list[Path]()
-    asked = set(PLOTS if plots is None else plots)
     for group in groups:
-        for name, figure, known in (
-            (group.measure.name, curves_figure, _lists(group, "curve")),
-            ("seeds", seeds_figure, group.finished.test_score.notna().any()),
-            ("targets", targets_figure, len(_over_targets(group.wide("test_score"))) >= LEAST),
-            ("blocks", blocks_figure, _lists(group, "block_drop")),
-            ("variance_by_depth", variance_by_depth_figure, group.variances),
-        ):
-            if known and name in asked:
-                file = quote("_".join((name, group.model, group.data)), safe="")
-                written.append(out / f"{file}.png")
-                with replace_file(written[-1]) as part:
-                    figure(group, styles).savefig(part, dpi=150)
+        for name, figure in figures(group, styles):
+            file = quote("_".join((name, group.model, group.data)), safe="")
+            written.append(out / f"{file}.png")
+            with replace_file(written[-1]) as part:
+                figure.savefig(part, dpi=150)
     return written
 
 
-def _lists(group: Group, field: str) -> dict[str, pd.DataFrame]:
-    """Arm -> the lists of a column, a row a run, up to the end of the shortest."""
-    runs, tables = group.finished, {}
+def figures(group: Group, styles: Styles) -> Iterator[tuple[str, Figure]]:
+    """Draw the plots that the group has numbers for, and yield each with its name."""
+    measure = group.measure
+    if group.finished.test_score.notna().any():
+        yield "seeds", _seeds(group, styles)
+    if len(rows := _over_targets(group)) >= LEAST:
+        yield "targets", _targets(group, rows)
+    lines = partial(_lines, group.title, styles)
+    if curves := _lists(group, "curve", scale=measure.scale):
+        late = {arm: runs.iloc[:, runs.shape[1] // 2 :] for arm, runs in curves.items()}
+        panels = {"median over seeds": curves, "the last half": late}
+        yield measure.name, lines(panels, "epoch", f"validation {measure.name} ({measure.unit})")
+    if drops := _lists(group, "block_drop"):
+        title = f"test {measure.name} without a block minus the whole model's, median over seeds"
+        yield "blocks", lines({title: drops}, "block", f"added {measure.unit}", log=True)
+    if group.finished.variances.any():
+        panels = {title: _lists(group, "variances", of) for of, title in VARIANCES.items()}
+        yield "variance_by_depth", lines(panels, "norm by depth", "variance", log=True)
+
+
+def _lists(
+    group: Group, field: str, of: str | None = None, scale: float = 1
+) -> dict[str, pd.DataFrame]:
+    """Arm -> the lists of a column, a row a run, from 1 up to the end of the shortest.
+
+    Of the column "variances", the list is the last one of the quantity `of`.
+    """
+    found = group.finished[group.finished[field].astype(bool)]
+    lists = found[field].map(lambda given: given[of][-1] if of else given)
+    tables = {}
     for arm in group.table.arm:
-        lists = [pd.Series(values, dtype=float) for values in runs[field][runs.arm == arm]]
-        table = pd.DataFrame(lists).dropna(how="all").dropna(axis=1)
+        rows = [pd.Series(values, dtype=float) for values in lists[found.arm == arm]]
+        table = pd.DataFrame(rows).dropna(how="all").dropna(axis=1)
         if table.size:
-            tables[arm] = table.set_axis(table.columns + 1, axis=1)
+            tables[arm] = scale * table.set_axis(table.columns + 1, axis=1)
     return tables
 
 
-def curves_figure(group: Group, styles: Styles) -> Figure:
-    """Draw the validation by epoch: all epochs, and the last half, where arms differ by little."""
-    measure, scale = group.measure, group.measure.scale
-    what = f"validation {measure.name}: median over seeds, and band between the quartiles"
-    figure, (left, right) = _new_figure(group.title, what, (12, 5), (1, 2))
-    whole = _lists(group, "curve")
-    late = {arm: curves.iloc[:, curves.shape[1] // 2 :] for arm, curves in whole.items()}
-    for axes, shown, name in (left, whole, "all epochs"), (right, late, "last half, enlarged"):
-        for arm, curves in shown.items():
-            ends = (scale * curves.quantile(q) for q in (0.25, 0.75))
-            axes.fill_between(curves.columns, *ends, color=styles[arm]["color"], alpha=0.15, lw=0)
-        middles = {arm: scale * curves.median() for arm, curves in shown.items()}
-        _draw_lines(axes, group, styles, "curve", middles)
-        axes.set_ylim(*np.clip(axes.get_ylim(), 0, 100 if measure.unit == "%" else None))
-        axes.set_title(name, loc="left", fontsize="medium")
-        axes.set(xlabel="epoch", ylabel=f"validation {measure.name} ({measure.unit})")
-    _add_legend(figure)
+def _lines(
+    title: str,
+    styles: Styles,
+    panels: Mapping[str, Mapping[str, pd.DataFrame]],
+    x: str,
+    y: str,
+    log: bool = False,
+) -> Figure:
+    """Draw a panel for each title: for each arm, the median over its seeds."""
+    figure, drawn = _new_figure(title, (11, 2 + 2.5 * len(panels)), (len(panels), 1))
+    for (what, runs), axes in zip(panels.items(), drawn, strict=True):
+        for arm, table in runs.items():
+            name = textwrap.fill(f"{label(arm)} ({count_of(len(table), 'seed')})", 30)
+            few = 1 + table.shape[1] // 25  # markers sparse enough to tell apart
+            options = {"markevery": few, "markersize": 5, "clip_on": False, **styles[arm]}
+            axes.plot(table.columns, table.median(), label=name, **options)
+        axes.locator_params("x", integer=True, min_n_ticks=1)
+        if log and any((table > 0).any(axis=None) for table in runs.values()):
+            axes.set_yscale("log", nonpositive="mask")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
+        axes.set_title(what, loc="left", fontsize="medium")
+        axes.set_ylabel(y)
+    drawn[-1].set_xlabel(f"{x}, 1 = first")
+    # The legend is beside the panels, where no line can cross it.
+    handles, labels = drawn[0].get_legend_handles_labels()
+    height = 1.6 + 0.2 * sum(name.count("\n") + 1 for name in labels)
+    figure.set_figheight(max(figure.get_figheight(), height))
+    figure.legend(handles, labels, loc="outside right center", frameon=False)
     return figure
 
 
-def seeds_figure(group: Group, styles: Styles) -> Figure:
+def _seeds(group: Group, styles: Styles) -> Figure:
     """Draw the test score of every seed, and its difference from the reference: a row an arm."""
-    measure, paired = group.measure, group.differences()
-    what = f"test {measure.name}: a dot for each seed, mean and 95% t-interval in black; "
-    what += f"p of paired t-tests, adjusted by Holm\n{about_reference(group)}"
+    measure, table = group.measure, group.table
+    title = (
+        f"{group.title}\ntest {measure.name}: a dot a seed, mean and 95% t-interval in black; "
+        f"p of paired t-tests, adjusted by Holm\n{about_reference(group)}"
+    )
     names = [
         f"{textwrap.fill(label(row.arm), 30)}\n{row.n_finished} of {row.n_expected} seeds"
         + f", {row.n_diverged} diverged" * bool(row.n_diverged)
-        for row in group.table.itertuples()
+        for row in table.itertuples()
     ]
     height = 1.8 + max(0.6, *(0.2 * (name.count("\n") + 1) for name in names)) * len(names)
-    figure, (left, right) = _new_figure(group.title, what, (10, height), (1, 2), sharey=True)
+    figure, (left, right) = _new_figure(title, (10, height), (1, 2), sharey=True)
     left.set_yticks(range(len(names)), names)
     left.set_ylim(len(names) - 0.5, -0.5)
-    _draw_dots(left, group, styles, measure.scale * group.wide("test_score"))
-    left.set_xlim(*np.clip(left.get_xlim(), 0, 100 if measure.unit == "%" else None))
+    _draw_dots(left, group, styles, "test", group.wide("test_score"))
     left.set_xlabel(f"test {measure.name} ({measure.unit})")
-    _draw_dots(right, group, styles, measure.scale * paired)
+    _draw_dots(right, group, styles, "difference_to_reference", group.differences())
     if not right.lines:
         right.set_axis_off()
-        right.text(0.5, 0.5, "no seed to compare", ha="center", transform=right.transAxes)
         return figure
     minus = f"test {measure.name} minus {label(group.reference or '')}, same seed"
     right.set_xlabel(textwrap.fill(f"{minus} ({measure.difference_unit})", 50))
     right.axvline(0, color="black", linewidth=0.8, linestyle="--", zorder=0)
-    texts = {arm: f"p: {p_text(p)}" for arm, p in adjusted_ps(paired).items()}
-    for row, arm in enumerate(group.table.arm):
-        text = "reference" if arm == group.reference else texts.get(arm, "")
-        right.text(1.02, row, text, va="center", transform=right.get_yaxis_transform())
+    for row, p in table.difference_to_reference_p_holm.items():
+        text = "reference" if table.arm[row] == group.reference else f"p: {p_text(p)}"
+        if text != "p: nan":
+            right.text(1.02, row, text, va="center", transform=right.get_yaxis_transform())
     return figure
 
 
-def _draw_dots(axes: Axes, group: Group, styles: Styles, values: pd.DataFrame) -> None:
-    """Draw a row for each arm: a dot for each seed, the mean and its interval below the dots."""
+def _draw_dots(axes: Axes, group: Group, styles: Styles, name: str, stored: pd.DataFrame) -> None:
+    """Draw a row for each arm: a dot for each seed; below, the mean and interval of the table."""
     # Each seed has its own height in every row, so that pairs can be matched.
     heights = pd.Series(np.linspace(-0.3, 0.1, len(group.seeds)), group.seeds)
-    far, beside, means = far_off(values), axes.get_yaxis_transform(), intervals(values)
+    scale = group.measure.scale
+    values = scale * stored
+    far, beside = far_off(values), axes.get_yaxis_transform()
     least, most = values[~far].min(axis=None), values[~far].max(axis=None)
-    for row, arm in enumerate(group.table.arm):
+    for row, of_arm in group.table.iterrows():
+        arm = of_arm.arm
         dots, style = values[arm].dropna(), styles[arm] | {"linestyle": "none"}
         if dots.empty:
             continue
         axes.plot(dots, row + heights[dots.index], markersize=6, **style)
-        _, mean, half = means.fillna(0).loc[arm]
-        axes.plot([mean - half, mean, mean + half], 3 * [row + 0.28], "k|-", markersize=8)
+        mean, half = of_arm[f"{name}_mean"], np.nan_to_num(of_arm[f"{name}_t95_half_width"])
+        ends = scale * np.array([mean - half, mean, mean + half])
+        axes.plot(ends, 3 * [row + 0.28], "k|-", markersize=8)
         for value in values[arm][far[arm]]:
             x, text = (0.01, "\u25c2 {:.4g}") if value < least else (0.88, "{:.4g} \u25b8")
             axes.text(x, row - 0.3, text.format(value), fontsize="small", transform=beside)
@@ -159,113 +195,36 @@ def _draw_dots(axes: Axes, group: Group, styles: Styles, values: pd.DataFrame) -
     axes.xaxis.set_major_formatter("{x:,.6g}")
 
 
-def blocks_figure(group: Group, styles: Styles) -> Figure:
-    """Draw how much each block of a language model matters: the loss added by dropping it."""
-    measure = group.measure
-    what = (
-        f"test {measure.name} without one block minus that of the whole model, mean over seeds "
-        "(the log axis leaves out what is not above 0)"
-    )
-    figure, (axes,) = _new_figure(group.title, what, (11, 5))
-    added = {arm: drops.mean() for arm, drops in _lists(group, "block_drop").items()}
-    _draw_lines(axes, group, styles, "block_drop", added)
-    axes.set_xlabel("block without which the loss is measured, 1 = first")
-    axes.set_ylabel(f"added {measure.name} ({measure.difference_unit})")
-    _log_scale(axes)
-    _add_legend(figure)
-    return figure
+def _over_targets(group: Group) -> pd.DataFrame:
+    """The rows of the arms whose name is just a mode, by target variance, ascending."""
+    rows = group.table.dropna(subset="difference_to_reference_mean")
+    targets = pd.to_numeric([TARGETS.get(arm, arm) for arm in rows.arm], errors="coerce")
+    return rows.assign(target=targets).dropna(subset="target").sort_values("target")
 
 
-def _over_targets(wide: pd.DataFrame) -> pd.DataFrame:
-    """The intervals of the arms whose name is just a mode, by target variance, ascending."""
-    found = intervals(wide.dropna(axis=1, how="all"))
-    found.index = pd.to_numeric([TARGETS.get(arm, arm) for arm in found.index], errors="coerce")
-    return found[found.index.notna()].sort_index()
-
-
-def targets_figure(group: Group, styles: Styles) -> Figure:
-    """Draw the test score and its difference from the reference over the target variance."""
-    measure, scale = group.measure, group.measure.scale
-    what = f"test {measure.name} over the target variance: means over seeds, 95% t-intervals"
-    figure, panels = _new_figure(group.title, what, (10, 3.7), (1, 2))
-    tables = group.wide("test_score"), group.differences()
-    minus = f"minus {label(group.reference or 'a reference')}, same seed"
-    titles = count_of(len(group.seeds), "seed"), minus
-    units = measure.unit, measure.difference_unit
-    for axes, wide, title, unit in zip(panels, tables, titles, units, strict=True):
-        found = _over_targets(wide)
-        half = found.t95_half_width.fillna(0)
-        axes.errorbar(found.index, scale * found["mean"], scale * half, fmt="o-", capsize=3)
-        axes.set_title(title, loc="left", fontsize="medium")
-        axes.set(xscale="log", xlabel="target variance", ylabel=f"{measure.name} ({unit})")
-        axes.set_xticks(found.index, [f"{target:.3g}" for target in found.index])
-        axes.minorticks_off()
-    panels[1].axhline(0, color="black", linewidth=0.8, linestyle="--", zorder=0)
-    return figure
-
-
-def variance_by_depth_figure(group: Group, styles: Styles) -> Figure:
-    """Draw the variance by depth, at the last step that all seeds of an arm logged."""
-    last = {arm: table.iloc[-1] for arm, table in group.variances.items()}
-    when = " and ".join(map(str, sorted({row.name for row in last.values()})))
-    what = f"variance at each norm at the last step logged ({when}), mean over seeds"
-    figure, panels = _new_figure(group.title, what, (11, 9), (len(PANELS), 1), sharex=True)
-    for (quantity, title), axes in zip(PANELS.items(), panels, strict=True):
-        of_quantity = {arm: row[quantity] for arm, row in last.items()}
-        _draw_lines(axes, group, styles, "variances", of_quantity)
-        for row in last.values() if quantity == "output_variance" else ():
-            axes.plot(row["target_variance"], "k:", zorder=3)
-        axes.set_title(title, loc="left", fontsize="medium")
-        axes.set_ylabel("variance")
-        _log_scale(axes)
-    panels[-1].set_xlabel("norm by depth, 0 = first")
-    _add_legend(figure)
+def _targets(group: Group, rows: pd.DataFrame) -> Figure:
+    """Draw the difference from the reference over the target variance."""
+    measure, minus = group.measure, f"minus {label(group.reference or '')}"
+    title = f"{group.title}\ntest {measure.name} {minus}, same seed: mean and 95% t-interval"
+    figure, (axes,) = _new_figure(title, (7, 4))
+    means = measure.scale * rows.difference_to_reference_mean
+    halves = measure.scale * rows.difference_to_reference_t95_half_width.fillna(0)
+    axes.errorbar(rows.target, means, halves, fmt="o-", capsize=3)
+    axes.axhline(0, color="black", linewidth=0.8, linestyle="--", zorder=0)
+    axes.set(xscale="log", xlabel="target variance", ylabel=f"{minus} ({measure.difference_unit})")
+    axes.set_xticks(rows.target, [f"{target:.3g}" for target in rows.target])
+    axes.minorticks_off()
     return figure
 
 
 def _new_figure(
-    title: str, what: str, size: tuple[float, float], shape: tuple[int, int] = (1, 1), **share: Any
+    title: str, size: tuple[float, float], shape: tuple[int, int] = (1, 1), **share: Any
 ) -> tuple[Figure, list[Axes]]:
     """A figure of `size` inches, without pyplot's global state, and its `shape` of panels."""
     figure = Figure(figsize=size, layout="constrained")
-    lines = [textwrap.fill(line, int(11 * size[0])) for line in (title, *what.splitlines())]
+    lines = [textwrap.fill(line, int(11 * size[0])) for line in title.splitlines()]
     figure.suptitle("\n".join(lines), fontsize="medium")
     panels = list(figure.subplots(*shape, squeeze=False, **share).flat)
     for axes in panels:
         axes.grid(alpha=0.3)
     return figure, panels
-
-
-def _named(group: Group, arm: str, field: str) -> str:
-    """The name of an arm, with the number of its seeds that have `field`."""
-    found = group.finished[field][group.finished.arm == arm]
-    return textwrap.fill(f"{label(arm)} ({count_of(found.map(bool).sum(), 'seed')})", 30)
-
-
-def _draw_lines(
-    axes: Axes, group: Group, styles: Styles, field: str, lines: Mapping[str, pd.Series[float]]
-) -> None:
-    """Plot a line for each arm, with markers sparse enough to tell apart, over whole numbers."""
-    for arm, y in lines.items():
-        name, few = _named(group, arm, field), 1 + len(y) // 25
-        axes.plot(y, label=name, markevery=few, markersize=5, clip_on=False, **styles[arm])
-    axes.locator_params("x", integer=True, min_n_ticks=1)
-
-
-def _add_legend(figure: Figure) -> None:
-    """Add the legend of the first panel beside the panels, where no line can cross it."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    lines = sum(name.count("\n") + 1 for name in labels)
-    figure.set_figheight(max(figure.get_figheight(), 1.6 + 0.2 * lines))
-    figure.legend(handles, labels, loc="outside right center", frameon=False)
-
-
-def _log_scale(axes: Axes) -> None:
-    """Give the axes a log y axis that spans all lines."""
-    low, high = log_span(np.concatenate([np.asarray(line.get_ydata()) for line in axes.lines]))
-    # Set the limits first: a log axis without them warns if no value is positive.
-    axes.set_ylim(low / 1.1, high * 1.1)
-    axes.set_yscale("log", nonpositive="mask")
-    axes.yaxis.set_major_locator(log_ticks(low, high))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()

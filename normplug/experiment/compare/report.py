@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from textwrap import shorten
 from typing import Any
 
 import pandas as pd
@@ -28,10 +29,10 @@ def render(groups: Sequence[Group], unusable: Mapping[str, str], where: str) -> 
 
     `where` names the sources of the runs.
     """
-    count = sum(len(group.runs) + len(group.left_out) for group in groups) + len(unusable)
+    count = sum(len(group.runs) for group in groups) + len(unusable)
     parts = [f"# Comparison of {count_of(count, 'run')} in {where}\n", *map(_section, groups)]
     if unusable:
-        lines = [f"{name}: {_one_line(why)}" for name, why in unusable.items()]
+        lines = [f"{name}: {shorten(why, LONGEST)}" for name, why in unusable.items()]
         parts.append(f"## Failed: result.json could not be used\n\n{_bullets(lines)}")
     return "\n".join([*parts, HOW_TO_READ])
 
@@ -41,11 +42,17 @@ def _section(group: Group) -> str:
     parts = [f"## {group.title}\n"]
     if texts[texts != ""].nunique() > 1:
         parts.append(
-            f"**Warning: the runs have different texts**, by SHA-256: {_counted(texts.str[:12])}. "
-            "Their losses cannot be compared: train all arms on one text (data.path).\n"
+            "**Warning: the runs have different texts, so their losses cannot be compared**, by "
+            f"SHA-256: {_counted(texts.str[:12])}.\n"
         )
     parts += [_outcomes(group), f"{about_reference(group)}.\n"]
-    if lines := _left_out(group):
+    without = group.runs[(group.runs.status != "finished") | group.runs.test_score.isna()]
+    if len(without):
+        lines = [
+            f"{label(run.arm)}, seed {run.seed}: {run.status}: "
+            f"{shorten(run.error, LONGEST) or f'no test {measure.name}'} ({run.run})"
+            for run in without.itertuples()
+        ]
         parts.append(f"Not in these numbers:\n\n{_bullets(lines)}")
     parts.append(
         f"Test {measure.name} is on the test set, after the last epoch; {measure.better} is "
@@ -111,7 +118,7 @@ def _costs(group: Group) -> str:
         f"{group.measure.items}/s": rows.items_per_s_median.map(_rounded, na_action="ignore"),
         "step, ms": rows.step_ms_median.map("{:.2f}".format, na_action="ignore"),
         "peak, MiB": rows.peak_memory_mib_median.map(_rounded, na_action="ignore"),
-        "norms swapped": rows.norms_swapped.str.replace(" ", ", "),
+        "norms swapped": rows.norms_swapped.map("{:d}".format, na_action="ignore"),
     }
     others = set(rows.speed_reference.dropna()) - {group.reference}
     names = " and ".join(label(arm) for arm in sorted(others))
@@ -139,39 +146,18 @@ def p_text(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _left_out(group: Group) -> list[str]:
-    """Each run that is not averaged, and why."""
-    runs, no_score = group.runs, f"no test {group.measure.name}"
-    without = runs[(runs.status != "finished") | runs.test_score.isna()]
-    return [
-        f"{label(run.arm)}, seed {run.seed}: {run.status}: {_one_line(run.error) or no_score} "
-        f"({run.run})"
-        for run in without.itertuples()
-    ] + [
-        f"{label(run.arm)}, seed {run.seed}: a second run, {run.run} ({run.status}), left out"
-        for run in group.left_out.itertuples()
-    ]
-
-
 def _provenance(group: Group) -> list[str]:
     """Hardware, versions, epochs, rates and dates of the finished runs, and how they differ."""
     runs = group.finished
     if runs.empty:
-        return ["no finished run, so no hardware, versions, epochs or dates to state"]
+        return []
     named = [name for name in ("hardware", "commit") if runs[name].any()]
     lines = [f"{name}: {_counted(runs[name])}" for name in named]
     versions = pd.DataFrame(list(runs.versions)).fillna("none")
     of_all = [f"{name} {_counted(versions[name])}" for name in sorted(versions)]
     lines += [f"versions: {', '.join(of_all)}", f"epochs: {_counted(runs.epochs)}"]
-    rates = {
-        f"{rate:g}": [label(arm) for arm in group.arms if arm in set(arms)]
-        for rate, arms in runs.groupby("learning_rate").arm
-    }
-    if len(rates) == 1:
-        lines.append(f"learning rate: {next(iter(rates))}")
-    elif rates:
-        texts = [f"{rate} ({', '.join(arms)})" for rate, arms in rates.items()]
-        lines.append(f"learning rate differs: {', '.join(texts)}")
+    for rate, arms in runs.groupby("learning_rate").arm:
+        lines.append(f"learning rate {rate:g}: {', '.join(sorted(map(label, set(arms))))}")
     days = runs.date.str[:10]
     return [*lines, f"dates: {' to '.join(dict.fromkeys((days.min(), days.max())))}"]
 
@@ -179,11 +165,8 @@ def _provenance(group: Group) -> list[str]:
 def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
     """Choose each arm's learning rate from a sweep over rates, by one rule for all arms.
 
-    The best rate has the best mean validation after the last epoch, over all seeds of the arm. A
-    rate counts if each of these seeds finished with it. Of equal scores, the smaller rate is taken.
-
-    Args:
-        runs: what `find_runs` returns.
+    The best rate has the best mean validation after the last epoch. A rate counts if each seed of
+    the arm finished with it. Of equal scores, the smaller rate is taken.
 
     Returns:
         Tables of the mean scores, and the options of each arm that has a best rate, with that
@@ -195,32 +178,28 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
     known = runs[runs.learning_rate.notna() & runs.overrides.astype(bool)]
     if known.empty:
         raise ValueError(
-            "normplug.compare: no run records its learning rate. `result.json` needs the keys "
-            "learning_rate and overrides, which train.py writes: repeat the sweep."
+            "normplug.compare: no run has the keys learning_rate and overrides in its result.json. "
+            "train.py writes them: repeat the sweep."
         )
     tables, chosen = [], []
     for (model, data), found in known.groupby(["model", "data"], sort=False):
-        measure = next(iter(found.measure[found.status == "finished"]), ACCURACY)
-        rows = []
-        for arm, of_arm in found.groupby("arm", sort=False):
-            done = of_arm[of_arm.status == "finished"]
-            wide = done.pivot_table("validation_score", "learning_rate", "seed", "last")
-            rates, seeds = sorted(set(of_arm.learning_rate)), sorted(set(of_arm.seed))
-            scores = wide.reindex(index=rates, columns=seeds).mean(axis=1, skipna=False)
-            texts = scores.map(measure.number).where(scores.notna(), "unfinished")
-            row = {"arm": label(arm)} | texts.rename(index="{:g}".format).to_dict()
-            counted = scores.dropna() * (1 if measure.better == "higher" else -1)
-            if len(counted):
-                best = counted.idxmax()
-                at_end = len(rates) > 1 and best in (rates[0], rates[-1])
-                row["best"] = f"{best:g}"
-                row["remark"] = "at the end of the range: extend it" if at_end else ""
-                options = of_arm.overrides.iloc[0]
-                kept = [o for o in options if o.lstrip("+").split("=")[0] not in LEFT_OUT]
-                chosen.append([*kept, f"{RATE}={best}"])
-            rows.append(row)
-        columns = [f"{rate:g}" for rate in sorted(set(found.learning_rate))]
-        cells = pd.DataFrame(rows, columns=["arm", *columns, "best", "remark"])
+        done = found[found.status == "finished"]
+        measure = next(iter(done.measure), ACCURACY)
+        pairs = pd.MultiIndex.from_frame(found[["arm", "seed"]].drop_duplicates())
+        values = done.pivot_table("validation_score", ["arm", "seed"], "learning_rate", "last")
+        by_arm = values.reindex(pairs).groupby("arm", sort=False)
+        scores = by_arm.mean().where(by_arm.count().eq(by_arm.size(), axis=0))
+        cells = scores.map(measure.number, na_action="ignore").rename(columns="{:g}".format)
+        for arm, of_arm in scores.dropna(how="all").iterrows():
+            tried = of_arm.dropna()
+            best = tried.idxmax() if measure.better == "higher" else tried.idxmin()
+            at_end = len(tried) > 1 and best in tried.index[[0, -1]]
+            cells.loc[arm, "best"] = f"{best:g}"
+            cells.loc[arm, "remark"] = "at the end of the range: extend it" if at_end else ""
+            options = found.overrides[found.arm == arm].iloc[0]
+            kept = [o for o in options if o.lstrip("+").split("=")[0] not in LEFT_OUT]
+            chosen.append([*kept, f"{RATE}={best}"])
+        cells = cells.rename(label).rename_axis("arm").reset_index()
         tables.append(
             f"## {model} on {data}\n\n{_table(cells)}\nThe best rate has the best mean "
             f"validation {measure.name} after the last epoch, over all seeds of the arm.\n"
@@ -251,10 +230,6 @@ def _counted(values: pd.Series[Any]) -> str:
     if len(counts) == 1:
         return str(counts.index[0])
     return ", ".join(f"{value} ({count_of(count, 'run')})" for value, count in counts.items())
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:LONGEST]
 
 
 def _bullets(lines: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from normplug.experiment.compare.frame import label, read_variance
+from normplug.experiment.compare.frame import label
 from normplug.experiment.measure import ACCURACY, ARM_ORDER, REFERENCES, Measure
 
 FAR = 5  # interquartile ranges
@@ -48,8 +48,8 @@ class Group:
     """The runs of one model on one data set.
 
     Args:
-        runs: the run used for each arm and seed, with the columns of `find_runs`.
-        left_out: runs replaced by a finished or newer run of the same arm and seed.
+        runs: a row a run, with the columns of `find_runs`; of each arm and seed, at most one is
+            finished.
         references: the arms to compare with, by preference.
 
     Attributes:
@@ -59,10 +59,8 @@ class Group:
         graphs: for each arm with finished runs, whether they replayed CUDA graphs.
     """
 
-    def __init__(
-        self, runs: pd.DataFrame, left_out: pd.DataFrame, references: tuple[str, ...]
-    ) -> None:
-        self.runs, self.left_out, self.references = runs, left_out, references
+    def __init__(self, runs: pd.DataFrame, references: tuple[str, ...]) -> None:
+        self.runs, self.references = runs, references
         self.model, self.data = runs.model.iloc[0], runs.data.iloc[0]
         self.title = f"{self.model} on {self.data}"
         self.arms = sorted(set(runs.arm), key=lambda arm: ([*ARM_ORDER, arm].index(arm), arm))
@@ -79,11 +77,9 @@ class Group:
         It is the shortest match of the reference and its variants (`<reference>-...`), if any.
         """
         family = [arm for arm in self.graphs.index if f"{arm}-".startswith(f"{self.reference}-")]
-        same = {
-            arm: [a for a in family if self.graphs[a] == self.graphs.get(arm, False)]
-            for arm in self.arms
-        }
-        return {arm: min(alike, key=len, default=self.reference) for arm, alike in same.items()}
+        shortest = {self.graphs[arm]: arm for arm in sorted(family, key=len, reverse=True)}
+        has_graphs = self.graphs.reindex(self.arms, fill_value=False)
+        return {arm: shortest.get(has, self.reference) for arm, has in has_graphs.items()}
 
     def wide(self, field: str) -> pd.DataFrame:
         """A column of the finished runs as a table: a row a seed, a column an arm."""
@@ -97,17 +93,15 @@ class Group:
             return wide * np.nan
         return wide.sub(wide[self.reference], axis=0).assign(**{self.reference: np.nan})
 
-    @cached_property
     def speed_ratios(self) -> pd.DataFrame:
         """The speed of each arm over its speed reference's, by seed, on the same hardware only."""
-        if self.reference is None:
-            return pd.DataFrame(np.nan, self.seeds, self.arms)
-        of = list(self.speed_references.values())
-        ours, hardware = self.wide("items_per_s"), self.wide("hardware")
-        theirs, other = (wide[of].set_axis(self.arms, axis=1) for wide in (ours, hardware))
-        ratios = (ours / theirs).where((hardware == other) & (ours > 0) & (theirs > 0))
-        ratios.loc[:, np.array(of) == self.arms] = np.nan
-        return ratios
+        speeds, hardware = self.wide("items_per_s"), self.wide("hardware")
+        ratios = {
+            arm: (speeds[arm] / speeds[other]).where(hardware[arm] == hardware[other])
+            for arm, other in self.speed_references.items()
+            if other not in (None, arm)
+        }
+        return pd.DataFrame(ratios, self.seeds, self.arms, dtype=float)
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -139,57 +133,45 @@ class Group:
             table = table.join(intervals(wide).add_prefix(f"{name}_"))
             if name == "difference_to_reference":
                 table[f"{name}_p_holm"] = adjusted_ps(wide)
-        finished, ratios = self.finished, self.speed_ratios
+        ratios = self.speed_ratios()
         table["speed_reference"] = self.speed_references
-        speeds = finished[finished.items_per_s > 0].groupby(["arm", "hardware"]).items_per_s
+        speeds = self.finished.groupby(["arm", "hardware"]).items_per_s
         spread = (speeds.max() / speeds.min()).groupby("arm").max()
         table["speed_reference_spread"] = table.speed_reference.map(spread)
         table["speed_ratio_n"] = ratios.count()
         table["speed_ratio_geometric_mean"] = np.exp(np.log(ratios).mean())
         table["speed_ratio_lowest"], table["speed_ratio_highest"] = ratios.min(), ratios.max()
-        costs = finished.assign(peak_memory_mib=finished.peak_memory_bytes / 2**20).groupby("arm")
-        medians = costs[["items_per_s", "step_ms", "peak_memory_mib"]].median()
-        table = table.join(medians.add_suffix("_median"))
-        norms = finished.dropna(subset="norms_swapped").groupby("arm").norms_swapped.unique()
-        table["norms_swapped"] = [
-            " ".join(f"{n:.0f}" for n in sorted(norms.get(arm, ()))) for arm in self.arms
-        ]
+        mib = self.finished.peak_memory_bytes / 2**20
+        of_arm = self.finished.assign(peak_memory_mib=mib).groupby("arm")
+        costs = of_arm[["items_per_s", "step_ms", "peak_memory_mib"]].median()
+        table = table.join(costs.add_suffix("_median"))
+        table["norms_swapped"] = of_arm.norms_swapped.max().astype("Int64")
         effect = table.difference_to_reference_mean if self.reference else table.test_mean
-        graph = [self.graphs.get(arm, False) for arm in self.arms]
+        graph = self.graphs.reindex(self.arms, fill_value=False)
         order = table.assign(
-            graphs=np.array(graph) != self.graphs.get(self.reference, False),
+            graphs=graph != self.graphs.get(self.reference, False),
             other=table.arm != table.speed_reference,
             effect=-effect if self.measure.better == "higher" else effect,
         ).sort_values(["graphs", "other", "effect"])
-        return table.loc[order.index].reset_index(drop=True)
-
-    @cached_property
-    def variances(self) -> dict[str, pd.DataFrame]:
-        """The mean of `read_variance` over the seeds of each arm, at the steps that all logged.
-
-        A NaN of one seed stays NaN in the mean: no value is averaged over fewer seeds.
-        """
-        tables = self.finished.variances.map(read_variance).dropna()
-        runs = tables.groupby(self.finished.arm).agg(list).reindex(self.table.arm).dropna()
-        means = {arm: (sum(of_arm) / len(of_arm)).dropna(how="all") for arm, of_arm in runs.items()}
-        return {arm: mean for arm, mean in means.items() if not mean.empty}
+        return order[table.columns].reset_index(drop=True)
 
 
 def group_runs(runs: pd.DataFrame, reference: str | None = None) -> list[Group]:
     """Group by (model, data). Where an arm has several learning rates, each rate is an arm.
 
-    `reference` is the arm to compare with, where it has finished runs.
+    Of the runs of one arm and seed, the newest finished one counts, or else the newest; the others
+    get the status "replaced". `reference` is the arm to compare with, where it has finished runs.
     """
     rates = runs.groupby(["model", "data", "arm"]).learning_rate
     of_rate = (rates.transform("nunique", dropna=False) > 1) & runs.learning_rate.notna()
     with_rate = runs.arm + " lr=" + runs.learning_rate.map("{:g}".format)
-    # Of the runs of one arm and seed, the newest finished one stays, or else the newest.
     runs = runs.assign(arm=runs.arm.where(~of_rate, with_rate), done=runs.status == "finished")
     runs = runs.sort_values(["done", "date"], kind="stable")
+    replaced = runs.duplicated(["model", "data", "arm", "seed"], keep="last")
+    runs.loc[replaced, ["status", "error"]] = "replaced", "by a finished or newer run"
     groups = []
     for _, found in runs.groupby(["model", "data"]):
-        replaced = found.duplicated(["arm", "seed"], keep="last")
         named = [arm for arm in found.arm.unique() if label(arm) == label(reference or "")]
         wanted = (*named, reference)[:1] if reference else ()
-        groups.append(Group(found[~replaced], found[replaced], wanted + REFERENCES))
+        groups.append(Group(found, wanted + REFERENCES))
     return groups
