@@ -20,7 +20,6 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from kernels import copy_gbps
 from normplug._kernels import ahead, power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
@@ -29,6 +28,7 @@ from normplug._ops.spec import Tensors
 from normplug._results import stamp
 from normplug.bench.op import error
 from normplug.bench.timing import gpu_stopwatch
+from norms import copy_gbps
 
 CASES = [
     (f"{op} {'x'.join(map(str, shape))} {layout} bf16", shape, groups, activation, layout)

@@ -124,6 +124,12 @@ def test_losses_under_data_parallel_are_those_of_torchs_layers(two_gpus):
 
 
 @pytest.mark.gpu
+def test_an_exchange_takes_at_most_ten_microseconds(two_gpus):
+    joined, alone = two_gpus[0]["exchange_us"]
+    assert joined - alone < 10
+
+
+@pytest.mark.gpu
 def test_a_compiled_layer_is_one_graph_and_computes_the_same(two_gpus):
     for result in two_gpus:
         ours, eager = result["compiled"]

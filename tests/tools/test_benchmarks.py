@@ -12,10 +12,10 @@ from torch import nn
 
 import ddp
 import host
-import kernels
 import models
 import nets
 import normplug
+import norms
 import rivals
 import sync
 import tables
@@ -76,10 +76,10 @@ def test_new_rows_make_tables():
 def test_a_suite_writes_rows(tmp_path):
     words = ["--suite", "small", "--only", "layer_norm rows 32x128 float32", "--device", "cpu"]
     path = tmp_path / "rows.json"
-    kernels.main([*words, "--provider", "normplug", "--provider", "eager", "--json", str(path)])
+    norms.main([*words, "--provider", "normplug", "--provider", "eager", "--json", str(path)])
     assert {row["op"] for row in read_file(path)} == {"layer_norm", "add_layer_norm"}
     with pytest.raises(SystemExit, match="no case of suite headline has 'nonsense'"):
-        kernels.main(["--only", "nonsense", "--device", "cpu"])
+        norms.main(["--only", "nonsense", "--device", "cpu"])
 
 
 def test_a_rival_is_timed_if_it_is_installed(monkeypatch):

@@ -1,6 +1,6 @@
 """Time the norms against the same work in torch and other packages: the kernels of docs/speed.md.
 
-python benchmarks/kernels.py --suite headline --json kernels.json
+python benchmarks/norms.py --suite headline --json norms.json
 """
 
 from __future__ import annotations
