@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from normplug import _checks, _convert
@@ -145,7 +144,7 @@ def _untestable(layer: TargetVarianceNorm) -> str | None:
     """Why a layer's output cannot be compared; None if it can."""
     tensors = [*layer._parameters.values(), *layer._buffers.values()]
     present = [t for t in tensors if t is not None]
-    if any(is_lazy(t) for t in present) or 0 in layer._affine_shape():
+    if 0 in layer._affine_shape():
         return "not compared: no shape yet"
     if any(t.is_meta for t in present):
         return "not compared: on the meta device"

@@ -30,7 +30,7 @@ def is_trained(module: nn.Module) -> bool:
 
 def _has_moved(t: Tensor | None) -> bool:
     """Whether a count is not 0, or the values of a parameter differ."""
-    if t is None or is_lazy(t):
+    if t is None:
         return False
     t = parts.own_part(t.detach())
     if type(t) is not Tensor or t.is_meta or not t.numel():  # it has no values
@@ -58,7 +58,7 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
         where = f"normplug.{caller}: the weight of {shown(inventory.names[module][0])}"
         if parametrize.is_parametrized(module, "weight"):
             raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
-        if is_lazy(module.weight) or 0 in _convert.declared(module)._affine_shape(module):  # type: ignore[arg-type]
+        if 0 in _convert.declared(module)._affine_shape(module):
             raise ValueError(f"{where} has no shape yet; run one forward first.")
         if module.weight is not None and "weight" not in module._parameters:
             raise ValueError(

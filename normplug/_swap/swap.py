@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from normplug import _checks, _convert
 from normplug._swap import fold as _fold
@@ -323,7 +322,7 @@ def _all_or_nothing(layers: Sequence[nn.Module]) -> Iterator[None]:
         for m in layers
     ]
     weights = (layer._parameters.get("weight") for layer in layers)
-    values = [(w, w.detach().clone()) for w in weights if w is not None and not is_lazy(w)]
+    values = [(w, w.detach().clone()) for w in weights if w is not None]
     try:
         yield
     except BaseException:
