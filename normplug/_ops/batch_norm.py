@@ -1,22 +1,20 @@
-"""BatchNorm, with a residual, an activation and max pooling: a spec, its plan, its operators."""
+"""BatchNorm, with a residual, an activation and max pooling: its spec and its operators."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from normplug import _activations, _checks, native
 from normplug._activations import ActivationLike, backward_reads_input
-from normplug._layouts import dense, laid_out_like, lies_like
+from normplug._layouts import dense, laid_out_like
 from normplug._ops import eligible, peers, stock
 from normplug._ops.call import key_of, made_once
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import RUNNING, Needs, Plan, Program, gradients_of, named, needed
+from normplug._ops.plans import Plan
 from normplug._ops.spec import Pool, Tensors
 from normplug._torch import interposed, transforms_active
 from normplug.reference import accumulator_dtype, channel_dims
@@ -145,6 +143,8 @@ class BatchNormSpec(NamedTuple):
 
     def plan(self, t: Tensors) -> Plan:
         if self.pool is None:
+            from normplug._ops.batch_norm_plan import BatchNormPlan
+
             return BatchNormPlan(t, self)
         from normplug._ops.batch_norm_pool import PooledPlan
 
@@ -253,177 +253,6 @@ POOLED = NormOperators("batch_norm_max_pool", _NUMBERS, ("stats", "peaks", "plac
 _plain, _pooled = PLAIN.differentiable, POOLED.differentiable
 
 
-class BatchNormPlan(Plan):
-    """The launches of a BatchNorm, with residual and activation: one per direction.
-
-    State: stats, mean and rstd of the channels, (2 * C,); and bits, relu's mask, saved if there is
-    a residual.
-    """
-
-    spec: BatchNormSpec
-    state: ClassVar[tuple[str, ...]] = ("stats", "bits")
-
-    def __init__(self, t: Tensors, spec: BatchNormSpec) -> None:
-        from normplug._kernels.batch_norm import launches, schedule
-
-        super().__init__(t, spec)
-        x, peers = t.x, spec.peers
-        self._channels = x.shape[1]
-        self._shape = shape_of(x)
-        updates = spec.training and t.running_mean is not None
-        self._flags = launches.Flags(
-            training=spec.training,
-            weight=t.weight is not None,
-            bias=t.bias is not None,
-            residual=t.residual is not None,
-            activation=spec.activation,
-            running=t.running_mean is not None,
-            cumulative=updates and spec.momentum is None,
-            tracked=updates and t.tracked is not None and spec.momentum is not None,
-            **({} if peers is None else {"world": peers.world, "peers": peers.table}),
-        )
-        self.mark = 0 if peers is None else peers.mark
-        self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
-        self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
-        self._keeps_residual = self._reads_residual or spec.keeps_residual
-        self.is_recomputable = self._keeps_residual or not self._flags.residual
-        self.is_recomputable &= x.numel() > 0 and spec.pool is None
-        self._machine = machine_of(x, peers is None)
-
-    def forward_program(self, t: Tensors, keep: bool) -> Program:
-        from normplug._kernels.batch_norm import launches, schedule
-
-        x, spec = t.x, self.spec
-        geometry = schedule.geometry(*self._shape, 1, *self._machine)
-        launch = launches.forward_launch(
-            geometry, x.dtype, self._flags, spec.momentum or 0.0, spec.eps, spec.target_variance
-        )
-        empties = {
-            "y": (x.shape, x.stride(), x.dtype),
-            "stats": ((2 * self._channels + (spec.peers is not None),), (1,), self.acc),
-        }
-        if self._mask_bytes:
-            empties["bits"] = ((self._mask_bytes,), (1,), torch.uint8)
-        kept = "residual" if self._keeps_residual else "nothing"
-        return Program(
-            named(t),
-            empties=empties,
-            launches=[(launch, {})],
-            saved=("x", kept, "weight", "bias", "nothing", "stats", "bits"),
-            updates=RUNNING if spec.training else (),
-            counts=self._flags.cumulative,
-            scratch=launches.scratch(geometry),
-        )
-
-    def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        """The program that recomputes y, normalised by the saved statistics."""
-        from normplug._kernels.batch_norm import launches, schedule
-
-        x, spec = saved["x"], self.spec
-        flags = replace(
-            self._flags, training=False, given=True, running=False, cumulative=False, tracked=False,
-            world=1, peers=0,
-        )  # fmt: skip
-        geometry = schedule.geometry(*self._shape, 1, *self._machine)
-        numbers = (0.0, spec.eps, spec.target_variance)
-        launch = launches.forward_launch(geometry, x.dtype, flags, *numbers)
-        return Program(
-            saved,
-            empties={"y": (x.shape, x.stride(), x.dtype)},
-            launches=[(launch, {})],
-        )
-
-    def backward_program(
-        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Program:
-        from normplug._kernels.batch_norm import launches, schedule
-
-        x, plain = saved["x"], self.spec.activation is None
-        assert dy is not None
-        copies = {} if lies_like(dy, x) else {"dy": x.stride()}
-        # Without an activation, dy is the residual's gradient.
-        through = needs[1] and not plain
-        wanted = (needs[0], needs[2], needs[3], through)
-        empties = gradients_of(saved, wanted[:3])
-        if through:
-            empties["dresidual"] = (x.shape, x.stride(), x.dtype)
-        slots = ("dx", "dy" if plain else "dresidual", "dweight", "dbias", "nothing")
-        results = needed(slots, needs)
-        if not any(wanted):
-            return Program(saved, copies=copies, empties={}, launches=[], results=results)
-        geometry = schedule.geometry(*self._shape, 2, *self._machine)
-        launch = launches.backward_launch(
-            geometry, x.dtype, self._flags, wanted, self.spec.target_variance
-        )
-        return Program(
-            {**saved, "dy": dy},
-            copies=copies,
-            empties=empties,
-            launches=[(launch, {})],
-            results=results,
-            scratch=launches.scratch(geometry),
-        )
-
-    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, BatchNormSpec, Tensor]:
-        x, residual, weight, bias, _, stats, *_ = saved
-        spec, mean, var = self.spec, None, None
-        if spec.peers is not None:
-            raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
-        if self._flags.bits:
-            # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
-            needs = (False, True, False, False, False)
-            detached = (x.detach(), *saved[1:])
-            _, mask, *_ = self.backward(detached, torch.ones_like(x), None, needs)
-            assert mask is not None
-            dy, spec = dy * mask, spec._replace(activation=None)
-        if self._flags.residual and not self._reads_residual:
-            # The gradients do not depend on its values.
-            residual = torch.zeros_like(x).requires_grad_()
-        if not spec.training:
-            mean, rstd = stats.chunk(2)
-            var = stock.variance_of(rstd, spec.eps)
-        return Tensors(x, residual, weight, bias, None, mean, var), spec, dy
-
-
-def shape_of(x: Tensor) -> tuple[int, int, int, bool, int]:
-    """A dense x as the schedule sees it: n, c, values per plane, channels_last, bytes per value."""
-    planes = math.prod(x.shape[2:])
-    return x.shape[0], x.shape[1], planes, not x.is_contiguous(), x.element_size()
-
-
-def machine_of(x: Tensor, alone: bool = True) -> tuple[int, bool]:
-    """The number of multiprocessors, and whether cooperative launches may be used.
-
-    alone: whether the call exchanges nothing with other processes. A cooperative launch needs all
-        multiprocessors at once. While it waited for a peer, NCCL's kernels could not start on this
-        GPU, and NCCL's kernels on the peer's GPU would keep its launch from starting.
-    """
-    from normplug._kernels import processors
-    from normplug._kernels.launch import COOPERATIVE
-
-    return processors(x.device), COOPERATIVE and x.is_cuda and alone
-
-
-class StatisticsPlan(Plan):
-    """The launch of `channel_stats` for a dense x; y: the channels' means, then their variances."""
-
-    state = ()
-
-    def forward_program(self, t: Tensors, keep: bool) -> Program:
-        from normplug._kernels.batch_norm import launches, schedule
-
-        x = t.x
-        geometry = schedule.geometry(*shape_of(x), 1, *machine_of(x))
-        flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True)
-        launch = launches.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
-        return Program(
-            named(t),
-            empties={"y": ((2 * x.shape[1],), (1,), self.acc)},
-            launches=[(launch, {"stats": "y", "y": "x"})],
-            scratch=launches.scratch(geometry),
-        )
-
-
 def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """`functional.channel_stats` of a checked x. A kernel reads x once, without gradients."""
     differentiates = x.requires_grad and torch.is_grad_enabled()
@@ -431,6 +260,8 @@ def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
         t = Tensors(dense(x.detach()))
         stats = native.call(None, "channel_stats", t)
         if stats is None and not (interposed() or eligible.refusal_now() or _PLAIN.refusal(t)):
+            from normplug._ops.batch_norm_plan import StatisticsPlan
+
             run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, None).run
             native.keep(None, "channel_stats", t, t, run)
             stats = run(t)

@@ -18,7 +18,7 @@ from normplug._kernels.batch_norm import launches, schedule, windows
 from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
 from normplug._ops import eligible
-from normplug._ops.batch_norm import BatchNormPlan, BatchNormSpec
+from normplug._ops.batch_norm_plan import BatchNormPlan
 from normplug._ops.plans import RUNNING, Layout, Needs, Program, named, needed
 from normplug._ops.spec import Pool, Tensors
 
@@ -49,7 +49,7 @@ class PooledPlan(BatchNormPlan):
 
     state = ("stats", "peaks", "places")
 
-    def __init__(self, t: Tensors, spec: BatchNormSpec) -> None:
+    def __init__(self, t: Tensors, spec: Any) -> None:
         super().__init__(t, spec)
         x, pool = t.x, spec.pool
         assert pool is not None

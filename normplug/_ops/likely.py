@@ -23,7 +23,6 @@ from normplug._ops.spec import Tensors
 
 if TYPE_CHECKING:
     from normplug._kernels.ahead import Job
-    from normplug._ops.plans import Plan
 
 # Size of a layer's input, relative to the first layer's. Halving leaves an eighth of a volume.
 _SMALLEST, _SMALLEST_VOLUME, _LARGEST = 1 / 16, 1 / 4096, 4
@@ -37,7 +36,7 @@ def record(layer: Any, label: str = "") -> None:
     _layers[layer] = (label, set())
 
 
-def jobs_after(plan: Plan, t: Tensors, keep: bool) -> list[Job]:
+def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
     """The kernels of the calls that are likely to follow a call, which has this plan.
 
     The layers' forwards come first, in order, and then their backwards, from the last layer to the
@@ -63,7 +62,7 @@ def jobs_after(plan: Plan, t: Tensors, keep: bool) -> list[Job]:
                     continue
                 known.add(key)
                 its: Any = spec.plan(other)
-                its._machine = plan._machine  # type: ignore[attr-defined]
+                its._machine = plan._machine
                 forward = its.forward_program(other, keep)
                 forwards += forward.jobs(its.acc)
                 backwards += its.backward_jobs(other, forward, keep)

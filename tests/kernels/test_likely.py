@@ -13,7 +13,7 @@ import normplug  # noqa: E402
 from fuse_cases import skip_if_not_followed  # noqa: E402
 from normplug import _activations, functional, native  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
-from normplug._ops import batch_norm, call, eligible, likely, plans  # noqa: E402
+from normplug._ops import batch_norm_plan, call, eligible, likely, plans  # noqa: E402
 
 pytestmark = pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -53,7 +53,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(native, "_started", True)
     monkeypatch.setattr(eligible, "refusal_of_device", lambda *tensors: None)
     monkeypatch.setattr(functional, "autocast_dtype", lambda x: torch.bfloat16)
-    monkeypatch.setattr(batch_norm, "machine_of", lambda x, alone=True: (132, True))
+    monkeypatch.setattr(batch_norm_plan, "machine_of", lambda x, alone=True: (132, True))
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", convolve)
     forget()
     yield asked, launched
