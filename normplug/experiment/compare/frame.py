@@ -58,7 +58,9 @@ class Result(BaseModel):
     versions: dict[str, str] = {}
     overrides: list[str] = []
     block_drop: dict[str, Any] = {}
-    variances: dict[str, Any] = {}
+    input_variance: list[Number] = []
+    output_variance: list[Number] = []
+    affine_variance: list[Number] = []
 
 
 def label(arm: str) -> str:
@@ -125,6 +127,8 @@ def _row(record: dict[str, Any]) -> dict[str, Any]:
     names = {measure.test_key: "test_score", measure.curve_key: "curve"}
     names[measure.speed_key] = "items_per_s"
     named = {names.get(key, key): value for key, value in record.items()}
+    logged = record.get("variances", {})
+    named |= {name: logged[name][-1] for name in QUANTITIES if name in logged}
     row = vars(Result.model_validate(named | {"measure": measure}))
     last = row["curve"][-1] if row["curve"] else math.nan
     if drop := row["block_drop"]:
