@@ -20,11 +20,8 @@ QUANTITIES = ["target_variance", "input_variance", "output_variance", "affine_va
 FOLDERS = re.compile(r"(?:(?<![\w.~])|(?<=\\[nrt]))~?/(?:[\w.+-]+/)*(?=[\w.+-])")
 
 
-def _known(value: Any) -> Any:
-    return math.nan if value in (None, math.inf, -math.inf) else value
-
-
-Number: TypeAlias = Annotated[float, BeforeValidator(_known)]
+UNKNOWN = (None, math.inf, -math.inf)
+Number: TypeAlias = Annotated[float, BeforeValidator(lambda x: math.nan if x in UNKNOWN else x)]
 
 
 class Result(BaseModel):
@@ -92,16 +89,14 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
                 "result.json of a run at any depth, or a file that --collect wrote."
             )
         for given in found:
+            is_path = isinstance(given, Path)
             try:
-                rows.append(_row(_read(given, source) if isinstance(given, Path) else given))
+                rows.append(_row(_read(given, source) if is_path else given))
             except (LookupError, OSError, TypeError, ValueError) as error:
-                name = str(
-                    given if isinstance(given, Path) else f"{source.name}: {given.get('run')}"
-                )
+                name = str(given) if is_path else f"{source.name}: {given.get('run')}"
                 unusable[name] = " ".join(str(error).split())
-    return pd.DataFrame(
-        rows, columns=[*Result.model_fields, "validation_score", "record"]
-    ), unusable
+    columns = [*Result.model_fields, "validation_score", "record"]
+    return pd.DataFrame(rows, columns=columns), unusable
 
 
 def _collected(path: Path) -> Sequence[dict[str, Any]]:

@@ -65,8 +65,6 @@ def about_reference(group: Group) -> str:
     """Which arm is the reference, in words."""
     if group.reference is not None:
         return f"Reference: {label(group.reference)}"
-    if any(" lr=" in arm for arm in group.arms):
-        return "No reference: each rate is an arm of its own, and --best chooses each arm's rate"
     return f"No reference: no finished run of {' or '.join(map(label, group.references))}"
 
 
