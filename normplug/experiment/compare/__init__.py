@@ -1,4 +1,4 @@
-"""Compare the runs of a sweep in tables and plots. train.py calls it at the end of a sweep."""
+"""Compare the runs of a study: print the table, write it and the plots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from normplug.experiment.compare.stats import group_runs
 
 __all__ = ["Comparison", "compare"]
 
-USAGE = "Compare the runs of a study: print the table, write it and the plots."
 RUNS = "directories, searched at any depth for result.json, or files that --collect wrote"
 
 
@@ -79,7 +78,7 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 1 if a run is missing, unfinished or failed."""
-    parser = argparse.ArgumentParser("python -m normplug.compare", description=USAGE)
+    parser = argparse.ArgumentParser("python -m normplug.compare", description=__doc__)
     add = parser.add_argument
     add("sources", metavar="RUNS", nargs="+", type=Path, help=RUNS)
     add("--out", metavar="DIR", help="directory for tables and plots (default: the only RUNS)")

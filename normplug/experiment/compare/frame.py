@@ -89,12 +89,11 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
                 "result.json of a run at any depth, or a file that --collect wrote."
             )
         for given in found:
-            is_path = isinstance(given, Path)
             try:
-                rows.append(_row(_read(given, source) if is_path else given))
+                rows.append(_row(_read(given, source) if isinstance(given, Path) else given))
             except (LookupError, OSError, TypeError, ValueError) as error:
-                name = str(given) if is_path else f"{source.name}: {given.get('run')}"
-                unusable[name] = " ".join(str(error).split())
+                name = given if isinstance(given, Path) else f"{source.name}: {given.get('run')}"
+                unusable[str(name)] = " ".join(str(error).split())
     columns = [*Result.model_fields, "validation_score", "record"]
     return pd.DataFrame(rows, columns=columns), unusable
 
