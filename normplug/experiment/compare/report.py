@@ -25,10 +25,7 @@ peak memory are medians over runs. docs/experiments.md explains more.
 
 
 def render(groups: Sequence[Group], unusable: Mapping[str, str], where: str) -> str:
-    """The whole report: a section per group, then files that are not results, then how to read it.
-
-    `where` names the sources of the runs.
-    """
+    """The whole report on the runs of `where`: groups, unusable files, and how to read it."""
     count = sum(len(group.runs) for group in groups) + len(unusable)
     parts = [f"# Comparison of {count_of(count, 'run')} in {where}\n", *map(_section, groups)]
     if unusable:
