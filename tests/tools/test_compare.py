@@ -189,7 +189,6 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
     comparison = compared()
     arms = set(comparison.table.arm)
     assert {"golden lr=0.1", "golden lr=0.2", "golden lr=0.4", "0.5"} < arms
-    assert "No reference: each rate is an arm of its own, and --best" in comparison.markdown
 
 
 def test_best_rates_of_a_loss_are_the_lowest_and_unreadable_runs_are_refused(tmp_path, capsys):

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from normplug.experiment.compare.frame import QUANTITIES, Result
-from normplug.experiment.compare.plots import arm_styles, figures
+from normplug.experiment.compare.frame import Result
+from normplug.experiment.compare.plots import VARIANCES, arm_styles, figures
 from normplug.experiment.compare.stats import group_runs
 from normplug.experiment.measure import ACCURACY, Measure
 
@@ -27,8 +27,8 @@ def drawn(*runs):
 
 
 def a_variance(cells):
-    """Variances as a collected run has them: those of quantity number i are i times `cells`."""
-    return {name: (cells * i).tolist() for i, name in enumerate(QUANTITIES, start=1)}
+    """The variances of each norm: quantity number i has i times `cells`."""
+    return {name: (cells * i).tolist() for i, name in enumerate(VARIANCES, start=1)}
 
 
 def lines(axes):
@@ -52,10 +52,9 @@ def test_lines_over_epochs_and_blocks_are_medians_up_to_where_a_seed_stops():
         a_run("golden", 1, curve=(0.6, 0.8), block_drop=[0.3, 0.3]),
         a_run("standard", 0, curve=(), block_drop=[0.2, 0.4]),
     )
-    whole, late = found["accuracy"].axes
+    (whole,) = found["accuracy"].axes
     assert lines(whole).keys() == {"baseline (1 seed)", "golden (2 seeds)"}
     assert lines(whole)["golden (2 seeds)"] == [[1.0, 50.0], [2.0, 70.0]]
-    assert [line.get_xdata().tolist() for line in late.lines] == [[3, 4], [2]]
     assert whole.get_ylabel() == "validation accuracy (%)"
     (blocks,) = found["blocks"].axes
     expected = {"golden (2 seeds)": [[1, 0.4], [2, 0.2]], "standard (1 seed)": [[1, 0.2], [2, 0.4]]}
@@ -106,8 +105,8 @@ def test_a_loss_is_drawn_as_it_is_with_its_unit():
 def test_no_text_of_a_plot_lies_on_another_or_outside():
     long = "a-tag-that-goes-on_and_on_without_a_place_to_break_it_at_all_until_somebody_stops"
     arms = ["standard", "golden", "0.5", "0.25", *(f"{i}.5-{long}" for i in range(5))]
-    cells = np.random.default_rng(0).uniform(0.5, 2.0, (6, 60))
-    others = {"block_drop": [0.5, 0.1], "variances": a_variance(cells)}
+    cells = np.random.default_rng(0).uniform(0.5, 2.0, 60)
+    others = {"block_drop": [0.5, 0.1], **a_variance(cells)}
     found = drawn(
         *(
             a_run(arm, seed, 0.9 + seed / 100, (0.5, 1.0), **others)
@@ -130,14 +129,14 @@ def test_no_text_of_a_plot_lies_on_another_or_outside():
             assert not any(box.overlaps(other.get_window_extent()) for other in items[:i]), item
 
 
-def test_variance_by_depth_shows_the_last_step():
-    cells = np.random.default_rng(0).uniform(0.5, 2.0, (3, 20))
-    runs = [a_run(arm, 0, variances=a_variance(cells)) for arm in ("baseline", "golden")]
+def test_variance_by_depth_has_a_panel_for_each_quantity():
+    cells = np.random.default_rng(0).uniform(0.5, 2.0, 20)
+    runs = [a_run(arm, 0, **a_variance(cells)) for arm in ("baseline", "golden")]
     panels = drawn(*runs)["variance_by_depth"].axes
     assert [axes.get_yscale() for axes in panels] == 3 * ["log"]
-    for number, axes in enumerate(panels, start=2):
+    for number, axes in enumerate(panels, start=1):
         for line in axes.lines:
-            np.testing.assert_array_equal(line.get_ydata(), number * cells[-1])
+            np.testing.assert_array_equal(line.get_ydata(), number * cells)
 
 
 def test_targets_are_on_a_log_axis_and_other_arms_are_left_out():
@@ -152,7 +151,7 @@ def test_targets_are_on_a_log_axis_and_other_arms_are_left_out():
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 def test_degenerate_variances_are_drawn(value):
-    run = a_run("golden", 0, variances=a_variance(np.full((1, 1), value)))
+    run = a_run("golden", 0, **a_variance(np.array([1.0, value])))
     drawn(run)["variance_by_depth"].draw_without_rendering()
 
 

@@ -1,4 +1,4 @@
-"""Compare the runs of a sweep in tables and plots. train.py calls it at the end of a sweep."""
+"""Compare the runs of a study: print the table, write it and the plots."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ from normplug.experiment.compare.stats import group_runs
 
 __all__ = ["Comparison", "compare"]
 
-USAGE = """Compare the runs of a study: print the table, write it and the plots.
-
-    python -m normplug.compare RUNS [--out DIR]         table and plots
-    python -m normplug.compare RUNS --best FILE         the best learning rate of each arm
-    python -m normplug.compare RUNS --collect FILE      all runs in one small file
-
-RUNS are directories, searched at any depth for result.json, or files that --collect wrote.
-"""
+RUNS = "directories, searched at any depth for result.json, or files that --collect wrote"
 
 
 @dataclass(frozen=True)
@@ -85,13 +78,9 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 1 if a run is missing, unfinished or failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m normplug.compare",
-        description=USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser("python -m normplug.compare", description=__doc__)
     add = parser.add_argument
-    add("sources", metavar="RUNS", nargs="+", type=Path)
+    add("sources", metavar="RUNS", nargs="+", type=Path, help=RUNS)
     add("--out", metavar="DIR", help="directory for tables and plots (default: the only RUNS)")
     add("--reference", metavar="ARM", help="compare with this arm, not baseline or standard")
     add = parser.add_mutually_exclusive_group().add_argument
@@ -100,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         if given.best or given.collect:
-            print(_write(given.sources, given.best, given.collect))
+            _write(given.sources, given.best, given.collect)
             return 0
         found = compare(*given.sources, out=given.out, reference=given.reference)
     except (OSError, ValueError) as error:
@@ -110,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if found.complete else 1
 
 
-def _write(sources: Sequence[Path], best: Path | None, collected: Path | None) -> str:
-    """Write the file of --best or --collect, and return what to print."""
+def _write(sources: Sequence[Path], best: Path | None, collected: Path | None) -> None:
+    """Write the file of --best or --collect."""
     runs, unusable = find_runs(sources)
     for name, why in unusable.items():
         raise ValueError(
@@ -119,8 +108,8 @@ def _write(sources: Sequence[Path], best: Path | None, collected: Path | None) -
         )
     if collected:
         collect(runs, collected)
-        return f"{len(runs)} runs in {collected}"
-    assert best
-    report, options = best_rates(runs)
-    write_file(best, "".join(f"{shlex.join(of_arm)}\n" for of_arm in options))
-    return f"{report}\n{best}"
+        print(f"{len(runs)} runs in {collected}")
+    if best:
+        report, options = best_rates(runs)
+        write_file(best, "".join(f"{shlex.join(of_arm)}\n" for of_arm in options))
+        print(f"{report}\n{best}")

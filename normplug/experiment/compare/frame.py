@@ -20,11 +20,8 @@ QUANTITIES = ["target_variance", "input_variance", "output_variance", "affine_va
 FOLDERS = re.compile(r"(?:(?<![\w.~])|(?<=\\[nrt]))~?/(?:[\w.+-]+/)*(?=[\w.+-])")
 
 
-def _known(value: Any) -> Any:
-    return math.nan if value in (None, math.inf, -math.inf) else value
-
-
-Number: TypeAlias = Annotated[float, BeforeValidator(_known)]
+UNKNOWN = (None, math.inf, -math.inf)
+Number: TypeAlias = Annotated[float, BeforeValidator(lambda x: math.nan if x in UNKNOWN else x)]
 
 
 class Result(BaseModel):
@@ -58,7 +55,9 @@ class Result(BaseModel):
     versions: dict[str, str] = {}
     overrides: list[str] = []
     block_drop: dict[str, Any] = {}
-    variances: dict[str, Any] = {}
+    input_variance: list[Number] = []
+    output_variance: list[Number] = []
+    affine_variance: list[Number] = []
 
 
 def label(arm: str) -> str:
@@ -93,13 +92,10 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
             try:
                 rows.append(_row(_read(given, source) if isinstance(given, Path) else given))
             except (LookupError, OSError, TypeError, ValueError) as error:
-                name = str(
-                    given if isinstance(given, Path) else f"{source.name}: {given.get('run')}"
-                )
-                unusable[name] = " ".join(str(error).split())
-    return pd.DataFrame(
-        rows, columns=[*Result.model_fields, "validation_score", "record"]
-    ), unusable
+                name = given if isinstance(given, Path) else f"{source.name}: {given.get('run')}"
+                unusable[str(name)] = " ".join(str(error).split())
+    columns = [*Result.model_fields, "validation_score", "record"]
+    return pd.DataFrame(rows, columns=columns), unusable
 
 
 def _collected(path: Path) -> Sequence[dict[str, Any]]:
@@ -125,6 +121,8 @@ def _row(record: dict[str, Any]) -> dict[str, Any]:
     names = {measure.test_key: "test_score", measure.curve_key: "curve"}
     names[measure.speed_key] = "items_per_s"
     named = {names.get(key, key): value for key, value in record.items()}
+    logged = record.get("variances", {})
+    named |= {name: logged[name][-1] for name in QUANTITIES if name in logged}
     row = vars(Result.model_validate(named | {"measure": measure}))
     last = row["curve"][-1] if row["curve"] else math.nan
     if drop := row["block_drop"]:

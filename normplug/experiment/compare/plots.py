@@ -29,7 +29,6 @@ VARIANCES = {
     "output_variance": "output, before weight and bias",
     "affine_variance": "output, after weight and bias",
 }
-LEAST = 3  # the fewest target variances to draw a line over
 TARGETS = {"standard": 1.0, "golden": (math.sqrt(5) - 1) / 2}  # other arms are named by it
 Styles: TypeAlias = Mapping[str, dict[str, Any]]  # arm -> options of `Axes.plot`
 # Okabe and Ito's palette, safe for every common colour blindness. Marker and dash identify an arm
@@ -39,10 +38,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "standard": {"color": "#0072B2", "marker": "o"},
     "golden": {"color": "#E69F00", "marker": "D"},
 }
-COLOURS = (
-    *("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#882255", "#999933", "#332288"),
-    *("#E7298A", "#8B4513", "#00CED1"),
-)
+COLOURS = ("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#882255", "#999933", "#332288")
 
 
 def arm_styles(groups: Iterable[Group]) -> Styles:
@@ -71,34 +67,27 @@ def figures(group: Group, styles: Styles) -> Iterator[tuple[str, Figure]]:
     measure = group.measure
     if group.finished.test_score.notna().any():
         yield "seeds", _seeds(group, styles)
-    if len(rows := _over_targets(group)) >= LEAST:
-        yield "targets", _targets(group, rows)
+    if (figure := _targets(group)) is not None:
+        yield "targets", figure
     lines = partial(_lines, group.title, styles)
-    if curves := _lists(group, "curve", scale=measure.scale):
-        late = {arm: runs.iloc[:, runs.shape[1] // 2 :] for arm, runs in curves.items()}
-        panels = {"median over seeds": curves, "the last half": late}
-        yield measure.name, lines(panels, "epoch", f"validation {measure.name} ({measure.unit})")
+    if curves := _lists(group, "curve", measure.scale):
+        y = f"validation {measure.name} ({measure.unit})"
+        yield measure.name, lines({"median over seeds": curves}, "epoch", y)
     if drops := _lists(group, "block_drop"):
         title = f"test {measure.name} without a block minus the whole model's, median over seeds"
         yield "blocks", lines({title: drops}, "block", f"added {measure.unit}", log=True)
-    if group.finished.variances.any():
-        panels = {title: _lists(group, "variances", of) for of, title in VARIANCES.items()}
+    panels = {title: _lists(group, name) for name, title in VARIANCES.items()}
+    if any(panels.values()):
         yield "variance_by_depth", lines(panels, "norm by depth", "variance", log=True)
 
 
-def _lists(
-    group: Group, field: str, of: str | None = None, scale: float = 1
-) -> dict[str, pd.DataFrame]:
-    """Arm -> the lists of a column, a row a run, from 1 up to the end of the shortest.
-
-    Of the column "variances", the list is the last one of the quantity `of`.
-    """
-    found = group.finished[group.finished[field].astype(bool)]
-    lists = found[field].map(lambda given: given[of][-1] if of else given)
+def _lists(group: Group, field: str, scale: float = 1) -> dict[str, pd.DataFrame]:
+    """Arm -> the lists of a column, a row a run, from 1 up to the end of the shortest."""
     tables = {}
     for arm in group.table.arm:
-        rows = [pd.Series(values, dtype=float) for values in lists[found.arm == arm]]
-        table = pd.DataFrame(rows).dropna(how="all").dropna(axis=1)
+        lists = group.finished[field][group.finished.arm == arm]
+        table = pd.DataFrame([*map(pd.Series, lists)], dtype=float)
+        table = table.dropna(how="all").dropna(axis=1)
         if table.size:
             tables[arm] = scale * table.set_axis(table.columns + 1, axis=1)
     return tables
@@ -129,10 +118,8 @@ def _lines(
         axes.set_title(what, loc="left", fontsize="medium")
         axes.set_ylabel(y)
     drawn[-1].set_xlabel(f"{x}, 1 = first")
-    # The legend is beside the panels, where no line can cross it.
     handles, labels = drawn[0].get_legend_handles_labels()
-    height = 1.6 + 0.2 * sum(name.count("\n") + 1 for name in labels)
-    figure.set_figheight(max(figure.get_figheight(), height))
+    figure.set_figheight(max(figure.get_figheight(), 1.6 + 0.2 * "\n".join(labels).count("\n")))
     figure.legend(handles, labels, loc="outside right center", frameon=False)
     return figure
 
@@ -195,15 +182,13 @@ def _draw_dots(axes: Axes, group: Group, styles: Styles, name: str, stored: pd.D
     axes.xaxis.set_major_formatter("{x:,.6g}")
 
 
-def _over_targets(group: Group) -> pd.DataFrame:
-    """The rows of the arms whose name is just a mode, by target variance, ascending."""
+def _targets(group: Group) -> Figure | None:
+    """Draw the difference from the reference over the target variance of at least three modes."""
     rows = group.table.dropna(subset="difference_to_reference_mean")
     targets = pd.to_numeric([TARGETS.get(arm, arm) for arm in rows.arm], errors="coerce")
-    return rows.assign(target=targets).dropna(subset="target").sort_values("target")
-
-
-def _targets(group: Group, rows: pd.DataFrame) -> Figure:
-    """Draw the difference from the reference over the target variance."""
+    rows = rows.assign(target=targets).dropna(subset="target").sort_values("target")
+    if len(rows) < 3:
+        return None
     measure, minus = group.measure, f"minus {label(group.reference or '')}"
     title = f"{group.title}\ntest {measure.name} {minus}, same seed: mean and 95% t-interval"
     figure, (axes,) = _new_figure(title, (7, 4))
@@ -222,8 +207,7 @@ def _new_figure(
 ) -> tuple[Figure, list[Axes]]:
     """A figure of `size` inches, without pyplot's global state, and its `shape` of panels."""
     figure = Figure(figsize=size, layout="constrained")
-    lines = [textwrap.fill(line, int(11 * size[0])) for line in title.splitlines()]
-    figure.suptitle("\n".join(lines), fontsize="medium")
+    figure.suptitle(title, fontsize="medium", wrap=True)
     panels = list(figure.subplots(*shape, squeeze=False, **share).flat)
     for axes in panels:
         axes.grid(alpha=0.3)

@@ -25,10 +25,7 @@ peak memory are medians over runs. docs/experiments.md explains more.
 
 
 def render(groups: Sequence[Group], unusable: Mapping[str, str], where: str) -> str:
-    """The whole report: a section per group, then files that are not results, then how to read it.
-
-    `where` names the sources of the runs.
-    """
+    """The whole report on the runs of `where`: groups, unusable files, and how to read it."""
     count = sum(len(group.runs) for group in groups) + len(unusable)
     parts = [f"# Comparison of {count_of(count, 'run')} in {where}\n", *map(_section, groups)]
     if unusable:
@@ -65,8 +62,6 @@ def about_reference(group: Group) -> str:
     """Which arm is the reference, in words."""
     if group.reference is not None:
         return f"Reference: {label(group.reference)}"
-    if any(" lr=" in arm for arm in group.arms):
-        return "No reference: each rate is an arm of its own, and --best chooses each arm's rate"
     return f"No reference: no finished run of {' or '.join(map(label, group.references))}"
 
 

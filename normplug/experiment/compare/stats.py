@@ -56,7 +56,7 @@ class Group:
         seeds: every seed that any arm has, and so every seed that each arm should have.
         finished: the finished runs; no other run is averaged.
         reference: the first of `references` with a finished run, or None.
-        graphs: for each arm with finished runs, whether they replayed CUDA graphs.
+        graphs: the arms with finished runs that replayed CUDA graphs.
     """
 
     def __init__(self, runs: pd.DataFrame, references: tuple[str, ...]) -> None:
@@ -67,19 +67,9 @@ class Group:
         self.seeds = sorted(set(runs.seed))
         self.finished = runs[runs.status == "finished"]
         self.measure: Measure = next(iter(self.finished.measure), ACCURACY)
-        self.graphs = self.finished.groupby("arm").graph.any()
-        self.reference = next((arm for arm in references if arm in self.graphs), None)
-
-    @cached_property
-    def speed_references(self) -> dict[str, str | None]:
-        """Arm -> the arm to compare its speed with, which also has, or also lacks, CUDA graphs.
-
-        It is the shortest match of the reference and its variants (`<reference>-...`), if any.
-        """
-        family = [arm for arm in self.graphs.index if f"{arm}-".startswith(f"{self.reference}-")]
-        shortest = {self.graphs[arm]: arm for arm in sorted(family, key=len, reverse=True)}
-        has_graphs = self.graphs.reindex(self.arms, fill_value=False)
-        return {arm: shortest.get(has, self.reference) for arm, has in has_graphs.items()}
+        self.graphs = set(self.finished.arm[self.finished.graph])
+        done = set(self.finished.arm)
+        self.reference = next((arm for arm in references if arm in done), None)
 
     def wide(self, field: str) -> pd.DataFrame:
         """A column of the finished runs as a table: a row a seed, a column an arm."""
@@ -93,22 +83,13 @@ class Group:
             return wide * np.nan
         return wide.sub(wide[self.reference], axis=0).assign(**{self.reference: np.nan})
 
-    def speed_ratios(self) -> pd.DataFrame:
-        """The speed of each arm over its speed reference's, by seed, on the same hardware only."""
-        speeds, hardware = self.wide("items_per_s"), self.wide("hardware")
-        ratios = {
-            arm: (speeds[arm] / speeds[other]).where(hardware[arm] == hardware[other])
-            for arm, other in self.speed_references.items()
-            if other not in (None, arm)
-        }
-        return pd.DataFrame(ratios, self.seeds, self.arms, dtype=float)
-
     @cached_property
     def table(self) -> pd.DataFrame:
         """A row for each arm: the reference, then by effect; arms with CUDA graphs come last.
 
         Scores are as in `result.json`: accuracies are fractions. Speeds, steps and memory are
-        medians over runs, and the speed ratio is the geometric mean over pairs.
+        medians over runs. The speed ratio is the geometric mean over pairs on the same hardware;
+        an arm with CUDA graphs is compared with `<reference>-graph`, if that has them.
         """
         statuses = pd.crosstab(self.runs.arm, self.runs.status)
         columns = {
@@ -133,8 +114,13 @@ class Group:
             table = table.join(intervals(wide).add_prefix(f"{name}_"))
             if name == "difference_to_reference":
                 table[f"{name}_p_holm"] = adjusted_ps(wide)
-        ratios = self.speed_ratios()
-        table["speed_reference"] = self.speed_references
+        twin = f"{self.reference}-graph"
+        by_twin = table.arm.isin(self.graphs if twin in self.graphs else ())
+        table["speed_reference"] = others = table.reference.mask(by_twin, twin)
+        wide, hardware = self.wide("items_per_s"), self.wide("hardware")
+        same = hardware == hardware.reindex(columns=others).to_numpy()
+        ratios = wide / wide.reindex(columns=others).to_numpy()
+        ratios = ratios.where(same & (table.arm != others))
         speeds = self.finished.groupby(["arm", "hardware"]).items_per_s
         spread = (speeds.max() / speeds.min()).groupby("arm").max()
         table["speed_reference_spread"] = table.speed_reference.map(spread)
@@ -147,9 +133,8 @@ class Group:
         table = table.join(costs.add_suffix("_median"))
         table["norms_swapped"] = of_arm.norms_swapped.max().astype("Int64")
         effect = table.difference_to_reference_mean if self.reference else table.test_mean
-        graph = self.graphs.reindex(self.arms, fill_value=False)
         order = table.assign(
-            graphs=graph != self.graphs.get(self.reference, False),
+            graphs=table.arm.isin(self.graphs) != (self.reference in self.graphs),
             other=table.arm != table.speed_reference,
             effect=-effect if self.measure.better == "higher" else effect,
         ).sort_values(["graphs", "other", "effect"])
