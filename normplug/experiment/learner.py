@@ -98,9 +98,6 @@ class Learner(LightningModule):
         identity: what distinguishes the run, e.g. its arm; stored in checkpoints as "run".
     """
 
-    _losses: Tensor  # the sum over the epoch's steps, and how many they are
-    _steps: int
-
     def __init__(
         self,
         net: nn.Module,
@@ -125,11 +122,12 @@ class Learner(LightningModule):
         self.graph = graph
         self.identity = dict(identity or {})
         self.scores_by_epoch: list[float] = []  # on the validation part
-        self._losses, self._steps = torch.zeros(()), 0  # of the current epoch
+        self._losses, self._steps = torch.zeros(()), 0  # the epoch's sum, and steps in it
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The logits."""
-        return self.net(inputs)
+        outputs = self.net(inputs)
+        return getattr(outputs, "logits", outputs)  # which models of transformers return
 
     def loss(self, inputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """The mean cross-entropy over all targets."""
@@ -223,17 +221,12 @@ class Learner(LightningModule):
             self.measure.test_key: self.score("test"),
             self.measure.curve_key: self.scores_by_epoch,
         }
-        if self._dropped_tokens:
-            whole, *without = (
-                float(value)
-                for name, value in self.trainer.callback_metrics.items()
-                if name.startswith("block_drop/")
-            )
-            values["block_drop"] = {
-                "tokens": self._dropped_tokens,
-                "loss": whole,
-                "loss_without": without,
-            }
+        metrics = self.trainer.callback_metrics
+        losses = [float(metrics[name]) for name in metrics if name.startswith("block_drop/")]
+        if losses:
+            whole, *without = losses
+            drop = {"tokens": self._dropped_tokens, "loss": whole, "loss_without": without}
+            values["block_drop"] = drop
         return values
 
     def configure_optimizers(self) -> Any:
@@ -256,14 +249,12 @@ class Learner(LightningModule):
         """Restore the values; drop the schedule's state, which `on_train_start` recomputes.
 
         Raises:
-            ValueError: the checkpoint has no optimizer, is of another run, or of a longer one.
+            ValueError: the checkpoint is of another run, or of a longer one.
         """
-        done, epochs, limit = checkpoint["run"], checkpoint["epoch"] + 1, self.trainer.max_epochs
         for key, own in self.identity.items():
-            if done.get(key) != own:
-                raise ValueError(f"it has {key} {done.get(key)!r}, this run has {own!r}")
-        if not checkpoint["optimizer_states"]:
-            raise ValueError("it lacks the optimizer")
+            if (other := checkpoint["run"].get(key)) != own:
+                raise ValueError(f"it has {key} {other!r}, this run has {own!r}")
+        epochs, limit = checkpoint["epoch"] + 1, self.trainer.max_epochs
         if limit is not None and 0 <= limit < epochs:
             raise ValueError(f"it has {epochs} epochs, more than trainer.max_epochs={limit}")
         # A run that has trained tests its best checkpoint, which may be of an earlier epoch.

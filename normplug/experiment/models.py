@@ -226,18 +226,6 @@ def timm_model(
     return net if size == image_size else nn.Sequential(nn.Upsample(size, mode="bilinear"), net)
 
 
-class CausalLM(nn.Module):
-    """A causal language model of transformers that maps tokens to logits."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(N, L), int64 -> logits (N, L, vocabulary)."""
-        return self.net(input_ids=tokens, use_cache=False).logits
-
-
 @checked
 def hf_causal_lm(
     name: str,
@@ -248,7 +236,7 @@ def hf_causal_lm(
     depth: Count = 4,
     heads: Count = 4,
     options: dict[str, Any] | None = None,
-) -> CausalLM:
+) -> nn.Module:
     """A causal language model of transformers, from its configuration.
 
     `name` is a model type, such as "gpt2" or "llama", and `block_size` the maximum context length.
@@ -271,5 +259,5 @@ def hf_causal_lm(
     }
     sizes = {key: value for key, value in sizes.items() if hasattr(known, key)}
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = AutoConfig.for_model(name, **{**sizes, **tokens, **(options or {})})
-    return CausalLM(AutoModelForCausalLM.from_config(config))
+    given = {**sizes, **tokens, "use_cache": False, **(options or {})}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **given))

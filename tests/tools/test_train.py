@@ -74,7 +74,7 @@ def test_models_of_timm_and_transformers_train_from_their_names(trains, tmp_path
     trains("model=hf_causal_lm", "model.name=llama", *text, *small)
     swapped = {r["model"]: list(r["target_variances"]) for r in results(tmp_path)}
     assert len(swapped["test_convnext"]) > 4
-    assert "net.net.model.layers.0.input_layernorm" in swapped["llama"]
+    assert "net.model.layers.0.input_layernorm" in swapped["llama"]
 
 
 def test_a_text_takes_a_language_model_by_itself(trains, tmp_path):
