@@ -249,11 +249,13 @@ class Learner(LightningModule):
         """Restore the values; drop the schedule's state, which `on_train_start` recomputes.
 
         Raises:
-            ValueError: the checkpoint is of another run, or of a longer one.
+            ValueError: the checkpoint has no optimizer, is of another run, or of a longer one.
         """
         for key, own in self.identity.items():
             if (other := checkpoint["run"].get(key)) != own:
                 raise ValueError(f"it has {key} {other!r}, this run has {own!r}")
+        if not checkpoint["optimizer_states"]:
+            raise ValueError("it lacks the optimizer")
         epochs, limit = checkpoint["epoch"] + 1, self.trainer.max_epochs
         if limit is not None and 0 <= limit < epochs:
             raise ValueError(f"it has {epochs} epochs, more than trainer.max_epochs={limit}")
