@@ -256,18 +256,23 @@ def _distance(got: Tensor, expected: Tensor, tolerance: float) -> tuple[float, f
 def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> list[str]:
     """A message for each setting in which an unswapped copy of the model gives another output."""
     args, keywords = _as_taken(model, args, keywords)
-    ours, again, stock = _duplicate(model), _duplicate(model), unswap(_duplicate(model))
+
+    def outputs(copied: nn.Module) -> dict[str, list[Tensor]]:
+        found = {}
+        for name, training, grad in _SETTINGS:
+            with torch.set_grad_enabled(grad):
+                found[name] = _outputs(copied.train(training), args, keywords)
+        return found
+
+    # One after another: a second copy may not fit into the memory.
+    ours, stock = outputs(_duplicate(model)), outputs(unswap(_duplicate(model)))
+    distances = {name: _largest_distance(ours[name], stock[name]) for name in ours}
+    differ = {name: (off, allowed) for name, (off, allowed) in distances.items() if off > allowed}
+    again = outputs(_duplicate(model)) if differ else {}
     problems, unsteady = [], dict[str, float]()
-    for name, training, grad in _SETTINGS:
-        with torch.set_grad_enabled(grad):
-            y, same, expected = (
-                _outputs(each.train(training), args, keywords) for each in (ours, again, stock)
-            )
-        off, allowed = _largest_distance(y, expected)
-        noise, tolerated = _largest_distance(same, y)
-        if off <= allowed:
-            continue
-        if not noise <= tolerated:
+    for name, (off, allowed) in differ.items():
+        noise, tolerated = _largest_distance(again[name], ours[name])
+        if noise > tolerated:
             unsteady[name] = noise
             continue
         problems.append(

@@ -288,7 +288,7 @@ def test_random_models_are_compared_and_all_generators_are_put_back(draw):
 def test_a_model_that_differs_from_itself_is_told_apart():
     calls = itertools.count()
     model = swap(nn.Sequential(nn.BatchNorm1d(6), Noise(lambda: next(calls))), "golden")
-    text = "in train, eval, eval under no_grad, two calls of Sequential with this batch differ by 1"
+    text = "in train, eval, eval under no_grad, two calls of Sequential with this batch differ by 6"
     with pytest.warns(UserWarning, match=text) as caught:
         report = check(model, torch.randn(8, 6))
     assert caught[0].filename == __file__
