@@ -33,7 +33,7 @@ TABLES = {  # a row's field -> the caption of its table, and the format of a cel
     "us": (f"Median GPU time, microseconds{SPEED}", "{:.1f}"),
     "percent": ("GPU time, as % of the speed of a copy that moves the fewest bytes", "{:.0f}"),
     "max_rel": (
-        "Largest difference from eager, in parts of the largest element of the same output; "
+        "Largest difference from eager, relative to the largest element of the same output; "
         "normplug in mode standard",
         "{:.1e}",
     ),

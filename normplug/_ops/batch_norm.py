@@ -220,7 +220,7 @@ class BatchNormSpec(NamedTuple):
         return torch.empty_like(x), stats, x.new_empty(count, dtype=torch.uint8)
 
     def fake_dx(self, x: Tensor) -> Tensor:
-        """The layout of x that the kernels read is the one of its gradient."""
+        """Lay x out as the kernels read it, and as they write its gradient."""
         if self.pool is not None:
             return x.contiguous(memory_format=torch.channels_last)
         return dense(x)

@@ -86,10 +86,8 @@ def own_part(x: Any) -> Tensor:
 def _statistic(caller: str, name: str, value: Any) -> Tensor | None:
     """A running statistic to update in place; of a DTensor, the process's own copy."""
     if is_sharded(value) and not all(p.is_replicate() for p in value.placements):
-        got, way_out = (
-            f"a DTensor {value.placements}",
-            "Use redistribute(placements=[Replicate()]).",
-        )
+        way_out = "Use redistribute(placements=[Replicate()])."
+        got = f"a DTensor {value.placements}"
         raise ValueError(_checks.must(caller, name, "replicated", got, way_out))
     return own_part(value)
 

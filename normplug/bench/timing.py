@@ -108,7 +108,7 @@ def gpu_stopwatch(call: Call) -> Turn:
 def back_to_back(call: Call, unit: float = 1e6) -> Turn:
     """Make a turn of calls back to back: the time of one, by the slower of host and GPU.
 
-    `unit` is its unit in parts of a second: microseconds by default.
+    unit: how many units of time a second has; by default 1e6, for microseconds.
     """
     # Imported here: it looks for compilers, and may print what it finds.
     from torch.utils.benchmark import Timer

@@ -424,7 +424,7 @@ def decode(paths: Sequence[str], image_size: int) -> Tensor:
         square = v2.center_crop(v2.resize(picture, [image_size]), [image_size])
         image.copy_(v2.pil_to_tensor(square))
 
-    with ThreadPoolExecutor() as pool:  # Pillow decodes and resizes without the lock of Python
+    with ThreadPoolExecutor() as pool:  # Pillow releases the GIL to decode and resize
         for _ in pool.map(read, images, paths):
             pass  # this raises the error of a file
     return images

@@ -127,7 +127,7 @@ class Learner(LightningModule):
     def forward(self, inputs: Tensor) -> Tensor:
         """The logits."""
         outputs = self.net(inputs)
-        return getattr(outputs, "logits", outputs)  # which models of transformers return
+        return getattr(outputs, "logits", outputs)  # of a ModelOutput of transformers
 
     def loss(self, inputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """The mean cross-entropy over all targets."""

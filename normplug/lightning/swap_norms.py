@@ -74,7 +74,7 @@ class SwapNorms(Callback):
         self.options = options
         self._model: LightningModule | None = None
         self._targets: dict[str, float] = {}  # the target variance of each layer at the swap
-        self._saved: dict[str, float] | None = None  # those of a checkpoint that is resumed
+        self._saved: dict[str, float] | None = None  # in a checkpoint that is resumed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Swap, unless `configure_model` has yet to create the layers; refuse `sync_batchnorm`."""

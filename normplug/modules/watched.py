@@ -30,7 +30,7 @@ class WatchedRows(TargetVarianceNorm):
     """A norm of rows or groups with scalar statistics of its input that no result depends on.
 
     They are buffers that a state_dict leaves out. A buffer is None until the layer has left the
-    meta device, and missing if it is not watched. The arguments are those of `LayerNorm`.
+    meta device, and missing if it is not watched. It takes the arguments of `LayerNorm`.
     """
 
     # The statistics that the class watches, if it watches any; `watched_var` is among them.

@@ -73,7 +73,7 @@ _lock = threading.Lock()  # one thread starts
 
 
 def _nothing(*arguments: Any) -> None:
-    """What each function below is where calls run through Python."""
+    """Stand in for a C++ function while calls run through Python."""
 
 
 # The functions of `host_path.cpp`, which `_kernels`, `_ops` and `modules` call.
