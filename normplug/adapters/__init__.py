@@ -29,8 +29,6 @@ from normplug.modules.row_norms import RowNorm, _RMSNorm
 class ChannelsFirst(RowNorm):
     """A norm of rows that takes (N, C, H, W); the rows are the channels of each position."""
 
-    _channels_first = True
-
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:

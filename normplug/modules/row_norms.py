@@ -26,7 +26,6 @@ class RowNorm(WatchedRows):
     _rounding: ClassVar[str | None] = None
     # Whether autocast has the stock layer compute and return float32.
     _autocasts: ClassVar[bool] = True
-    _channels_first = False  # whether the input is a view of channels-first images
 
     _call_reads = (*WatchedRows._call_reads, "normalized_shape")
 
@@ -73,8 +72,7 @@ class RowNorm(WatchedRows):
         measures = self._probe is not None  # read first: another thread may unswap the layer
         # A subclass may override this method; C++ would then bypass its version.
         stores = type(self)._normalise is RowNorm._normalise
-        spec, isolated = self._spec(input, autocast_output), self._channels_first
-        y = self._new_call(t, spec, input, None, None, isolated=isolated, stores=stores)
+        y = self._new_call(t, self._spec(input, autocast_output), input, None, None, stores=stores)
         if measures:
             self._record(*(parts.rows(each, self._affine_shape()) for each in (input, y)))
         return y
