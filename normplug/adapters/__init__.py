@@ -108,11 +108,7 @@ class BitGroupNorm(FusedActivation, GroupNorm):
 class TimmRMSNorm(_RMSNorm):
     """An RMSNorm of timm, whose operations autocast leaves alone."""
 
-    normalized_shape: tuple[int, ...]
     _autocasts = False
-
-    def _affine_shape(self) -> tuple[int, ...]:
-        return self.normalized_shape
 
 
 class RoundingRMSNorm(TimmRMSNorm):
