@@ -92,10 +92,8 @@ def _activation_of(*modules: nn.Module) -> _activations.ActivationLike:
         return None
     if any(type(other) is not nn.Identity for other in others):
         return None
-    # timm's GELU is torch's exact GELU; its `inplace` does nothing.
-    is_timms = type(act).__module__ == "timm.layers.activations"
-    if is_timms and type(act).__name__ == "GELU":
-        return "gelu"
+    if (type(act).__module__, type(act).__name__) == ("timm.layers.activations", "GELU"):
+        return "gelu"  # torch's exact GELU; its `inplace` does nothing
     return _activations.of_module(act)
 
 
