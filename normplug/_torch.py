@@ -136,15 +136,13 @@ def is_made_pointwise(t: Tensor) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
-# Dynamo evaluates `torch.compiler.is_exporting()` to True whenever it compiles. So without the
-# flag, compiled models use torch's own operations. torch 2.6 has neither.
+# Dynamo evaluates `torch.compiler.is_exporting()` to True whenever it compiles; not in torch 2.6.
 _HAS_EXPORT_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def is_exporting() -> bool:
     """Whether `torch.export` is tracing."""
-    return torch.compiler._is_exporting_flag if _HAS_EXPORT_FLAG else _is_exporting()
+    return _HAS_EXPORT_FLAG and torch.compiler._is_exporting_flag
 
 
 # Whether autocast is on, for any device.
