@@ -16,7 +16,7 @@ from normplug._kernels.batch_norm import launches, schedule
 from normplug._kernels.launch import COOPERATIVE
 from normplug._layouts import lies_like
 from normplug._ops import peers, stock
-from normplug._ops.plans import RUNNING, Needs, Plan, Program, gradients_of, named, needed
+from normplug._ops.plans import RUNNING, Needs, Plan, Program, gradients_of, named
 from normplug._ops.spec import Tensors
 
 
@@ -48,7 +48,6 @@ class BatchNormPlan(Plan):
             **({} if peers is None else {"world": peers.world, "peers": peers.table}),
         )
         self.mark = 0 if peers is None else peers.mark
-        self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
         self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self._keeps_residual or not self._flags.residual
@@ -65,13 +64,14 @@ class BatchNormPlan(Plan):
             "y": (x.shape, x.stride(), x.dtype),
             "stats": ((2 * self._channels + (spec.peers is not None),), (1,), self.acc),
         }
-        if self._mask_bytes:
-            empties["bits"] = ((self._mask_bytes,), (1,), torch.uint8)
+        if self._flags.bits:
+            mask_bytes = schedule.mask_bytes(*self._shape)
+            empties["bits"] = ((mask_bytes,), (1,), torch.uint8)
         kept = "residual" if self._keeps_residual else "nothing"
         return Program(
             named(t),
+            (launch, {}),
             empties=empties,
-            launches=[(launch, {})],
             saved=("x", kept, "weight", "bias", "nothing", "stats", "bits"),
             updates=RUNNING if spec.training else (),
             counts=self._flags.cumulative,
@@ -79,8 +79,7 @@ class BatchNormPlan(Plan):
         )
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        """The program that recomputes y, normalised by the saved statistics."""
-        x, spec = saved["x"], self.spec
+        x, spec = saved["x"], self.spec  # normalised by the saved statistics
         flags = replace(
             self._flags, training=False, given=True, running=False, cumulative=False, tracked=False,
             world=1, peers=0,
@@ -88,11 +87,7 @@ class BatchNormPlan(Plan):
         geometry = schedule.geometry(*self._shape, 1, *self._machine)
         numbers = (0.0, spec.eps, spec.target_variance)
         launch = launches.forward_launch(geometry, x.dtype, flags, *numbers)
-        return Program(
-            saved,
-            empties={"y": (x.shape, x.stride(), x.dtype)},
-            launches=[(launch, {})],
-        )
+        return Program(saved, (launch, {}), empties={"y": (x.shape, x.stride(), x.dtype)})
 
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
@@ -106,19 +101,19 @@ class BatchNormPlan(Plan):
         empties = gradients_of(saved, wanted[:3])
         if through:
             empties["dresidual"] = (x.shape, x.stride(), x.dtype)
-        slots = ("dx", "dy" if plain else "dresidual", "dweight", "dbias", "nothing")
-        results = needed(slots, needs)
+        for_residual = "dy" if plain and needs[1] else "dresidual"
+        results = ("dx", for_residual, "dweight", "dbias", "nothing")
         if not any(wanted):
-            return Program(saved, copies=copies, empties={}, launches=[], results=results)
+            return Program(saved, copies=copies, empties={}, results=results)
         geometry = schedule.geometry(*self._shape, 2, *self._machine)
         launch = launches.backward_launch(
             geometry, x.dtype, self._flags, wanted, self.spec.target_variance
         )
         return Program(
             {**saved, "dy": dy},
+            (launch, {}),
             copies=copies,
             empties=empties,
-            launches=[(launch, {})],
             results=results,
             scratch=launches.scratch(geometry),
         )
@@ -172,7 +167,7 @@ class StatisticsPlan(Plan):
         launch = launches.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
         return Program(
             named(t),
+            (launch, {"stats": "y", "y": "x"}),
             empties={"y": ((2 * x.shape[1],), (1,), self.acc)},
-            launches=[(launch, {"stats": "y", "y": "x"})],
             scratch=launches.scratch(geometry),
         )

@@ -19,7 +19,7 @@ from normplug._kernels.launch import Launch
 from normplug._layouts import is_channels_last
 from normplug._ops import eligible
 from normplug._ops.batch_norm_plan import BatchNormPlan
-from normplug._ops.plans import RUNNING, Layout, Needs, Program, named, needed
+from normplug._ops.plans import RUNNING, Layout, Needs, Program, named, strides_of
 from normplug._ops.spec import Pool, Tensors
 
 
@@ -58,6 +58,7 @@ class PooledPlan(BatchNormPlan):
         self._size = (height, width)
         self._pooled = pool.size(height, width)
         self._output_shape = (self._n, self._channels, *self._pooled)
+        self._output_stride = strides_of(self._output_shape, torch.channels_last)
         self._window = (pool.kernel, pool.stride, pool.padding)
         self._joined = spec.peers is not None
 
@@ -77,15 +78,15 @@ class PooledPlan(BatchNormPlan):
             TRAINING=spec.training, WEIGHT=flags.weight, BIAS=flags.bias, KEEP=keep,
         )  # fmt: skip
         steps.append((forward, {}))
-        output = (self._output_shape, _channels_last(self._output_shape))
+        output = (self._output_shape, self._output_stride)
         size = 2 * self._channels + self._joined
         empties = {"stats": ((size,), (1,), self.acc), "y": (*output, self._dtype)}
         if keep:
             empties |= {"peaks": (*output, self._dtype), "places": (*output, torch.uint8)}
         return Program(
             named(t),
+            *steps,
             empties=empties,
-            launches=steps,
             saved=("x", "nothing", "weight", "bias", "nothing", *self.state),
             updates=RUNNING if spec.training else (),
             counts=flags.cumulative,
@@ -128,16 +129,16 @@ class PooledPlan(BatchNormPlan):
             empties["dx"] = (x.shape, x.stride(), x.dtype)
         if self._joined and through:
             empties["message"] = ((2 * self._channels,), (1,), self.acc)
-        casts = [
-            (f"d{n}", saved[n].dtype) if n in saved and saved[n].dtype != self.acc else f"d{n}"
-            for n in ("weight", "bias")
+        vectors = [  # summed for dx, too
+            (f"d{name}", saved[name].dtype) if need else "nothing"
+            for name, need in (("weight", needs[2]), ("bias", needs[3]))
         ]
         return Program(
             {**saved, "dy": dy},
+            *steps,
             empties=empties,
-            launches=steps,
-            results=needed(("dx", "nothing", *casts, "nothing"), needs),
-            copies={} if is_laid_out else {"dy": _channels_last(self._output_shape)},
+            results=("dx", "nothing", *vectors, "nothing"),
+            copies={} if is_laid_out else {"dy": self._output_stride},
             scratch=scratch,
         )
 
@@ -146,9 +147,3 @@ class PooledPlan(BatchNormPlan):
         pixels = schedule.pixels(rows, width, self._channels, self._dtype.itemsize)
         sizes = (self._window, self._size, self._pooled, self.spec.target_variance)
         return launches.pool_launch(kernel, pixels, self._dtype, *sizes, **given)
-
-
-def _channels_last(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """The strides of a channels_last tensor."""
-    _, c, height, width = shape
-    return (height * width * c, 1, width * c, c)

@@ -13,7 +13,7 @@ from normplug._activations import ActivationLike
 from normplug._layouts import dense, lies_like
 from normplug._ops import eligible, stock
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import Needs, Plan, Program, gradients_of, named, needed
+from normplug._ops.plans import Needs, Plan, Program, gradients_of, named
 from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype
 
@@ -219,11 +219,11 @@ class GroupNormPlan(Plan):
         )
         return Program(
             named(t),
+            (launch, {}),
             empties={
                 "y": (x.shape, x.stride(), self._output_dtype),
                 "stats": ((2 * self._groups,), (1,), self.acc),
             },
-            launches=[(launch, {})],
             saved=("x", "nothing", "weight", "bias", "nothing", "stats"),
             scratch=launches.forward_scratch(geometry),
         )
@@ -242,9 +242,9 @@ class GroupNormPlan(Plan):
         )
         return Program(
             {**saved, "dy": dy},
+            (launch, {}),
             copies={} if lies_like(dy, x) else {"dy": x.stride()},
             empties=gradients_of(saved, wanted),
-            launches=[(launch, {})],
-            results=needed(("dx", "nothing", "dweight", "dbias", "nothing"), needs),
+            results=("dx", "nothing", "dweight", "dbias", "nothing"),
             scratch=launches.backward_scratch(geometry, wanted),
         )

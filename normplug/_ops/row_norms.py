@@ -21,10 +21,9 @@ from normplug._ops.plans import (
     Needs,
     Plan,
     Program,
-    contiguous,
     gradients_of,
     named,
-    needed,
+    strides_of,
 )
 from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype, rms_eps
@@ -306,17 +305,14 @@ class LayerNormPlan(Plan):
 
         super().__init__(t, spec)
         x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
-        self._dtype = x.dtype
-        self._residual_dtype = None if residual is None else residual.dtype
-        self._total_dtype = (
-            x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        )
+        self._dtypes = (x.dtype, x.dtype if residual is None else residual.dtype)
+        self._total_dtype = torch.promote_types(*self._dtypes)
         weight_dtype = None if weight is None else weight.dtype
         self._output_dtype = spec.output_dtype(self._total_dtype, weight_dtype)
         vectors = (t if t is None else t.dtype for t in (weight, bias, input_bias))
         self.acc = accumulator_dtype(self._total_dtype, *vectors)
-        self._shape, self._row_dims = x.shape, len(spec.normalized_shape)
-        self._width = math.prod(spec.normalized_shape)
+        self._shape, self._strides = x.shape, strides_of(x.shape)
+        self._row_dims, self._width = len(spec.normalized_shape), math.prod(spec.normalized_shape)
         self._rows = x.numel() // self._width
         self.has_total = self.is_recomputable = residual is not None
         running = running_var is not None and (running_mean is not None or not spec.centred)
@@ -361,7 +357,7 @@ class LayerNormPlan(Plan):
 
         strides = Strides(self._spacing(t.x), residual=self._spacing(t.residual))
         launch, scratch = self._forward(replace(self._flags, stats=keep), strides)
-        dense = (self._shape, contiguous(self._shape))
+        dense = (self._shape, self._strides)
         empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
         if keep:
             empties["stats"] = (((1 + self.spec.centred) * self._rows,), (1,), self.acc)
@@ -370,8 +366,8 @@ class LayerNormPlan(Plan):
         normalised = "total" if self.has_total else "x"
         return Program(
             named(t),
+            (launch, {}),
             empties=empties,
-            launches=[(launch, {})],
             results=("y", "total") if self.has_total else ("y",),
             saved=(normalised, "nothing", "weight", "bias", "input_bias", "stats"),
             updates=RUNNING,
@@ -386,11 +382,8 @@ class LayerNormPlan(Plan):
             cumulative=False,
         )  # fmt: skip
         launch, _ = self._forward(flags, Strides(self._width))  # of the total
-        return Program(
-            saved,
-            empties={"y": (self._shape, contiguous(self._shape), self._output_dtype)},
-            launches=[(launch, {})],
-        )
+        empties = {"y": (self._shape, self._strides, self._output_dtype)}
+        return Program(saved, (launch, {}), empties=empties)
 
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
@@ -398,8 +391,7 @@ class LayerNormPlan(Plan):
         from normplug._kernels.layer_norm import launches, schedule
 
         if dy is None:  # y was not used
-            results = self._results("dtotal", needs)
-            return Program(saved, empties={}, launches=[], results=results)
+            return Program(saved, empties={}, results=self._results("dtotal", needs))
         x, given = saved["x"], {"dy": dy} if dtotal is None else {"dy": dy, "dtotal": dtotal}
         copies: dict[str, tuple[int, ...]] = {}
         spacings: dict[str, Spacing] = {}
@@ -407,10 +399,9 @@ class LayerNormPlan(Plan):
             before = (self._normalised, *spacings.values())
             spacing = spacing_after(t, self._row_dims, self._width, *before)
             if spacing is None:
-                copies[name], spacing = contiguous(self._shape), self._width
+                copies[name], spacing = self._strides, self._width
             spacings[name] = spacing
         wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
-        results = self._results("dx", needs)
         flags, strides = self._flags, launches.Strides(self._normalised, **spacings)
         sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
         shape = schedule.layer_norm_backward(*sizes, flags.input_bias, *self._machine)
@@ -419,41 +410,39 @@ class LayerNormPlan(Plan):
         empties = gradients_of(saved, wanted)
         # If the rows of x are dense, in any order, dx has the strides of x.
         if wanted[0] and not lies_dense(self._normalised, self._rows, self._width):
-            empties["dx"] = (x.shape, contiguous(x.shape), x.dtype)
+            empties["dx"] = (x.shape, self._strides, x.dtype)
         return Program(
             {**saved, **given},
+            (launch, {}),
             empties=empties,
-            launches=[(launch, {})],
-            results=results,
+            results=self._results("dx", needs),
             copies=copies,
             scratch=launches.backward_scratch(shape, wanted),
         )
 
     def _results(self, through: str, needs: Needs) -> list[Any]:
         """The gradients; x and the residual share the slot `through`."""
-        slots: list[Any] = [
-            (through, None if dtype == self._total_dtype else dtype)
-            for dtype in (self._dtype, self._residual_dtype)
+        both = [
+            (through if need else "nothing", dtype)
+            for need, dtype in zip(needs, self._dtypes, strict=False)
         ]
-        slots += ["dweight", "dbias", "dinput_bias"] if through == "dx" else ["nothing"] * 3
-        return needed(slots, needs)
+        return [*both, "dweight", "dbias", "dinput_bias"]
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
     ) -> Gradients:
         if not self.has_total:
             return super().composed_backward(saved, dy, None, needs)
-        either = needs[0] or needs[1]  # x and the residual have the same gradient, `through`
-        through: Tensor | None = None
-        vectors: list[Tensor | None] = [None, None, None]
+        # x and the residual have the same gradient, `through`.
+        through, vectors = dtotal, [None] * 3
         if dy is not None:
-            asked = (either, False, *needs[2:])
-            through, _, *vectors = super().composed_backward(saved, dy, None, asked)
-        if either and dtotal is not None:
-            through = dtotal if through is None else through + dtotal
+            asked = (needs[0] or needs[1], False, *needs[2:])
+            by_y, _, *vectors = super().composed_backward(saved, dy, None, asked)
+            if by_y is not None:
+                through = by_y if dtotal is None else by_y + dtotal
         both = (
             through.to(dtype) if need and through is not None else None
-            for need, dtype in zip(needs, (self._dtype, self._residual_dtype), strict=False)
+            for need, dtype in zip(needs, self._dtypes, strict=False)
         )
         return (*both, *vectors)
 
