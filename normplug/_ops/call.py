@@ -124,7 +124,7 @@ def choose(
             return Way(spec.operator, t)
         return Way(spec.by_torch, t, "a compiler fuses PyTorch's operations")
     plan, ready = plan_of(t, spec, key)
-    return Way(plan.bound(ready), ready, None, plan)
+    return Way(plan.run, ready, None, plan)
 
 
 def plan_of(t: Tensors, spec: Any, key: tuple[Any, ...] = ()) -> tuple[Any, Tensors]:

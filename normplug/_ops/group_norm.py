@@ -77,9 +77,8 @@ class GroupNormSpec(NamedTuple):
     def _group_norm(self, t: Tensors) -> Tensor:
         autocast = None if t.x.dtype == torch.float64 else self.autocast
         vectors, shape = (t.weight, t.bias), (t.x.shape[1],)
-        x, weight, bias = stock.prepared(
-            t.x, *vectors, self.target_variance, shape, promotes=autocast is None
-        )
+        promotes = autocast is None
+        x, weight, bias = stock.prepared(t.x, *vectors, self.target_variance, shape, promotes)
         y = torch.group_norm(x, self.groups, weight, bias, self.eps, torch.backends.cudnn.enabled)
         if t.running_mean is not None and x.numel() > 0:
             values = t.x.detach().to(accumulator_dtype(t.x.dtype))
@@ -99,8 +98,7 @@ class GroupNormSpec(NamedTuple):
 
     def laid_out(self, t: Tensors) -> Tensors:
         """The call with x dense."""
-        x = dense(t.x)
-        return t if x is t.x else t._replace(x=x)
+        return t.reading(dense(t.x), None)
 
     def plan(self, t: Tensors) -> GroupNormPlan:
         return GroupNormPlan(t, self)
@@ -182,27 +180,22 @@ class GroupNormPlan(Plan):
 
         super().__init__(t, spec)
         x, weight, bias = t.x, t.weight, t.bias
-        dtypes = (each.dtype for each in (x, weight, bias) if each is not None)
-        self.acc = accumulator_dtype(*dtypes)
+        self.acc = accumulator_dtype(
+            *(each.dtype for each in (x, weight, bias) if each is not None)
+        )
         self._output_dtype = spec.output_dtype(x.dtype)
         self._flags = Flags(
             weight=weight is not None, bias=bias is not None, activation=spec.activation
         )
         self._groups = x.shape[0] * spec.groups
         widest = max(x.dtype.itemsize, self._output_dtype.itemsize)
-        self._shape = (
-            x.shape[0],
-            spec.groups,
-            x.shape[1] // spec.groups,
-            math.prod(x.shape[2:]),
-            not x.is_contiguous(),
-            8 if self.acc.itemsize == 8 else widest,
-        )
+        n, c, *space = x.shape
+        itemsize = 8 if self.acc.itemsize == 8 else widest
+        sizes = (n, spec.groups, c // spec.groups, math.prod(space))
+        self._shape = (*sizes, not x.is_contiguous(), itemsize)
         self._machine = processors(x.device)
-
-    def bound(self, t: Tensors) -> Any:
-        """`run`; if there are running statistics, torch operations update them after it."""
-        return self.run if t.running_mean is None else self._run_and_update
+        if t.running_mean is not None:  # torch operations have to follow; C++ stores no such call
+            self.run = self._run_and_update  # type: ignore[method-assign]
 
     def _run_and_update(self, t: Tensors) -> Tensor:
         y, (stats,) = self.run_with_state(t)
@@ -214,9 +207,8 @@ class GroupNormPlan(Plan):
 
         x, spec = t.x, self.spec
         geometry = schedule.group_norm_forward(*self._shape, self._machine)
-        launch = launches.forward_launch(
-            geometry, self.acc, self._flags, spec.eps, spec.target_variance
-        )
+        numbers = (spec.eps, spec.target_variance)
+        launch = launches.forward_launch(geometry, self.acc, self._flags, *numbers)
         return Program(
             named(t),
             (launch, {}),
@@ -234,12 +226,10 @@ class GroupNormPlan(Plan):
         from normplug._kernels.group_norm import launches, schedule
 
         assert dy is not None
-        x = saved["x"]
+        x, tv = saved["x"], self.spec.target_variance
         wanted = (needs[0], needs[2], needs[3])
         geometry = schedule.group_norm_backward(*self._shape, self._machine)
-        launch = launches.backward_launch(
-            geometry, self.acc, self._flags, wanted, self.spec.target_variance
-        )
+        launch = launches.backward_launch(geometry, self.acc, self._flags, wanted, tv)
         return Program(
             {**saved, "dy": dy},
             (launch, {}),

@@ -205,10 +205,6 @@ class Plan:
         self._workspaces: dict[tuple[int, int], Workspace] = {}
         self._programs: dict[Any, Program] = {}
 
-    def bound(self, t: Tensors) -> Callable[[Tensors], Any]:
-        """The function that runs calls like t: `run`, unless torch operations have to follow."""
-        return self.run
-
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         """The program of y, or of (y, total). keep: whether to save tensors for a backward."""
         raise NotImplementedError
@@ -387,11 +383,8 @@ class Plan:
 
 def unwrapped(t: Tensors) -> Tensors:
     """The call, without the wrappers that a finished torch.func transform left on its tensors."""
-    x = unwrap_if_dead(t.x)
     residual = None if t.residual is None else unwrap_if_dead(t.residual)
-    if x is t.x and residual is t.residual:
-        return t
-    return t._replace(x=x, residual=residual)
+    return t.reading(unwrap_if_dead(t.x), residual)
 
 
 class _Norm(torch.autograd.Function):

@@ -118,9 +118,8 @@ class LayerNormSpec(NamedTuple):
     def _layer_norm(self, total: Tensor, t: Tensors) -> Tensor:
         h = total if t.input_bias is None else total + t.input_bias
         shape, autocast = self.normalized_shape, self._autocast_of(total)
-        h, weight, bias = stock.prepared(
-            h, t.weight, t.bias, self.target_variance, shape, promotes=autocast is None
-        )
+        given = (h, t.weight, t.bias, self.target_variance, shape)
+        h, weight, bias = stock.prepared(*given, promotes=autocast is None)
         assert self.eps is not None
         y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, self.eps)
         if t.running_mean is not None and t.running_var is not None and total.numel() > 0:
@@ -160,7 +159,7 @@ class LayerNormSpec(NamedTuple):
         return why
 
     def laid_out(self, t: Tensors) -> Tensors:
-        """The call with dense rows, where one launch can read the rows of x and of the residual."""
+        """The call with dense rows, of which one launch can read the spacings."""
         row_dims, width = len(self.normalized_shape), math.prod(self.normalized_shape)
         x, residual = t.x, t.residual
         spacing = spacing_after(x, row_dims, width)
@@ -168,8 +167,7 @@ class LayerNormSpec(NamedTuple):
             x, spacing = x.contiguous(), width
         if residual is not None and spacing_after(residual, row_dims, width, spacing) is None:
             residual = residual.contiguous()
-        same = x is t.x and residual is t.residual
-        return t if same else t._replace(x=x, residual=residual)
+        return t.reading(x, residual)
 
     def plan(self, t: Tensors) -> LayerNormPlan:
         return LayerNormPlan(t, self)
