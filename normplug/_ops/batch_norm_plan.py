@@ -38,9 +38,7 @@ class BatchNormPlan(Plan):
         updates = spec.training and t.running_mean is not None
         self._flags = launches.Flags(
             training=spec.training,
-            weight=t.weight is not None,
-            bias=t.bias is not None,
-            residual=t.residual is not None,
+            **t.has("weight", "bias", "residual"),
             activation=spec.activation,
             running=t.running_mean is not None,
             cumulative=updates and spec.momentum is None,
@@ -89,28 +87,25 @@ class BatchNormPlan(Plan):
         launch = launches.forward_launch(geometry, x.dtype, flags, *numbers)
         return Program(saved, (launch, {}), empties={"y": (x.shape, x.stride(), x.dtype)})
 
-    def backward_program(
-        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Program:
-        x, plain = saved["x"], self.spec.activation is None
-        assert dy is not None
+    def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
+        x, dy, plain = given["x"], given["dy"], self.spec.activation is None
         copies = {} if lies_like(dy, x) else {"dy": x.stride()}
         # Without an activation, dy is the residual's gradient.
         through = needs[1] and not plain
         wanted = (needs[0], needs[2], needs[3], through)
-        empties = gradients_of(saved, wanted[:3])
+        empties = gradients_of(given, wanted[:3])
         if through:
             empties["dresidual"] = (x.shape, x.stride(), x.dtype)
         for_residual = "dy" if plain and needs[1] else "dresidual"
         results = ("dx", for_residual, "dweight", "dbias", "nothing")
         if not any(wanted):
-            return Program(saved, copies=copies, empties={}, results=results)
+            return Program(given, copies=copies, empties={}, results=results)
         geometry = schedule.geometry(*self._shape, 2, *self._machine)
         launch = launches.backward_launch(
             geometry, x.dtype, self._flags, wanted, self.spec.target_variance
         )
         return Program(
-            {**saved, "dy": dy},
+            given,
             (launch, {}),
             copies=copies,
             empties=empties,

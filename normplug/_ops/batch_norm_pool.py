@@ -93,13 +93,10 @@ class PooledPlan(BatchNormPlan):
             scratch=scratch,
         )
 
-    def backward_program(
-        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Program:
+    def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
         """The program: the sums by channel, in the dtype of stats, and then dx."""
         training, tv = self.spec.training, self.spec.target_variance
-        assert dy is not None
-        is_laid_out = dy.is_contiguous(memory_format=torch.channels_last)
+        is_laid_out = given["dy"].is_contiguous(memory_format=torch.channels_last)
         through = needs[0] and training
         summed = (needs[2] or through, needs[3] or through)
         steps: list[tuple[Launch, dict[str, str]]] = []
@@ -121,7 +118,7 @@ class PooledPlan(BatchNormPlan):
             )  # fmt: skip
             sums = {"dweight": "message"} if self._joined and training else {}
             steps.append((launch, sums))
-        x, channels = saved["x"], ((self._channels,), (1,), self.acc)
+        x, channels = given["x"], ((self._channels,), (1,), self.acc)
         empties: dict[str, Layout] = {
             f"d{n}": channels for n, s in zip(("weight", "bias"), summed, strict=True) if s
         }
@@ -130,11 +127,11 @@ class PooledPlan(BatchNormPlan):
         if self._joined and through:
             empties["message"] = ((2 * self._channels,), (1,), self.acc)
         vectors = [  # summed for dx, too
-            (f"d{name}", saved[name].dtype) if need else "nothing"
+            (f"d{name}", given[name].dtype) if need else "nothing"
             for name, need in (("weight", needs[2]), ("bias", needs[3]))
         ]
         return Program(
-            {**saved, "dy": dy},
+            given,
             *steps,
             empties=empties,
             results=("dx", "nothing", *vectors, "nothing"),

@@ -184,9 +184,7 @@ class GroupNormPlan(Plan):
             *(each.dtype for each in (x, weight, bias) if each is not None)
         )
         self._output_dtype = spec.output_dtype(x.dtype)
-        self._flags = Flags(
-            weight=weight is not None, bias=bias is not None, activation=spec.activation
-        )
+        self._flags = Flags(**t.has("weight", "bias"), activation=spec.activation)
         self._groups = x.shape[0] * spec.groups
         widest = max(x.dtype.itemsize, self._output_dtype.itemsize)
         n, c, *space = x.shape
@@ -220,21 +218,18 @@ class GroupNormPlan(Plan):
             scratch=launches.forward_scratch(geometry),
         )
 
-    def backward_program(
-        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Program:
+    def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
         from normplug._kernels.group_norm import launches, schedule
 
-        assert dy is not None
-        x, tv = saved["x"], self.spec.target_variance
+        x, dy, tv = given["x"], given["dy"], self.spec.target_variance
         wanted = (needs[0], needs[2], needs[3])
         geometry = schedule.group_norm_backward(*self._shape, self._machine)
         launch = launches.backward_launch(geometry, self.acc, self._flags, wanted, tv)
         return Program(
-            {**saved, "dy": dy},
+            given,
             (launch, {}),
             copies={} if lies_like(dy, x) else {"dy": x.stride()},
-            empties=gradients_of(saved, wanted),
+            empties=gradients_of(given, wanted),
             results=("dx", "nothing", "dweight", "dbias", "nothing"),
             scratch=launches.backward_scratch(geometry, wanted),
         )

@@ -209,17 +209,15 @@ class Plan:
         """The program of y, or of (y, total). keep: whether to save tensors for a backward."""
         raise NotImplementedError
 
-    def backward_program(
-        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Program:
+    def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
         """The program of the gradients that `needs` selects, in the order of `Gradients`.
 
-        saved: the tensors that the forward saved, by slot, without those that are None.
+        given: the saved tensors, dy and dtotal, by slot, without those that are None.
         """
         raise NotImplementedError
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        """The program that recomputes y, of a plan that `is_recomputable`. saved: as above."""
+        """The program that recomputes y, of a plan that `is_recomputable`."""
         raise NotImplementedError
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, Any, Tensor]:
@@ -246,19 +244,20 @@ class Plan:
         key = (needs, *(None if t is None else t.stride() for t in (dy, dtotal)))
         found = self._programs.get(key)
         if found is None:
-            found = self.backward_program(self._by_slot(saved), dy, dtotal, needs)
-            self._programs[key] = found
+            given = self._by_slot((*saved, dy, dtotal))
+            found = self._programs[key] = self.backward_program(given, needs)
         return found
 
     def recompute_of(self, saved: Sequence[Any]) -> Program:
         """The program of `recomputed`."""
         found = self._programs.get("recompute")
         if found is None:
-            found = self._programs["recompute"] = self.recompute_program(self._by_slot(saved))
+            given = self._by_slot((*saved, None, None))
+            found = self._programs["recompute"] = self.recompute_program(given)
         return found
 
-    def _by_slot(self, saved: Sequence[Any]) -> dict[str, Tensor]:
-        pairs = zip(self.saved_slots, saved, strict=True)
+    def _by_slot(self, given: Sequence[Any]) -> dict[str, Tensor]:
+        pairs = zip((*self.saved_slots, _DY, _DTOTAL), given, strict=True)
         return {SLOTS[slot]: t for slot, t in pairs if t is not None}
 
     def _expect_next(self, t: Tensors, forward: Program, keep: bool) -> None:

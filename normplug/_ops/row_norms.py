@@ -247,12 +247,9 @@ def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> 
 def _row_statistics(
     h: Tensor, row_dims: int, mean: Tensor, rstd: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The mean and the biased variance of a row, averaged over all rows.
-
-    The variance is computed from rstd, without another read of `h`. For half-precision input the
-    CPU kernel returns rstd in half precision, which is too coarse, so both are computed from `h`.
-    The same holds for a nested tensor, which may have rows that belong to no component.
-    """
+    """The mean and the biased variance of a row, averaged over all rows."""
+    # Without another read of h, unless rstd is too coarse, as the CPU kernel returns it for
+    # half-precision input, or a nested tensor has rows that belong to no component.
     if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
         return mean.mean(), stock.variance_of(rstd, eps).mean()
     h = parts.rows(h, h.shape[-row_dims:])
@@ -302,7 +299,7 @@ class LayerNormPlan(Plan):
         from normplug._kernels.layer_norm.launches import Flags
 
         super().__init__(t, spec)
-        x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
+        x, residual, weight, bias, input_bias, mean, var, tracked = t
         self._dtypes = (x.dtype, x.dtype if residual is None else residual.dtype)
         self._total_dtype = torch.promote_types(*self._dtypes)
         weight_dtype = None if weight is None else weight.dtype
@@ -313,15 +310,12 @@ class LayerNormPlan(Plan):
         self._row_dims, self._width = len(spec.normalized_shape), math.prod(spec.normalized_shape)
         self._rows = x.numel() // self._width
         self.has_total = self.is_recomputable = residual is not None
-        running = running_var is not None and (running_mean is not None or not spec.centred)
+        running = var is not None and (mean is not None or not spec.centred)
         self._flags = Flags(
             centred=spec.centred,
             offset=float(spec.weight_offset),
             rounded=spec.rounds_to(self._total_dtype, weight_dtype),
-            weight=weight is not None,
-            bias=bias is not None,
-            input_bias=input_bias is not None,
-            residual=residual is not None,
+            **t.has("weight", "bias", "input_bias", "residual"),
             running=running,
             tracked=running and tracked is not None,
             cumulative=running and spec.momentum is None,
@@ -353,7 +347,7 @@ class LayerNormPlan(Plan):
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         from normplug._kernels.layer_norm.launches import Strides
 
-        strides = Strides(self._spacing(t.x), residual=self._spacing(t.residual))
+        strides = Strides(self._spacing(t.x), self._spacing(t.residual))
         launch, scratch = self._forward(replace(self._flags, stats=keep), strides)
         dense = (self._shape, self._strides)
         empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
@@ -380,22 +374,21 @@ class LayerNormPlan(Plan):
             cumulative=False,
         )  # fmt: skip
         launch, _ = self._forward(flags, Strides(self._width))  # of the total
-        empties = {"y": (self._shape, self._strides, self._output_dtype)}
-        return Program(saved, (launch, {}), empties=empties)
+        y = (self._shape, self._strides, self._output_dtype)
+        return Program(saved, (launch, {}), empties={"y": y})
 
-    def backward_program(
-        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Program:
+    def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
         from normplug._kernels.layer_norm import launches, schedule
 
-        if dy is None:  # y was not used
-            return Program(saved, empties={}, results=self._results("dtotal", needs))
-        x, given = saved["x"], {"dy": dy} if dtotal is None else {"dy": dy, "dtotal": dtotal}
+        if "dy" not in given:  # y was not used
+            return Program(given, empties={}, results=self._results("dtotal", needs))
         copies: dict[str, tuple[int, ...]] = {}
         spacings: dict[str, Spacing] = {}
-        for name, t in given.items():
+        for name in ("dy", "dtotal"):
+            if name not in given:
+                continue
             before = (self._normalised, *spacings.values())
-            spacing = spacing_after(t, self._row_dims, self._width, *before)
+            spacing = spacing_after(given[name], self._row_dims, self._width, *before)
             if spacing is None:
                 copies[name], spacing = self._strides, self._width
             spacings[name] = spacing
@@ -405,12 +398,12 @@ class LayerNormPlan(Plan):
         shape = schedule.layer_norm_backward(*sizes, flags.input_bias, *self._machine)
         tv = self.spec.target_variance
         launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
-        empties = gradients_of(saved, wanted)
+        empties = gradients_of(given, wanted)
         # If the rows of x are dense, in any order, dx has the strides of x.
         if wanted[0] and not lies_dense(self._normalised, self._rows, self._width):
-            empties["dx"] = (x.shape, self._strides, x.dtype)
+            empties["dx"] = (self._shape, self._strides, self._total_dtype)
         return Program(
-            {**saved, **given},
+            given,
             (launch, {}),
             empties=empties,
             results=self._results("dx", needs),
@@ -467,17 +460,18 @@ def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> S
             levels[-1] = (levels[-1][0] * size, levels[-1][1])
         else:
             levels.append((size, step))
-    if len(levels) == 3:
-        (inner, step), (heads, middle), (_, apart) = levels
+    match levels:
+        case []:
+            return math.prod(shape[outer:])
+        case [(_, step)]:
+            return step
+        case [(inner, step), (_, apart)]:
+            return Levels(inner, apart, step)
         # Only heads within a token: the two are compiled into the kernel, and other layouts may
         # change them from call to call.
-        return Levels(inner, apart, step, heads, middle) if 0 < middle < step else None
-    if len(levels) == 2:
-        (inner, step), (_, apart) = levels
-        return Levels(inner, apart, step)
-    if levels[2:]:
-        return None
-    return levels[0][1] if levels else math.prod(shape[outer:])
+        case [(inner, step), (heads, middle), (_, apart)] if 0 < middle < step:
+            return Levels(inner, apart, step, heads, middle)
+    return None
 
 
 def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
@@ -496,8 +490,7 @@ def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spa
     from normplug._kernels.layer_norm.launches import Levels
 
     spacing = row_spacing(t.shape, t.stride(), row_dims)
-    if isinstance(spacing, Levels):
-        for other in before:
-            if isinstance(other, Levels) and not spacing.goes_with(other):
-                return None
+    others = [each for each in before if isinstance(each, Levels)]
+    if isinstance(spacing, Levels) and not all(map(spacing.goes_with, others)):
+        return None
     return spacing
