@@ -112,9 +112,9 @@ class BatchNormSpec(NamedTuple):
 
     def refusal(self, t: Tensors) -> str | None:
         if self.pool is not None:
-            from normplug._ops import batch_norm_pool
+            from normplug._ops.batch_norm_plan import refusal_to_pool
 
-            if (why := batch_norm_pool.refusal(t, self.pool)) is not None:
+            if (why := refusal_to_pool(t, self.pool)) is not None:
                 return why
         if t.residual is not None and t.residual.dtype != t.x.dtype:
             return f"the input is {t.x.dtype} and the residual {t.residual.dtype}"
@@ -141,13 +141,9 @@ class BatchNormSpec(NamedTuple):
         return t.reading(x, residual)
 
     def plan(self, t: Tensors) -> Plan:
-        if self.pool is None:
-            from normplug._ops.batch_norm_plan import BatchNormPlan
+        from normplug._ops.batch_norm_plan import BatchNormPlan, PooledPlan
 
-            return BatchNormPlan(t, self)
-        from normplug._ops.batch_norm_pool import PooledPlan
-
-        return PooledPlan(t, self)
+        return BatchNormPlan(t, self) if self.pool is None else PooledPlan(t, self)
 
     # The operators for compilers. Torch operations outside them update the running statistics: a
     # compiler fuses these, and the operators have no side effects.
@@ -261,7 +257,7 @@ def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
         if stats is None and not (interposed() or eligible.refusal_now() or _PLAIN.refusal(t)):
             from normplug._ops.batch_norm_plan import StatisticsPlan
 
-            run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, None).run
+            run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, _PLAIN).run
             native.keep(None, "channel_stats", t, t, run)
             stats = run(t)
         if stats is not None:

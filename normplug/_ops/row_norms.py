@@ -425,7 +425,7 @@ class LayerNormPlan(Plan):
         if not self.has_total:
             return super().composed_backward(saved, dy, None, needs)
         # x and the residual have the same gradient, `through`.
-        through, vectors = dtotal, [None] * 3
+        through, vectors = dtotal, list[Tensor | None]([None] * 3)
         if dy is not None:
             asked = (needs[0] or needs[1], False, *needs[2:])
             by_y, _, *vectors = super().composed_backward(saved, dy, None, asked)
