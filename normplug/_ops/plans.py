@@ -202,6 +202,7 @@ class Plan:
         # The GPU that must be current at a launch; None on the CPU.
         self.gpu = self.device.index if t.x.is_cuda else None
         self.saved_slots = (*range(_INPUTS), *(SLOT[name] for name in self.state))
+        self._given_slots = (*self.saved_slots, _DY, _DTOTAL)  # to a backward
         self._workspaces: dict[tuple[int, int], Workspace] = {}
         self._programs: dict[Any, Program] = {}
 
@@ -252,12 +253,11 @@ class Plan:
         """The program of `recomputed`."""
         found = self._programs.get("recompute")
         if found is None:
-            given = self._by_slot((*saved, None, None))
-            found = self._programs["recompute"] = self.recompute_program(given)
+            found = self._programs["recompute"] = self.recompute_program(self._by_slot(saved))
         return found
 
     def _by_slot(self, given: Sequence[Any]) -> dict[str, Tensor]:
-        pairs = zip((*self.saved_slots, _DY, _DTOTAL), given, strict=True)
+        pairs = zip(self._given_slots, given, strict=False)
         return {SLOTS[slot]: t for slot, t in pairs if t is not None}
 
     def _expect_next(self, t: Tensors, forward: Program, keep: bool) -> None:
@@ -329,7 +329,7 @@ class Plan:
         dy = None if dy is None else readable(dy)
         dtotal = None if dtotal is None else readable(dtotal)
         program = self.backward_of(saved, dy, dtotal, needs)
-        return self._computed(program, saved, dy, dtotal)
+        return self._computed(program, (*saved, dy, dtotal))
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
         """Recompute the output y."""
@@ -363,18 +363,11 @@ class Plan:
             work = self._workspaces[scratch] = Workspace.get(self.device, self.acc, *scratch)
         return stream, work
 
-    def _computed(
-        self,
-        program: Program,
-        saved: Sequence[Any],
-        dy: Tensor | None = None,
-        dtotal: Tensor | None = None,
-    ) -> list[Any]:
-        """Run a program on the tensors that a forward saved, and return its results."""
+    def _computed(self, program: Program, given: Sequence[Any]) -> list[Any]:
+        """Run a program on saved tensors, dy and dtotal, and return its results."""
         slots: list[Any] = [None] * len(SLOTS)
-        for slot, t in zip(self.saved_slots, saved, strict=True):
+        for slot, t in zip(self._given_slots, given, strict=False):
             slots[slot] = t
-        slots[_DY], slots[_DTOTAL] = dy, dtotal
         program.run(slots, self)
         found = ((slots[slot], dtype) for slot, dtype in program.results)
         return [t if t is None or dtype is None else t.to(dtype) for t, dtype in found]
@@ -387,18 +380,11 @@ def unwrapped(t: Tensors) -> Tensors:
 
 
 class _Norm(torch.autograd.Function):
-    # Each tensor argument costs host time, so tensors without gradients are only in `call`.
+    # Its arguments are the tensors that may have gradients, and (plan, all tensors, list or None).
+    # Each tensor argument costs host time.
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        input_bias: Tensor | None,
-        call: tuple[Plan, Tensors, list[Any] | None],
-    ) -> Any:
-        plan, t, found = call
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        plan, t, found = arguments[-1]
         result, saved = plan.forward(t, found is not None or any(ctx.needs_input_grad))
         if found is not None:  # the caller wants the state
             found.extend(saved[_INPUTS:])

@@ -41,13 +41,9 @@ def call(y: Tensor, module: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
 
 def will_recompute(y: Any) -> bool:
     """Whether `call` with y would recompute it."""
-    if torch.compiler.is_compiling() or top_saved_tensors_hooks is None:
+    if torch.compiler.is_compiling() or not AVAILABLE or _recomputation(y) is None:
         return False
-    return (
-        _recomputation(y) is not None
-        and saved_tensors_hooks_are_allowed()
-        and isinstance(_hook(), (_Pack, NoneType))
-    )
+    return saved_tensors_hooks_are_allowed() and isinstance(_hook(), (_Pack, NoneType))
 
 
 def _recomputation(y: Any) -> Callable[[], Tensor] | None:
@@ -75,12 +71,7 @@ def _recipe(
 ) -> Callable[[], Tensor]:
     """The function that makes t: the y that `make` returns, a copy of it, or a view of either."""
     view = (t.size(), t.stride(), t.storage_offset())
-
-    def made() -> Tensor:
-        y = make()
-        return (y if copy is None else copy(y)).as_strided(*view)
-
-    return made
+    return lambda: (make() if copy is None else copy(make())).as_strided(*view)
 
 
 def _cast(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, y: Tensor) -> Tensor:
@@ -103,13 +94,11 @@ class _Pack:
     def __call__(self, t: Tensor) -> Callable[[], Tensor] | tuple[Tensor, int]:
         if t.is_leaf:
             return t, t._version
-        if type(t) is Tensor and t.layout is torch.strided:
-            pack: _Pack | None = self
-            while pack is not None:
-                recipe = pack._recipe(t)
-                if recipe is not None:
-                    return recipe
-                pack = pack._outer
+        pack = self if type(t) is Tensor and t.layout is torch.strided else None
+        while pack is not None:
+            if (recipe := pack._recipe(t)) is not None:
+                return recipe
+            pack = pack._outer
         # Detached, since a node that saves its own result would be a reference cycle.
         return t.detach(), t._version
 
@@ -141,13 +130,11 @@ class _Pack:
         if _is_a(made, "UnsafeViewBackward0") and source.dtype == dtype and source.is_contiguous():
             clone: Any = _before(made)
             permutation = _before(clone)
-            if (
-                _is_a(clone, "CloneBackward0")
-                and _is_a(permutation, "TransposeBackward0")
-                and self._reads_y(permutation)
-            ):
-                dims = (permutation._saved_dim0, permutation._saved_dim1)
-                return partial(_permuted, dims)
+            is_permuted = _is_a(clone, "CloneBackward0") and _is_a(
+                permutation, "TransposeBackward0"
+            )
+            if is_permuted and self._reads_y(permutation):
+                return partial(_permuted, (permutation._saved_dim0, permutation._saved_dim1))
         return None
 
     def _reads_y(self, node: Any) -> bool:
