@@ -118,11 +118,8 @@ class BatchNormSpec(NamedTuple):
                 return why
         if t.residual is not None and t.residual.dtype != t.x.dtype:
             return f"the input is {t.x.dtype} and the residual {t.residual.dtype}"
-        if (
-            t.running_mean is not None
-            and t.running_var is not None
-            and t.running_mean.dtype != t.running_var.dtype
-        ):
+        mean, var = t.running_mean, t.running_var
+        if mean is not None and var is not None and mean.dtype != var.dtype:
             return "running_mean and running_var differ in dtype"
         if self.peers is not None and t.x.shape[1] > peers.most_channels():
             return f"it has more than {peers.most_channels()} channels"

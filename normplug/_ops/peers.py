@@ -42,10 +42,7 @@ class _Turn:
         self.address = self._stream.data_ptr()  # for the host path in C++
 
     def pass_to(self, stream: int) -> None:
-        """Make `stream`, the current one, wait for the exchanges on the latest one.
-
-        A stream inside a CUDA graph's capture and a stream outside cannot wait for each other.
-        """
+        """Make `stream`, the current one, wait for the exchanges on the latest one."""
         latest = int(self._stream)
         if stream == latest:
             return
@@ -55,6 +52,7 @@ class _Turn:
             other = torch.cuda.ExternalStream(latest, self._device)
             with torch.cuda.stream(other):
                 captured = torch.cuda.is_current_stream_capturing()
+        # A stream inside a CUDA graph's capture and a stream outside cannot wait for each other.
         if captured == torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self._device).wait_stream(other)
 
@@ -65,12 +63,8 @@ _turns: dict[torch.device, _Turn] = {}
 class Peers:
     """What the kernels of one process need to join the batches of a group.
 
-    Args:
-        rank: of this process in the group.
-        inboxes: the addresses of all processes' inboxes, zeros at first, in the order of the ranks.
-        device: of this process.
-        timeout: after how many seconds a wait for another process ends.
-        keep: the owners of the addresses.
+    inboxes: the addresses of all processes' inboxes, zeros at first, in the order of the ranks.
+    timeout: after how many seconds a wait for another process ends. keep: what owns the addresses.
     """
 
     def __init__(

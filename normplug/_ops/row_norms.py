@@ -67,14 +67,10 @@ class LayerNormSpec(NamedTuple):
         """Dimensions along which rows are independent; watched statistics describe one shard."""
         return tuple(range(t.x.dim() - len(self.normalized_shape)))
 
-    def eps_of(self, total: torch.dtype) -> float:
-        """The eps, where `total` is the dtype of the tensor that is normalised."""
-        return rms_eps(total, self.eps)
-
     def rounds_to(self, total: torch.dtype, weight: torch.dtype | None) -> torch.dtype | None:
         """The dtype to round to before the product with the weight; None not to round.
 
-        weight: the dtype of the weight, if there is one.
+        total, weight: the dtypes of what is normalised and of the weight, if there is one.
         """
         if self.rounding == "input":
             return total
@@ -139,7 +135,7 @@ class LayerNormSpec(NamedTuple):
             return composed_rms_norm(total, t.weight, self)
         promotes = autocast is None or self.autocast_output == "low"
         h, weight, _ = stock.prepared(total, t.weight, None, self.target_variance, shape, promotes)
-        eps = self.eps if h.dtype == total.dtype else self.eps_of(total.dtype)
+        eps = self.eps if h.dtype == total.dtype else rms_eps(total.dtype, self.eps)
         y = torch.rms_norm(h, shape, weight, eps)
         return stock.cast(y, total.dtype, autocast, self.autocast_output)
 
@@ -225,7 +221,7 @@ def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> 
     dtype = None if weight is None else weight.dtype
     acc, dims = accumulator_dtype(h.dtype, dtype), tuple(range(-len(spec.normalized_shape), 0))
     rounded, output = spec.rounds_to(h.dtype, dtype), spec.output_dtype(h.dtype, dtype)
-    eps, root = spec.eps_of(h.dtype), math.sqrt(spec.target_variance)
+    eps, root = rms_eps(h.dtype, spec.eps), math.sqrt(spec.target_variance)
     h = h.to(acc)
     y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
     if weight is not None:
@@ -320,7 +316,7 @@ class LayerNormPlan(Plan):
             tracked=running and tracked is not None,
             cumulative=running and spec.momentum is None,
         )
-        self._numbers = (spec.eps_of(self._total_dtype), spec.target_variance)
+        self._numbers = (rms_eps(self._total_dtype, spec.eps), spec.target_variance)
         # The widest value that a thread holds decides how a row is tiled.
         widest = max(self._total_dtype.itemsize, self._output_dtype.itemsize)
         self._itemsize = 8 if self.acc == torch.float64 else widest

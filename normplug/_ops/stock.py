@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +42,6 @@ def scaled_channels(t: Tensors, target_variance: float, like: Tensor | None) -> 
 
     like: gives the dtype if there is neither weight nor bias; None for the accumulator dtype.
     """
-    if target_variance == 1.0:
-        return t.weight
     like = like if t.bias is None else t.bias
     dtype = accumulator_dtype(t.x.dtype) if like is None else like.dtype
     return scaled(t.weight, target_variance, (t.x.shape[1],), dtype, t.x.device)
@@ -90,15 +87,16 @@ def realigned(y: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or interposed():  # before its sizes are read
         return y
     if 1 in y.shape and y.device.type == "cpu" and y.grad_fn is not None:
-        y.grad_fn.register_prehook(partial(_in_strides, y.stride()))
+        strides = y.stride()
+
+        def in_strides(gradients: Any) -> Any:
+            dy, *rest = gradients
+            if dy is None or dy.stride() == strides:
+                return None
+            return (dy.new_empty_strided(dy.shape, strides).copy_(dy), *rest)
+
+        y.grad_fn.register_prehook(in_strides)
     return y
-
-
-def _in_strides(strides: tuple[int, ...], gradients: Any) -> Any:
-    dy, *rest = gradients
-    if dy is None or dy.stride() == strides:
-        return None
-    return (dy.new_empty_strided(dy.shape, strides).copy_(dy), *rest)
 
 
 def empty_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
