@@ -31,6 +31,7 @@ from normplug._ops.plans import (
     strides_of,
 )
 from normplug._ops.spec import Pool, Tensors
+from normplug.reference import accumulator_dtype
 
 
 class BatchNormPlan(Plan):
@@ -46,6 +47,7 @@ class BatchNormPlan(Plan):
     def __init__(self, t: Tensors, spec: Any) -> None:
         super().__init__(t, spec)
         x, peers = t.x, spec.peers
+        self.acc = accumulator_dtype(x.dtype)
         n, self._channels, *space = x.shape
         self._dtype, self._numbers = x.dtype, (spec.eps, spec.target_variance)
         # What the schedule takes: sizes, whether x is channels_last, and the bytes of a value.

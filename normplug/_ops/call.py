@@ -34,14 +34,10 @@ class Way(NamedTuple):
 
 
 def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = False) -> Any:
-    """Run a call. If its key is stored, the checks are skipped.
+    """Run a call, without the checks if its key is stored.
 
-    Args:
-        caller: the function's name, for errors.
-        t: the call's tensors.
-        spec: the call's other arguments, and the norm: see `normplug._ops.spec`.
-        backend: "auto", "triton" or "torch".
-        isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
+    caller: the function's name, for errors. spec: see `normplug._ops.spec`. isolated: whether a
+        compiler gains nothing by fusing the norm with its neighbours.
 
     Returns:
         y, or (y, total) for a norm of rows with a residual.

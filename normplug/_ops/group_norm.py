@@ -179,15 +179,11 @@ class GroupNormPlan(Plan):
         from normplug._kernels.group_norm.launches import Flags
 
         super().__init__(t, spec)
-        x, weight, bias = t.x, t.weight, t.bias
-        self.acc = accumulator_dtype(
-            *(each.dtype for each in (x, weight, bias) if each is not None)
-        )
+        x, (n, c, *space) = t.x, t.x.shape
         self._output_dtype = spec.output_dtype(x.dtype)
         self._flags = Flags(**t.has("weight", "bias"), activation=spec.activation)
-        self._groups = x.shape[0] * spec.groups
+        self._groups = n * spec.groups
         widest = max(x.dtype.itemsize, self._output_dtype.itemsize)
-        n, c, *space = x.shape
         itemsize = 8 if self.acc.itemsize == 8 else widest
         sizes = (n, spec.groups, c // spec.groups, math.prod(space))
         self._shape = (*sizes, not x.is_contiguous(), itemsize)

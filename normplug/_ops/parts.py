@@ -38,9 +38,6 @@ def run_sharded(
     shards. Each process updates the running statistics from its own shard.
 
     call: runs the call on plain tensors.
-
-    Raises:
-        ValueError: running statistics that are sharded.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 

@@ -197,7 +197,7 @@ class Plan:
 
     def __init__(self, t: Tensors, spec: Any) -> None:
         self.spec = spec
-        self.acc = accumulator_dtype(t.x.dtype)
+        self.acc = accumulator_dtype(*(None if a is None else a.dtype for a in t[:_INPUTS]))
         self.device = t.x.device
         # The GPU that must be current at a launch; None on the CPU.
         self.gpu = self.device.index if t.x.is_cuda else None

@@ -119,22 +119,19 @@ class _Pack:
 
     def _copy(self, source: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """The function that makes `source` from y, whose dtype is `dtype`; None if none does."""
-        made: Any = source.grad_fn
+        nodes = _history(source.grad_fn)
+        names = [node.name() for node in nodes]
         # The cast that autocast makes, of y or of a view of it. A linear layer may save a view of
         # the cast as a matrix of rows.
-        if _is_a(made, "ToCopyBackward0"):
-            view = _before(made)
-            if self._reads_y(made) or (_is_a(view, "ViewBackward0") and self._reads_y(view)):
+        if names[:1] == ["ToCopyBackward0"]:
+            of_view = names[1:2] == ["ViewBackward0"] and self._reads_y(nodes[1])
+            if of_view or self._reads_y(nodes[0]):
                 return partial(_cast, source.size(), source.stride(), source.dtype)
         # The copy that a linear layer makes of a tensor permuted by attention, as a matrix of rows.
-        if _is_a(made, "UnsafeViewBackward0") and source.dtype == dtype and source.is_contiguous():
-            clone: Any = _before(made)
-            permutation = _before(clone)
-            is_permuted = _is_a(clone, "CloneBackward0") and _is_a(
-                permutation, "TransposeBackward0"
-            )
-            if is_permuted and self._reads_y(permutation):
-                return partial(_permuted, (permutation._saved_dim0, permutation._saved_dim1))
+        is_plain = source.dtype == dtype and source.is_contiguous()
+        permuted = ["UnsafeViewBackward0", "CloneBackward0", "TransposeBackward0"]
+        if is_plain and names == permuted and self._reads_y(nodes[2]):
+            return partial(_permuted, (nodes[2]._saved_dim0, nodes[2]._saved_dim1))
         return None
 
     def _reads_y(self, node: Any) -> bool:
@@ -143,13 +140,13 @@ class _Pack:
         return bool(node.next_functions) and node.next_functions[0] == (self._node, 0)
 
 
-def _before(node: Any) -> Any:
-    """The `grad_fn` of an operation's first input, given the operation's own `grad_fn`."""
-    return node.next_functions[0][0] if node is not None and node.next_functions else None
-
-
-def _is_a(node: Any, name: str) -> bool:
-    return node is not None and node.name() == name
+def _history(node: Any) -> list[Any]:
+    """The `grad_fn` of an operation, of its first input, and of that one's first input."""
+    found: list[Any] = []
+    while node is not None and len(found) < 3:
+        found.append(node)
+        node = node.next_functions[0][0] if node.next_functions else None
+    return found
 
 
 def _unpack(kept: Callable[[], Tensor] | tuple[Tensor, int]) -> Tensor:

@@ -155,7 +155,7 @@ class LayerNormSpec(NamedTuple):
         return why
 
     def laid_out(self, t: Tensors) -> Tensors:
-        """The call with dense rows, of which one launch can read the spacings."""
+        """The call with dense rows, where one launch can read the rows of x and of the residual."""
         row_dims, width = len(self.normalized_shape), math.prod(self.normalized_shape)
         x, residual = t.x, t.residual
         spacing = spacing_after(x, row_dims, width)
@@ -295,25 +295,23 @@ class LayerNormPlan(Plan):
         from normplug._kernels.layer_norm.launches import Flags
 
         super().__init__(t, spec)
-        x, residual, weight, bias, input_bias, mean, var, tracked = t
+        x, residual, weight = t.x, t.residual, t.weight
         self._dtypes = (x.dtype, x.dtype if residual is None else residual.dtype)
         self._total_dtype = torch.promote_types(*self._dtypes)
         weight_dtype = None if weight is None else weight.dtype
         self._output_dtype = spec.output_dtype(self._total_dtype, weight_dtype)
-        vectors = (t if t is None else t.dtype for t in (weight, bias, input_bias))
-        self.acc = accumulator_dtype(self._total_dtype, *vectors)
         self._shape, self._strides = x.shape, strides_of(x.shape)
         self._row_dims, self._width = len(spec.normalized_shape), math.prod(spec.normalized_shape)
         self._rows = x.numel() // self._width
         self.has_total = self.is_recomputable = residual is not None
-        running = var is not None and (mean is not None or not spec.centred)
+        running = t.running_var is not None and (t.running_mean is not None or not spec.centred)
         self._flags = Flags(
             centred=spec.centred,
             offset=float(spec.weight_offset),
             rounded=spec.rounds_to(self._total_dtype, weight_dtype),
             **t.has("weight", "bias", "input_bias", "residual"),
             running=running,
-            tracked=running and tracked is not None,
+            tracked=running and t.tracked is not None,
             cumulative=running and spec.momentum is None,
         )
         self._numbers = (rms_eps(self._total_dtype, spec.eps), spec.target_variance)

@@ -42,6 +42,8 @@ def scaled_channels(t: Tensors, target_variance: float, like: Tensor | None) -> 
 
     like: gives the dtype if there is neither weight nor bias; None for the accumulator dtype.
     """
+    if target_variance == 1.0:
+        return t.weight
     like = like if t.bias is None else t.bias
     dtype = accumulator_dtype(t.x.dtype) if like is None else like.dtype
     return scaled(t.weight, target_variance, (t.x.shape[1],), dtype, t.x.device)
