@@ -207,8 +207,8 @@ class PooledPlan(BatchNormPlan):
     def __init__(self, t: Tensors, spec: Any) -> None:
         super().__init__(t, spec)
         pool: Pool = spec.pool
-        self._n, _, *self._size = t.x.shape
-        self._pooled = pool.size(*self._size)
+        self._n, _, height, width = t.x.shape
+        self._size, self._pooled = (height, width), pool.size(height, width)
         shape = (self._n, self._channels, *self._pooled)
         self._output = (shape, strides_of(shape, torch.channels_last))
         self._window = (pool.kernel, pool.stride, pool.padding)
@@ -288,5 +288,5 @@ class PooledPlan(BatchNormPlan):
     def _launch(self, kernel: Any, rows: int, width: int, **given: Any) -> Launch:
         """The launch of a kernel of `windows` over `rows` rows of `width` pixels."""
         pixels = schedule.pixels(rows, width, self._channels, self._dtype.itemsize)
-        sizes = (self._window, tuple(self._size), self._pooled, self.spec.target_variance)
+        sizes = (self._window, self._size, self._pooled, self.spec.target_variance)
         return launches.pool_launch(kernel, pixels, self._dtype, *sizes, **given)

@@ -242,7 +242,8 @@ class Plan:
         self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
         """The program of a backward."""
-        key = (needs, *(None if t is None else t.stride() for t in (dy, dtotal)))
+        strides = None if dtotal is None else dtotal.stride()
+        key = (needs, None if dy is None else dy.stride(), strides)
         found = self._programs.get(key)
         if found is None:
             given = self._by_slot((*saved, dy, dtotal))
