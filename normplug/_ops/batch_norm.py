@@ -111,17 +111,14 @@ class BatchNormSpec(NamedTuple):
 
     def refusal(self, t: Tensors) -> str | None:
         if self.pool is not None:
-            from normplug._ops import batch_norm_pool
+            from normplug._ops.batch_norm_plan import refusal_to_pool
 
-            if (why := batch_norm_pool.refusal(t, self.pool)) is not None:
+            if (why := refusal_to_pool(t, self.pool)) is not None:
                 return why
         if t.residual is not None and t.residual.dtype != t.x.dtype:
             return f"the input is {t.x.dtype} and the residual {t.residual.dtype}"
-        if (
-            t.running_mean is not None
-            and t.running_var is not None
-            and t.running_mean.dtype != t.running_var.dtype
-        ):
+        mean, var = t.running_mean, t.running_var
+        if mean is not None and var is not None and mean.dtype != var.dtype:
             return "running_mean and running_var differ in dtype"
         if self.peers is not None and t.x.shape[1] > peers.most_channels():
             return f"it has more than {peers.most_channels()} channels"
@@ -137,17 +134,12 @@ class BatchNormSpec(NamedTuple):
         x, residual = self.fake_dx(t.x), t.residual
         if residual is not None and residual.stride() != x.stride():
             residual = laid_out_like(residual, x)
-        same = x is t.x and residual is t.residual
-        return t if same else t._replace(x=x, residual=residual)
+        return t.reading(x, residual)
 
     def plan(self, t: Tensors) -> Plan:
-        if self.pool is None:
-            from normplug._ops.batch_norm_plan import BatchNormPlan
+        from normplug._ops.batch_norm_plan import BatchNormPlan, PooledPlan
 
-            return BatchNormPlan(t, self)
-        from normplug._ops.batch_norm_pool import PooledPlan
-
-        return PooledPlan(t, self)
+        return BatchNormPlan(t, self) if self.pool is None else PooledPlan(t, self)
 
     # The operators for compilers. Torch operations outside them update the running statistics: a
     # compiler fuses these, and the operators have no side effects.
@@ -264,7 +256,7 @@ def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
         if stats is None and not (interposed() or eligible.refusal_now() or _PLAIN.refusal(t)):
             from normplug._ops.batch_norm_plan import StatisticsPlan
 
-            run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, None).run
+            run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, _PLAIN).run
             native.keep(None, "channel_stats", t, t, run)
             stats = run(t)
         if stats is not None:

@@ -43,6 +43,16 @@ class Tensors(NamedTuple):
     running_var: Tensor | None = None
     tracked: Tensor | None = None
 
+    def has(self, *names: str) -> dict[str, bool]:
+        """Whether the call has each of these tensors, by name."""
+        return {name: getattr(self, name) is not None for name in names}
+
+    def reading(self, x: Tensor, residual: Tensor | None) -> Tensors:
+        """The call with this x and this residual; itself if they are its own."""
+        if x is self.x and residual is self.residual:
+            return self
+        return self._replace(x=x, residual=residual)
+
 
 class Pool(NamedTuple):
     """Max pooling over two dimensions, height first, with the arguments of `F.max_pool2d`."""
