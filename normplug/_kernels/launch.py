@@ -44,18 +44,15 @@ def accumulator(dtype: torch.dtype) -> Any:
 
 
 class Compiled(NamedTuple):
-    """A compiled kernel as the driver launches it, for the host path in C++.
+    """A compiled kernel as the driver launches it, for the host path in C++."""
 
-    function: the driver's handle. threads: per program. shared: bytes of shared memory.
-    parameters: for each, the index of its tensor among the launch's tensors, or -1 for a number;
-    the number's bits; and the parameter's size in bytes.
-    """
-
-    function: int
+    function: int  # the driver's handle
     grid: int
-    threads: int
-    shared: int
+    threads: int  # per program
+    shared: int  # bytes of shared memory
     cooperative: bool
+    # For each, the index of its tensor among the launch's tensors, or -1 for a number; the number's
+    # bits; and the parameter's size in bytes.
     parameters: tuple[tuple[int, int, int], ...]
 
 

@@ -138,21 +138,17 @@ def backward_launch(
 ) -> Launch:
     """Set up the backward kernel; `needs`: which of dx, dweight, dbias, dinput_bias are wanted."""
     x = strides.x
-    dx, dweight, dbias, dinput_bias = needs
     sums = sum(needs[1:])
     given: dict[str, Any] = {
         **_sizes(shape, strides, X=x, DY=strides.dy, DTOTAL=strides.dtotal),
         **_formula(dtype, flags, tv),
         "FAN_IN": _GRADIENT_FAN_IN,
         "DTOTAL": strides.dtotal is not None,
-        "DX": dx,
-        "DWEIGHT": dweight,
-        "DBIAS": dbias,
-        "DINPUT_BIAS": dinput_bias,
+        **dict(zip(("DX", "DWEIGHT", "DBIAS", "DINPUT_BIAS"), needs, strict=True)),
         "DX_AS_X": isinstance(x, Levels) and x.dense(shape.rows, shape.width),
     }
     if isinstance(shape, WideBackward):
-        lag = shape.lag if dx or dinput_bias else 0
+        lag = shape.lag if given["DX"] or given["DINPUT_BIAS"] else 0
         finishers = shape.k if sums and shape.blocks > 1 else 0
         grid = shape.blocks * shape.k + lag + finishers
         at_once = min(power_of_2(shape.k), max(4096 // (2 * shape.rb), 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from normplug._kernels import power_of_2
+from normplug._kernels import at_once, power_of_2
 
 _HELD_BYTES = 128 << 10  # most bytes of a row, as float32 or wider, that a program holds forward
 _SUMMED_BYTES = 32 << 10  # the same backward, beside the sums for weight and bias
@@ -148,18 +148,18 @@ def layer_norm_backward(
     padded = power_of_2(width)
     if padded * max(itemsize, 4) <= _SUMMED_BYTES:
         warps = 4 if padded <= 1024 else 8
-        at_once = 2 if warps == 4 and rows > _MANY_ROWS_EACH * sms else 1
-        values = 32 if itemsize <= 4 and (padded >= 1024 or at_once == 2) else 16
+        together = 2 if warps == 4 and rows > _MANY_ROWS_EACH * sms else 1
+        values = 32 if itemsize <= 4 and (padded >= 1024 or together == 2) else 16
         shape = _row_tile(rows, width, unit, itemsize, warps, warps, values)
         # Folding a tile's rows takes time but saves registers, which three sums and masks need.
         if padded <= 512 and not (input_bias and width < padded):
             shape = replace(shape, lanes=shape.r)
         # The programs' published sums should cause no more traffic than the rows do.
-        programs = min(at_once * sms, max(3 * rows * itemsize // 16, 1), shape.tiles)
-        room = shared // at_once - (4 << 10)
+        programs = min(together * sms, max(3 * rows * itemsize // 16, 1), shape.tiles)
+        room = shared // together - (4 << 10)
         if shape.lanes > 1:
             room -= max(itemsize, 4) * shape.lanes * padded  # to add them up at the end
-        stages = 4 if at_once == 1 and padded < 8192 else 3
+        stages = 4 if together == 1 and padded < 8192 else 3
         stages = max(min(stages, room // (2 * shape.r * padded * itemsize)), 1)
         return replace(shape, programs=programs, stages=stages, keep=True, finish=64)
     if cooperative and itemsize <= 4 and rows >= sms and width <= _SHARED_WIDTH:
@@ -192,7 +192,7 @@ def _row_tile(
     padded = power_of_2(width)
     vector = min(16 // itemsize, unit)
     bc = min(padded, needed * 32 * vector)
-    side_by_side = max(warps * 32 * vector // bc, 1)
+    side_by_side = at_once(warps, bc, itemsize, unit)
     u = padded // bc
     r = side_by_side * max(values // (vector * u), 1)
     programs = min(-(-rows // r), _MOST_PROGRAMS)

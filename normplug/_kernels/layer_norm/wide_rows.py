@@ -54,19 +54,19 @@ def layer_norm_wide_forward(
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
     DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, UNIT, WIDE)
-    residual_strides = strides_of(RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, UNIT, WIDE)
+    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, UNIT, WIDE)
+    residual_strides = strides_of(RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, INNER, UNIT, WIDE)
     if t < (0 if GIVEN else ROWS * K):
         row = t // K
         k = t - row * K
         columns = k * BLOCK + tl.arange(0, BLOCK)
         live = columns < WIDTH
-        place = row_places(row, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(row, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
         if CENTRED:
             first = tl.load(x_ptr + place + k * BLOCK).to(ACC)
         h = tl.load(x_ptr + place + columns, mask=live, other=0.0).to(ACC)
         if RESIDUAL:
-            place = row_places(row, INNER, residual_strides, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS)
+            place = row_places(row, residual_strides, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS)
             if CENTRED:
                 first += tl.load(residual_ptr + place + k * BLOCK).to(ACC)
             h += tl.load(residual_ptr + place + columns, mask=live, other=0.0).to(ACC)
@@ -103,7 +103,7 @@ def layer_norm_wide_forward(
                 total_ptr + row * DENSE + columns, mask=live, other=0.0, cache_modifier=".cg"
             )
         else:
-            place = row_places(row, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+            place = row_places(row, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
             h = tl.load(x_ptr + place + columns, mask=live, other=0.0)
             if not GIVEN:
                 wait(counters_ptr + row, K, K)
@@ -200,9 +200,9 @@ def layer_norm_wide_backward(
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
     DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, UNIT, WIDE)
-    dy_strides = strides_of(DY_UNITS, DY_OUTER_UNITS, UNIT, WIDE)
-    dtotal_strides = strides_of(DTOTAL_UNITS, DTOTAL_OUTER_UNITS, UNIT, WIDE)
+    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, UNIT, WIDE)
+    dy_strides = strides_of(DY_UNITS, DY_OUTER_UNITS, INNER, UNIT, WIDE)
+    dtotal_strides = strides_of(DTOTAL_UNITS, DTOTAL_OUTER_UNITS, INNER, UNIT, WIDE)
     SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
     LATE: tl.constexpr = DX or DINPUT_BIAS
     BLOCKS = tl.cdiv(ROWS, RB)
@@ -221,9 +221,9 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        place = row_places(rows, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(rows, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
         x = _tile(x_ptr, place, columns, mask, EVEN, False)
-        place = row_places(rows, INNER, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(rows, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, False).to(ACC)
         mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
@@ -265,9 +265,9 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        x_place = row_places(rows, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+        x_place = row_places(rows, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
         x = _tile(x_ptr, x_place, columns, mask, EVEN, True)
-        place = row_places(rows, INNER, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(rows, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, True).to(ACC)
         mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
@@ -292,7 +292,7 @@ def layer_norm_wide_backward(
             else:
                 dx = g * scale[:, None] - d * slope[:, None]
             if DTOTAL:
-                place = row_places(rows, INNER, dtotal_strides, DTOTAL_MIDDLE, HEADS, TWO_LEVELS)
+                place = row_places(rows, dtotal_strides, DTOTAL_MIDDLE, HEADS, TWO_LEVELS)
                 dx += _tile(dtotal_ptr, place, columns, mask, EVEN, True).to(ACC)
             if DX:
                 place = x_place if DX_AS_X else rows * DENSE
