@@ -97,12 +97,8 @@ def norm_max_pool(
 
     between: the `nn.Identity` modules after the norm. pool: a module, or `F.max_pool2d`'s settings.
     """
-    window = _window(pool)
-    if (
-        _name(activation) == "relu"
-        and window
-        and _may_run(norm, x, "max_pool", activation, *between)
-    ):
+    window, is_relu = _window(pool), _name(activation) == "relu"
+    if is_relu and window and _may_run(norm, x, "max_pool", activation, *between):
         return norm._fused(x, activation="relu", pool=window)
     y = norm_add_activation(norm, x, activation, between)
     return pool(y) if isinstance(pool, nn.Module) else F.max_pool2d(y, *pool)

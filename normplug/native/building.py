@@ -89,13 +89,16 @@ def start_compiler(target: Path, *, again: bool = True) -> subprocess.Popen[byte
     except OSError as error:
         raise RuntimeError(f"{target.parent} cannot be written to: {error}") from error
     paths = {"PART": part, "LOG": f"{part}.txt.part", "TARGET": target, "NOTE": note}
-    named = {name: str(path) for name, path in (paths | {"FOLDER": target.parent}).items()}
+    paths["FOLDER"] = target.parent
     # In a session of its own, the compiler outlives this process, and Ctrl-C does not reach it.
     return subprocess.Popen(
         ["sh", "-c", _SCRIPT, "sh", *words],
-        env={**os.environ, "LC_ALL": "C", **named}, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        env={**os.environ, "LC_ALL": "C", **{name: str(path) for name, path in paths.items()}},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def finish(process: subprocess.Popen[bytes], target: Path) -> None:
