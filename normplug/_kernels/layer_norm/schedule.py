@@ -54,28 +54,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class WideForward:
-    """Rows of `width` values in tiles of `block`, written `lag` programs after their first read."""
+class Wide:
+    """Blocks of `rb` rows in tiles of `cw` columns, written `lag` programs after a first read.
 
-    rows: int
-    width: int
-    block: int
-    warps: int
-    lag: int
-
-    @property
-    def k(self) -> int:
-        """Tiles of a row."""
-        return -(-self.width // self.block)
-
-    @property
-    def even(self) -> bool:
-        return self.width % self.block == 0
-
-
-@dataclass(frozen=True)
-class WideBackward:
-    """Blocks of `rb` rows in tiles of `cw` columns, written `lag` programs after a first read."""
+    Forward, a block is a row.
+    """
 
     rows: int
     width: int
@@ -100,7 +83,7 @@ class WideBackward:
 
 def layer_norm_forward(
     rows: int, width: int, unit: int, itemsize: int, running: bool, sms: int
-) -> Rows | WideForward:
+) -> Rows | Wide:
     """Choose how the forward kernels cut `rows` rows of `width` values.
 
     unit: a divisor of width and strides. itemsize: bytes of a value of the widest tensor that has
@@ -113,7 +96,7 @@ def layer_norm_forward(
         block = 4096 if itemsize <= 4 else 2048
         k = -(-width // block)
         lag = min(max(sms * _WIDE_FORWARD_LAG // (block * itemsize), k), rows * k)
-        return WideForward(rows, width, block, 4, lag)
+        return Wide(rows, width, 1, block, 4, lag)
     if padded == 1024 and itemsize <= 4:
         # A row has a warp of its own. Programs of one warp were slower at 4,096 rows of halves.
         warps = 4 if running and itemsize == 2 else 1 if rows > _MANY_ROWS_EACH * sms else 2
@@ -138,7 +121,7 @@ def layer_norm_backward(
     sms: int,
     shared: int,
     cooperative: bool,
-) -> Rows | WideBackward:
+) -> Rows | Wide:
     """Choose how the backward kernels cut rows; `layer_norm_forward` has the other arguments.
 
     input_bias: there is one, whose gradient is a third sum over the rows. shared: bytes of shared
@@ -179,7 +162,7 @@ def layer_norm_backward(
     cw, rb = (1024, 8) if itemsize == 2 and width >= 131072 else (512, 16)
     k = -(-width // cw)
     lag = max(sms * _WIDE_BACKWARD_LAG // (rb * cw * itemsize), k)
-    return WideBackward(rows, width, rb, cw, 4, min(lag, k * -(-rows // rb)))
+    return Wide(rows, width, rb, cw, 4, min(lag, k * -(-rows // rb)))
 
 
 def _row_tile(

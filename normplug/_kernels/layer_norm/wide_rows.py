@@ -1,10 +1,10 @@
 """LayerNorm and RMSNorm over rows that are too wide for one program, or too few to occupy the GPU.
 
-Forward, a row is cut into K tiles of BLOCK values; backward, a block of RB rows into K tiles of CW
-columns. Program t reduces tile t, publishes its sums, and then writes tile t - LAG (see `waiting`):
-by then the tile's rows are complete, and the tile is still in the L2 cache. So DRAM traffic is one
-read and one write. Gradients of weight and bias are summed over the rows of a tile. At the end of
-the grid, further programs add them up over the blocks of rows, in order.
+A block of RB rows, forward a single row, is cut into K tiles of CW columns. Program t reduces tile
+t, publishes its sums, and then writes tile t - LAG (see `waiting`): by then the tile's rows are
+complete, and the tile is still in the L2 cache. So DRAM traffic is one read and one write.
+Gradients of weight and bias are summed over the rows of a tile. At the end of the grid, further
+programs add them up over the blocks of rows, in order.
 """
 
 import triton
@@ -39,7 +39,7 @@ def layer_norm_wide_forward(
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, K, LAG,
     FINISHERS,
     momentum, eps, root,
-    BLOCK: tl.constexpr, KP: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr,
+    CW: tl.constexpr, KP: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr,
     CENTRED: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, INPUT_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GIVEN: tl.constexpr,
     STATS: tl.constexpr, RUNNING: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr,
@@ -59,30 +59,30 @@ def layer_norm_wide_forward(
     if t < (0 if GIVEN else ROWS * K):
         row = t // K
         k = t - row * K
-        columns = k * BLOCK + tl.arange(0, BLOCK)
+        columns = k * CW + tl.arange(0, CW)
         live = columns < WIDTH
         place = row_places(row, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
         if CENTRED:
-            first = tl.load(x_ptr + place + k * BLOCK).to(ACC)
+            first = tl.load(x_ptr + place + k * CW).to(ACC)
         h = tl.load(x_ptr + place + columns, mask=live, other=0.0).to(ACC)
         if RESIDUAL:
             place = row_places(row, residual_strides, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS)
             if CENTRED:
-                first += tl.load(residual_ptr + place + k * BLOCK).to(ACC)
+                first += tl.load(residual_ptr + place + k * CW).to(ACC)
             h += tl.load(residual_ptr + place + columns, mask=live, other=0.0).to(ACC)
             total = as_stored(h, total_ptr)
             tl.store(total_ptr + row * DENSE + columns, total, mask=live)
             h = total.to(ACC)
         if INPUT_BIAS:
             if CENTRED:
-                first += tl.load(input_bias_ptr + k * BLOCK).to(ACC)
+                first += tl.load(input_bias_ptr + k * CW).to(ACC)
             h += tl.load(input_bias_ptr + columns, mask=live, other=0.0).to(ACC)
         if CENTRED:
             # Distances from one of the values, whose sums do not round at the size of the mean.
             d = h - first
             if not EVEN:
                 d = tl.where(live, d, 0.0)
-            mean = tl.sum(d) / tile_counts(k, WIDTH, BLOCK, ACC)
+            mean = tl.sum(d) / tile_counts(k, WIDTH, CW, ACC)
             d -= mean
             if not EVEN:
                 d = tl.where(live, d, 0.0)
@@ -95,7 +95,7 @@ def layer_norm_wide_forward(
     if (u >= 0) & (u < ROWS * K):
         row = u // K
         k = u - row * K
-        columns = k * BLOCK + tl.arange(0, BLOCK)
+        columns = k * CW + tl.arange(0, CW)
         live = columns < WIDTH
         if RESIDUAL:
             wait(counters_ptr + row, K, K)  # another program stores the total
@@ -111,7 +111,7 @@ def layer_norm_wide_forward(
             mean, rstd = load_statistics(stats_ptr, row, True, ROWS, CENTRED)
         else:
             if CENTRED:
-                mean, m2 = merge_tile_moments(partial_ptr + 2 * row * K, K, WIDTH, BLOCK, KP, ACC)
+                mean, m2 = merge_tile_moments(partial_ptr + 2 * row * K, K, WIDTH, CW, KP, ACC)
             else:
                 mean = tl.full([], 0.0, ACC)
                 m2 = merge_tile_sum(partial_ptr + row * K, K, KP, ACC)
