@@ -20,7 +20,7 @@ from accuracy import assert_same_bits, leaf
 from calls import DTYPES, HALVES
 from normplug import functional, reference
 from normplug._kernels import power_of_2
-from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
+from normplug._kernels.layer_norm.schedule import Rows, Wide
 from normplug._ops.call import call as call_spec
 from normplug._ops.row_norms import LayerNormSpec
 from row_cases import (
@@ -67,12 +67,12 @@ def held(r, bc, programs, **rest):
 
 def tiled(block, lag):
     """Tiles of a row, written `lag` programs after they were read."""
-    return lambda shape: WideForward(shape.rows, shape.width, block, 1, lag)
+    return lambda shape: Wide(shape.rows, shape.width, 1, block, 1, lag)
 
 
 def blocks(rb, cw, lag):
     """Tiles of a block of rows, written `lag` programs after they were read."""
-    return lambda shape: WideBackward(shape.rows, shape.width, rb, cw, 1, lag)
+    return lambda shape: Wide(shape.rows, shape.width, rb, cw, 1, lag)
 
 
 SETUPS = {
