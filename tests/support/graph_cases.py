@@ -85,4 +85,4 @@ def trained(rank, world, device):
 
 
 def process(rank, world, directory):
-    sync_cases.process(rank, world, directory, True, [trained])
+    sync_cases.process(rank, world, directory, [trained], on_gpu=True)
