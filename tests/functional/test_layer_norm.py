@@ -94,3 +94,14 @@ def test_a_nested_tensor_without_components_or_with_ragged_rows_is_rejected():
     ragged = torch.nested.nested_tensor([torch.randn(2, 6), torch.randn(2, 5)])
     with pytest.raises(ValueError, match=r"normalized_shape=\(6,\); got input of shape \(2, 5\)"):
         functional.layer_norm(ragged, (6,))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_rms_norm_normalises_a_nested_tensor_component_by_component(layout):
+    parts = [torch.randn(3, 6), torch.randn(5, 6)]
+    layer = normplug.RMSNorm(6, track_running_stats=True)
+    y = layer(torch.nested.nested_tensor(parts, layout=layout))
+    whole = torch.cat(parts)
+    torch.testing.assert_close(torch.cat(list(y.unbind())), layer.eval()(whole))
+    torch.testing.assert_close(layer.watched_var, 0.9 + 0.1 * whole.square().mean())

@@ -15,7 +15,8 @@ from torch import nn
 import interpreted
 import routes
 from accuracy import assert_same_bits, leaf
-from group_kernel_cases import HALF, Case, assert_accurate, make, run
+from group_kernel_cases import Case, assert_accurate, make, run
+from kernel_cases import HALF
 from normplug import fuse, swap
 from swap_cases import one_graph
 
@@ -73,7 +74,7 @@ VARIANTS = [
     {**HALF, "activation": "silu", "offset": 100.0},
     {"offset": 1e3, "affine": "weight", "dy": "strided"},
     {"dtype": torch.float64, "affine": "", "activation": "gelu", "eps": 0.1, "offset": 1e3},
-    {"dtype": torch.float16, "activation": "relu", "affine": "bias", "variance": 1.0},
+    {"dtype": torch.float16, "activation": "relu", "affine": "bias", "mode": 1.0},
     {"dtype": torch.float64, "activation": ("leaky_relu", 0.2), "offset": 1e3},
 ]
 # Each setup in two of the variants, and those with many programs in one.

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 import routes
 from accuracy import assert_same_bits, error
 from graphs import skip_below
-from group_kernel_cases import HALF, Case, assert_accurate, make, run
+from group_kernel_cases import Case, assert_accurate, make, run
+from kernel_cases import HALF
 from normplug import functional
 
 pytestmark = pytest.mark.gpu

@@ -239,11 +239,6 @@ def test_running_statistics_are_accurate(setup, momentum, running, prepared):
     assert assert_accurate(case)["num_batches_tracked"] == 4
 
 
-def test_each_call_has_its_own_momentum_and_counter():
-    for momentum, tracked in ((0.25, True), (0.25, False), (None, True)):
-        assert_accurate(Case((6, 12), running=torch.float32, momentum=momentum, tracked=tracked))
-
-
 @SOME_SETUPS
 def test_equal_calls_give_equal_bits_with_and_without_gradients(setup, prepared):
     for options in ({"running": torch.float32, "vectors": "bias+input_bias"}, {"residual": "odd"}):
