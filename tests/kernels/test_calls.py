@@ -203,6 +203,9 @@ def test_first_and_second_derivatives_are_right(case):
     [
         kernel_cases.Case((4, 3, 11, 13), residual="contiguous", activation="relu"),
         pool_cases.PoolCase((2, 5, 7, 9)),
+        row_cases.Case((7, 24), running=torch.float32, vectors="bias+input_bias"),
+        row_cases.Case((5, 40), residual="odd"),
+        group_kernel_cases.Case((2, 4, 3, 5), 2),
     ],
     ids=case_id,
 )

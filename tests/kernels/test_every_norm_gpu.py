@@ -160,6 +160,8 @@ GRAPHS = [
         (nn.LayerNorm, (width,), (count, width), torch.contiguous_format, added)
         for count, width in [(512, 768), (256, 16384), (16, 70_000)]
     ),
+    (nn.RMSNorm, (96,), (512, 96), torch.contiguous_format, None),
+    (nn.BatchNorm1d, (96,), (512, 96), torch.contiguous_format, None),
 ]
 
 
@@ -173,7 +175,7 @@ def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(
 
     def step(layer):
         y = layer(x) if call is None else call(layer, x)
-        leaves = (x, layer.weight, layer.bias)
+        leaves = (x, *layer.parameters())
         return (y, *torch.autograd.grad(y.square().sum(), leaves))
 
     check_replays(step, graphed, eager, x)
@@ -206,9 +208,11 @@ def test_one_compiled_graph_serves_other_numbers_of_rows(cases, arguments, compi
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_host_never_waits_for_the_gpu():
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_the_host_never_waits_for_the_gpu(momentum):
     norms = [nn.BatchNorm2d(320), nn.GroupNorm(32, 320), nn.InstanceNorm2d(320), nn.LayerNorm(64)]
     layer = normplug.swap(nn.Sequential(*norms).to(GPU))
+    layer[0].momentum = layer[3].momentum = momentum
     x = torch.randn(4, 320, 64, 64, device=GPU, requires_grad=True)
 
     def step():

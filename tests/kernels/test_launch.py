@@ -16,7 +16,7 @@ def _scale(x_ptr, y_ptr, N, root, BLOCK: tl.constexpr, ACC: tl.constexpr):
     tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N) * root, mask=places < N)
 
 
-SHAPE, FLAGS = SimpleNamespace(n=5, block=8), SimpleNamespace(block=16)
+SHAPE = SimpleNamespace(n=5, block=8)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from sync_cases import (
     CHANNELS,
     THREE,
     TWO,
-    Case,
     assert_joined,
     assert_passed,
     make_net,
@@ -69,14 +68,6 @@ def data_parallel_training_matches_one_process_on_all_data(rank, world, device):
     assert_close_states(net.state_dict(), truth.state_dict())
 
 
-def a_norm_with_an_activation_is_synchronised_too(rank, world, device):
-    layers = pytest.importorskip("timm.layers")
-    x = Case((5, 3)).of_rank(rank, device)[1]
-    got = swap(layers.BatchNormAct2d(CHANNELS), 0.5, sync=True)(x)
-    assert torch.equal(got, SyncBatchNorm(CHANNELS, mode=0.5)(x).relu())
-    assert (got == 0).any()
-
-
 def a_process_group_joins_its_own_processes_only(rank, world, device):
     """Processes 0 and 2 together, and process 1 alone."""
     pair, single = dist.new_group([0, 2]), dist.new_group([1])
@@ -103,7 +94,6 @@ IN_TWO = [
     no_message_without_running_statistics_in_eval,
     one_value_in_the_joined_batch_is_refused_on_every_process,
     data_parallel_training_matches_one_process_on_all_data,
-    a_norm_with_an_activation_is_synchronised_too,
     sync_cases.a_second_derivative_is_refused,
     sync_cases.a_compiled_layer_is_one_graph_and_computes_the_same,
     sync_cases.one_process_can_measure_alone,

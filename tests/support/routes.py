@@ -42,7 +42,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
     """Change schedules: each of `changes` maps the result of the schedule function of its name."""
     for name, change in changes.items():
-        norm = "layer_norm" if name.startswith("layer_norm") else "batch_norm"
+        norm = "batch_norm" if name == "geometry" else name.rpartition("_")[0]
         schedule = import_module(f"normplug._kernels.{norm}.schedule")
         chosen = getattr(schedule, name)
         monkeypatch.setattr(
