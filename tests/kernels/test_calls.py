@@ -21,7 +21,7 @@ import pool_cases
 import routes
 import row_cases
 from accuracy import assert_no_worse, assert_same_bits
-from calls import INPUTS, case_id
+from calls import INPUTS, case_id, walked
 from fuse_cases import Depthwise, check_saved_bytes
 from normplug import functional, fuse, native, swap
 from normplug._kernels.launch import Launch
@@ -262,7 +262,7 @@ OPERATORS = [
 
 @pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=case_id)
 def test_the_operators_pass_opcheck(cases, case):
-    cases.check_operators(case, "cpu")
+    routes.check_operators(cases, case, "cpu")
 
 
 @pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=case_id)
@@ -355,26 +355,10 @@ def test_the_log_names_the_plan_and_the_kernels_of_a_new_call(monkeypatch, caplo
 @NORMS
 def test_a_call_by_the_kernels_makes_its_key_once_and_a_known_one_is_short(norm, monkeypatch):
     routes.forget(monkeypatch)
-    entered = []
-
-    def note(frame, event, argument):
-        code = frame.f_code
-        if event == "call" and "/normplug/" in code.co_filename:
-            entered.append(code.co_name)
-
-    def profiled(*options):
-        entered.clear()
-        sys.setprofile(note)
-        try:
-            norm(X)
-        finally:
-            sys.setprofile(None)
-        return list(entered)
-
     with native.python_way():
-        assert profiled().count("key_of") == 1
+        assert [name for _, name in walked(norm, X)].count("key_of") == 1
         monkeypatch.setattr(Launch, "__call__", lambda *arguments: None)
-        known = profiled()
+        known = [name for _, name in walked(norm, X)]
     assert known.count("key_of") == 1
     assert len(known) - known.count("__init__") <= 12  # a workspace is kept on a GPU
 

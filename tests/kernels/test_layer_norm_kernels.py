@@ -310,24 +310,6 @@ def test_rows_may_have_any_layout(layout, dims):
     assert_accurate(Case(shape, dims=dims, residual=layout, dtotal=layout))
 
 
-# Whether x, residual, dy and dtotal are permuted, and the indices of the shape and the setup, which
-# follow from them. Any three of the six take all combinations; without a residual, any two of four.
-FOUR = list(itertools.product([0, 1], repeat=4))
-PERMUTED_CASES = [(x, r, dy, dt, x ^ r ^ dy, r ^ dy ^ dt) for x, r, dy, dt in FOUR]
-PERMUTED_CASES += [
-    (x, None, dy, None, s, x ^ dy ^ s) for x, dy, s in itertools.product([0, 1], repeat=3)
-]
-
-
-@pytest.mark.parametrize(("x", "residual", "dy", "dtotal", "shape", "setup"), PERMUTED_CASES)
-def test_any_of_the_tensors_may_be_permuted(x, residual, dy, dtotal, shape, setup, prepared):
-    layouts = {"layout": x, "residual": residual, "dy": dy, "dtotal": dtotal}
-    names = {0: "contiguous", 1: "permuted", None: None}
-    options = {name: names[is_permuted] for name, is_permuted in layouts.items()}
-    shape = [(2, 3, 12), (2, 2, 2, 12)][shape]
-    assert_accurate(prepared(["rows, uneven", "wide"][setup], shape=shape, **options))
-
-
 PERMUTED_VARIANTS = [
     {"vectors": "weight+bias+input_bias", "running": torch.float32, "offset": 1e3},
     {"dtype": torch.float64, "running": torch.float64},

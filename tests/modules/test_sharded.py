@@ -12,6 +12,7 @@ from torch import nn
 
 import sync_cases
 from accuracy import assert_no_worse
+from calls import describe
 from interpreted import INTERPRETS
 from normplug import check, functional, swap, unswap
 from normplug.modules.probe import Probe, averages
@@ -42,10 +43,7 @@ class Case:
     training: bool = True
     swap_first: bool = True
 
-    def __str__(self):
-        dtype = str(self.dtype).removeprefix("torch.")
-        state = "train" if self.training else "eval"
-        return f"{self.make.func.__name__}-{self.shape}-{self.shard}-{self.backend}-{dtype}-{state}"
+    __str__ = describe
 
     def layer(self):
         torch.manual_seed(0)

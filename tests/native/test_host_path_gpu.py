@@ -158,26 +158,6 @@ def test_channel_statistics_run_without_python(count):
         assert all(torch.equal(a, b) for s in stats for a, b in zip(s, stats[0], strict=True))
 
 
-def test_misaligned_tensors_go_through_python_and_are_right(count):
-    x, *others = leaves((64, 96), HALF)
-    flat = torch.cat([x.new_zeros(1), x.detach().flatten()])
-    moved = flat[1:].view(x.shape).requires_grad_()
-    assert moved.data_ptr() % 16 != 0
-
-    def norm(x):
-        y = functional.layer_norm(x, (96,), *others[:2], backend="triton")
-        return {"y": y.detach(), "dx": torch.autograd.grad(y.square().sum(), x)[0]}
-
-    expected = both_ways(lambda: norm(x))
-    count.clear()
-    ours = both_ways(lambda: norm(moved))
-    assert count
-    for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value)
-    for each in (x, moved, x):  # in turns
-        torch.testing.assert_close(norm(each), expected)
-
-
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+import normplug
 import routes
 from accuracy import assert_no_worse
 
@@ -146,3 +149,20 @@ def check_one_graph(
     assert graphs.frame_count <= 2  # the first may be specialised to its size
     torch.testing.assert_close([*ours.buffers()], [*eager.buffers()])
     return graphs.graphs
+
+
+def walked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[str, str]]:
+    """The functions of normplug that a call enters, in order: (file, name)."""
+    root, found = str(Path(normplug.__file__).parent), []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root):
+            found.append((code.co_filename.removeprefix(root), code.co_name))
+
+    sys.setprofile(note)
+    try:
+        function(*args, **kwargs)
+    finally:
+        sys.setprofile(None)
+    return found

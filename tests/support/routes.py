@@ -185,16 +185,6 @@ def recomputed(y: Any) -> Tensor:
     return make()
 
 
-def is_pooled_by_kernel(y: Any) -> bool:
-    return y.grad_fn.name().endswith("NormBackward")  # y has no node of a pooling
-
-
-def refusal_to_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -> str | None:
-    """Why the kernels cannot normalise and pool x; vectors: running statistics, weight and bias."""
-    spec = BatchNormSpec(True, 0.1, 1e-5, 1.0, "relu", pool)
-    return spec.refusal(Tensors(x, None, *vectors[2:], None, *vectors[:2]))
-
-
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the statistics by kernel, in the interpreter too."""
     return batch_norms.channel_stats(x, "triton")
@@ -227,10 +217,14 @@ def batch_norm(
     return calls.call("functional.batch_norm", t, spec, backend)
 
 
-def check_operators(
-    operators: Any, t: Tensors, numbers: tuple[Any, ...], dy: Tensor, dtotal: Tensor | None = None
-) -> None:
+def check_operators(cases: Any, case: Any, device: str) -> None:
     """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
+    tensors = cases.make(case, device)
+    of_batch = hasattr(case, "training")
+    running = {} if of_batch and case.training else tensors.running(tracked=not of_batch)
+    count = running.pop("num_batches_tracked", None)
+    t = Tensors(**tensors.inputs(case.needs), **running, tracked=count)
+    operators, numbers = cases.operators(case)
     torch.library.opcheck(operators.differentiable, (*t, *numbers))
     bare = Tensors(*(each if each is None else each.detach() for each in t))
     torch.library.opcheck(operators.forward, (*bare, *numbers), test_utils=INNER_RULES)
@@ -245,7 +239,17 @@ def check_operators(
     elif has_residual and spec.passes_dy:  # the residual's gradient would be dy itself
         needs[1] = False
     kept = residual if has_residual and spec.reads_residual else None
-    arguments = (dy, dtotal, x, kept, *vectors, *state, has_residual, *numbers, needs)
+    arguments = (
+        tensors.dy,
+        tensors.dtotal,
+        x,
+        kept,
+        *vectors,
+        *state,
+        has_residual,
+        *numbers,
+        needs,
+    )
     torch.library.opcheck(operators.backward, arguments, test_utils=INNER_RULES)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import calls
 import normplug
-import routes
 from calls import (
     INPUTS,
     Tensors,
@@ -231,18 +230,12 @@ OPERATOR_CASES = [
 ]  # fmt: skip
 
 
-def check_operators(case: Case, device: str) -> None:
-    """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
+def operators(case: Case) -> tuple[Any, tuple[Any, ...]]:
     from normplug._ops.row_norms import ADD, PLAIN
 
-    tensors = make(case, device)
-    running = tensors.running()
-    count = running.pop("num_batches_tracked", None)
-    t = routes.Tensors(**tensors.inputs(case.needs), **running, tracked=count)
     kind = (target_variance(case.mode), None, "float32", case.centred, case.weight_offset, None)
     numbers = (list(case.row), case.momentum, case.eps, *kind)
-    operators = PLAIN if tensors.residual is None else ADD
-    routes.check_operators(operators, t, numbers, tensors.dy, tensors.dtotal)
+    return PLAIN if case.residual is None else ADD, numbers
 
 
 def check_compiled(residual: bool, layout: str, *options: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import traceback
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from unittest.mock import patch
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from accuracy import assert_no_worse, assert_same_bits
 from batch_norm_cases import laid_out
+from calls import describe
 from normplug import SyncBatchNorm, _activations, target_variance
 from normplug._ops import batch_norm_sync as _joined
 from normplug.modules.probe import Probe, averages
@@ -46,10 +47,7 @@ class Case:
     activation: str | None = None
     residual: bool = False
 
-    def __str__(self):
-        """The fields that differ from their defaults."""
-        given = [getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default]
-        return "-".join(str(value).removeprefix("torch.") for value in given)
+    __str__ = describe
 
     def settings(self):
         """The arguments that torch's and normplug's constructors share."""

@@ -1,7 +1,6 @@
 """The scripts of `benchmarks/`, briefly on the CPU, and the documentation that they write."""
 
 import copy
-import json
 import socket
 from functools import partial
 from unittest.mock import Mock
@@ -19,7 +18,6 @@ import norms
 import rivals
 import sync
 import tables
-import turns
 from forks import forked
 from normplug._ops.recompute import AVAILABLE
 from normplug.bench import timing
@@ -144,22 +142,6 @@ def test_single_calls_are_compared_before_they_are_timed(name, tmp_path, monkeyp
         list(host.measure(host.CASES[0], CPU))
 
 
-def test_two_checkouts_take_turns(tmp_path):
-    path, trees = tmp_path / "rows.json", [tables.DOCS.parent, tmp_path / "other"]
-    trees[1].symlink_to(trees[0])
-    words = [*map(str, trees), "--rows", "layer_norm", "--arms", "swap", "--device", "cpu"]
-    turns.main([*words, "--rounds", "2", "--json", str(path)])
-    turns.main([*words[1:], "--first-step", "--json", str(path)])
-    rows = read_file(path)
-    assert [row["tree"] for row in rows] == [*map(str, trees), str(trees[1])]
-    assert {(row["model"], row["arm"], row["batch"]) for row in rows} == {
-        ("layer_norm", "swap", 32)
-    }
-    assert all(row["ms"] > 0 and row["host_ms"] > 0 for row in rows[:2])
-    assert rows[2]["first_step_s"] > 0
-    assert rows[2]["kernels"] == 0  # torch's own run on a CPU
-
-
 BOTH = """
 import os, sys, torch
 from functools import partial
@@ -204,13 +186,3 @@ def test_a_run_over_gpus_that_fails_has_a_row_with_its_error(tmp_path, capsys):
     assert facts.items() <= eager.items()
     assert "graph=true needs an NVIDIA GPU" in graphed["error"]
     assert graphed["error"] in capsys.readouterr().err
-
-
-def test_a_picture_has_the_runs_that_have_finished(tmp_path):
-    pytest.importorskip("matplotlib")
-    done = {"gpus": 1, "batch": 512, "images_per_s": 10.0}
-    rows = [done | {"graph": True}, done | {"graph": False}, done | {"batch": 1024}]
-    path, picture = tmp_path / "rows.json", tmp_path / "ddp.png"
-    path.write_text(json.dumps([*rows, {"gpus": 4, "graph": True, "error": "it failed"}]))
-    ddp.main(["--json", str(path), "--plot", str(picture)])
-    assert picture.read_bytes().startswith(b"\x89PNG")
