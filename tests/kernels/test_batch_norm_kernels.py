@@ -59,25 +59,25 @@ def solo(rows_a_tile):
     return change
 
 
-def setup(shape, layout="contiguous", change=lambda shape: shape):
+def setup_of(shape, layout="contiguous", change=lambda shape: shape):
     """A case, and a change to the schedule chosen for it."""
     return Case(shape, layout=layout), {"geometry": change}
 
 
 FEW_ITEMS = {
-    "planes": setup((3, 3, 11, 13)),
-    "planes in tiles": setup((2, 2, 11, 13), change=in_tiles),
-    "rows": setup((37, 19)),
-    "rows, phased": setup((7, 9), change=phased(2, 4)),
-    "rows, solo": setup((7, 9), change=solo(2)),
-    "channels_last": setup((3, 19, 2, 4), "channels_last"),
-    "small planes": setup((5, 5, 7, 7), change=solo(2)),
-    "small planes, phased": setup((3, 5, 6, 7), change=phased(1, 2)),
+    "planes": setup_of((3, 3, 11, 13)),
+    "planes in tiles": setup_of((2, 2, 11, 13), change=in_tiles),
+    "rows": setup_of((37, 19)),
+    "rows, phased": setup_of((7, 9), change=phased(2, 4)),
+    "rows, solo": setup_of((7, 9), change=solo(2)),
+    "channels_last": setup_of((3, 19, 2, 4), "channels_last"),
+    "small planes": setup_of((5, 5, 7, 7), change=solo(2)),
+    "small planes, phased": setup_of((3, 5, 6, 7), change=phased(1, 2)),
 }
 MANY_ITEMS = {
-    "rows, in groups": setup((7, 17), change=phased(2, 4, group=2, head=3)),
-    "rows, many items": setup((17, 5), change=phased(2, 2)),
-    "small planes, many items": setup((9, 3, 2, 3), change=phased(2, 1)),
+    "rows, in groups": setup_of((7, 17), change=phased(2, 4, group=2, head=3)),
+    "rows, many items": setup_of((17, 5), change=phased(2, 2)),
+    "small planes, many items": setup_of((9, 3, 2, 3), change=phased(2, 1)),
 }
 SETUPS = FEW_ITEMS | MANY_ITEMS
 EVERY_SETUP = pytest.mark.parametrize("setup", FEW_ITEMS)

@@ -61,24 +61,24 @@ def blocks(rb, cw, lag):
     return lambda shape: WideBackward(shape.rows, shape.width, rb, cw, 1, lag)
 
 
-def setup(shape, forward=lambda shape: shape, backward=lambda shape: shape):
+def setup_of(shape, forward=lambda shape: shape, backward=lambda shape: shape):
     """A case, and changes to the schedules chosen for it."""
     return Case(shape), {"layer_norm_forward": forward, "layer_norm_backward": backward}
 
 
 SETUPS = {
-    "rows": setup((7, 24)),
-    "rows, uneven": setup((9, 12), held(2, 8, 2), held(2, 8, 2)),
-    "rows, side by side": setup((7, 24), held(4, 32, 1), held(4, 32, 1, keep=True)),
-    "rows, even": setup((8, 16), held(2, 8, 2, keep=True, stages=2), held(2, 8, 2, keep=True)),
-    "rows, folded": setup((9, 16), held(1, 4, 3, keep=True), held(2, 4, 3, lanes=1, stages=3)),
-    "rows, even and folded": setup((8, 16), held(4, 16, 2), held(4, 8, 2, lanes=1, finish=16)),
-    "rows, folded in part": setup((9, 12), held(2, 8, 2), held(4, 8, 2, lanes=2, keep=True)),
-    "wide": setup((5, 40), tiled(16, 4), blocks(2, 16, 5)),
-    "wide, even": setup((4, 32), tiled(8, 4), blocks(2, 8, 4)),
-    "wide, one block": setup((3, 40), tiled(32, 5), blocks(4, 16, 3)),
-    "wide, all late": setup((3, 20), tiled(8, 9), blocks(1, 8, 9)),
-    "wide, one tile": setup((3, 20), tiled(32, 1), blocks(2, 32, 1)),
+    "rows": setup_of((7, 24)),
+    "rows, uneven": setup_of((9, 12), held(2, 8, 2), held(2, 8, 2)),
+    "rows, side by side": setup_of((7, 24), held(4, 32, 1), held(4, 32, 1, keep=True)),
+    "rows, even": setup_of((8, 16), held(2, 8, 2, keep=True, stages=2), held(2, 8, 2, keep=True)),
+    "rows, folded": setup_of((9, 16), held(1, 4, 3, keep=True), held(2, 4, 3, lanes=1, stages=3)),
+    "rows, even and folded": setup_of((8, 16), held(4, 16, 2), held(4, 8, 2, lanes=1, finish=16)),
+    "rows, folded in part": setup_of((9, 12), held(2, 8, 2), held(4, 8, 2, lanes=2, keep=True)),
+    "wide": setup_of((5, 40), tiled(16, 4), blocks(2, 16, 5)),
+    "wide, even": setup_of((4, 32), tiled(8, 4), blocks(2, 8, 4)),
+    "wide, one block": setup_of((3, 40), tiled(32, 5), blocks(4, 16, 3)),
+    "wide, all late": setup_of((3, 20), tiled(8, 9), blocks(1, 8, 9)),
+    "wide, one tile": setup_of((3, 20), tiled(32, 1), blocks(2, 32, 1)),
 }
 EVERY_SETUP = pytest.mark.parametrize("setup", SETUPS)
 SOME_SETUPS = pytest.mark.parametrize("setup", ["rows, uneven", "rows, folded", "wide"])

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 import pickle
 import tempfile
 from types import SimpleNamespace
@@ -82,9 +81,7 @@ def a_process_group_joins_its_own_processes_only(rank, world, device):
 
 def with_lightning(rank, world, device):
     """Models trained by Lightning's strategy ddp."""
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    lightning_cases.as_under_torchrun(rank, world)
     with tempfile.TemporaryDirectory() as directory:
         return lightning_cases.distributed(directory)
 

@@ -86,16 +86,6 @@ def describe(case: Any) -> str:
     return " ".join(f"{f.name}={getattr(case, f.name)}" for f in changed).replace("torch.", "")
 
 
-def dx_terms(g: Tensor, xhat: Tensor, centre: Tensor, rstd: Tensor, dims: Any) -> Tensor:
-    """The sum of the absolute values of the terms of a norm's dx, before any cancel.
-
-    Each argument has absolute values. g: the gradient of the normalised values. centre: (|x| +
-    |mean|) * rstd, the terms of xhat. dims: those that the norm reduces over.
-    """
-    dx = g + g.mean(dims, keepdim=True) + (g * xhat).mean(dims, keepdim=True) * centre
-    return rstd * (dx + xhat * (g * (xhat + centre)).mean(dims, keepdim=True))
-
-
 def truncation(value: Tensor) -> float:
     """A relative error to allow: Triton's interpreter truncates to bfloat16, where a GPU rounds."""
     truncated = value.is_cpu and value.dtype == torch.bfloat16

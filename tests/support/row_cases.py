@@ -325,7 +325,10 @@ class _Exact:
         root = self.tv**0.5
         weight = 1.0 if t.weight is None else (t.weight + self.case.weight_offset).abs()
         dy = t.dy.abs()
-        through = calls.dx_terms(dy * weight * root, xhat, centre, rstd, self.dims)
+        g = dy * weight * root
+        sums = (g, g * xhat, g * (xhat + centre))
+        mean, slope, other = (each.mean(self.dims, keepdim=True) for each in sums)
+        through = rstd * (g + mean + slope * centre + xhat * other)
         if t.dtotal is not None:
             through = through + t.dtotal.abs()
         y = centre * weight * root

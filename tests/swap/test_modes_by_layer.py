@@ -6,7 +6,7 @@ from torch import nn
 
 import normplug
 from fuse_cases import PreNorm
-from normplug import by_depth, check, plan, set_mode, swap, swapped, unswap
+from normplug import by_depth, check, plan, set_mode, swap
 from swap_cases import GOLDEN, Net, X, assert_frozen, frozen
 
 
@@ -78,19 +78,6 @@ def test_a_layer_without_a_mode_is_refused_and_nothing_changes(net):
     with pytest.raises(ValueError, match=r"normplug\.set_mode: no key of mode matches"):
         set_mode(net, {"stem.*": 1})
     assert set(targets(net).values()) == {0.5}
-
-
-def test_preserve_output_swapped_and_unswap_work_layer_by_layer(net):
-    mode = {"stem.*": 0.5, "flat": 3, "*": "golden"}
-    net.eval()
-    y, before = net(X), frozen(net)
-    with swapped(net, mode) as inside:
-        assert sorted(targets(inside).values()) == [0.5, GOLDEN, 3]
-    assert_frozen(net, before)
-    torch.testing.assert_close(swap(net, mode, preserve_output=True)(X), y)
-    set_mode(net, {"flat": 1, "*": 0.25})
-    y = net(X)
-    torch.testing.assert_close(unswap(net)(X), y)
 
 
 def test_the_modes_of_a_checkpoint_can_be_restored_from_its_metadata(net):
