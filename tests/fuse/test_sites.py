@@ -8,16 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import normplug
-from fuse_cases import (
-    ROWS,
-    Depthwise,
-    Encoder,
-    Parts,
-    X,
-    assert_same_step,
-    swapped,
-    twins,
-)
+from fuse_cases import ROWS, Depthwise, Encoder, Parts, X, assert_same_step, swapped, twins
 from normplug import fuse, fusions
 from normplug._fuse.edit import REASON
 

@@ -112,15 +112,7 @@ def test_64_bit_offsets_give_the_same_bits(prepared, setup, monkeypatch):
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_the_output_and_the_input_gradient_may_differ_in_dtype(layout):
-    case = Case(
-        (2, 6, 5),
-        3,
-        layout=layout,
-        dtype=torch.bfloat16,
-        params=torch.float32,
-        output=torch.float32,
-    )
-    out = assert_accurate(case)
+    out = assert_accurate(Case((2, 6, 5), 3, **HALF, layout=layout, output=torch.float32))
     assert (out["y"].dtype, out["dx"].dtype) == (torch.float32, torch.bfloat16)
 
 

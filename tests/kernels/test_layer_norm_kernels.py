@@ -124,20 +124,27 @@ def test_64_bit_offsets_are_accurate(setup, residual, prepared, monkeypatch):
     assert_accurate(prepared(setup, residual=residual, vectors=vectors, running=torch.float32))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 3, 24, 96, 100, 257])
-def test_every_width_and_dtype_is_accurate(dtype, width):
-    for offset in (3.0, 1e3):
-        assert_accurate(Case((5, width), dtype, offset=offset))
+SIZES = [(4, 1), (4, 3), (2, 4097), (1, 9000), (3, 2, 2500), (150, 5)]
+CASES = [
+    *(
+        Case((5, width), dtype, offset=offset)
+        for width in (1, 3, 24, 96, 100, 257)
+        for dtype, offset in itertools.product(DTYPES, (3.0, 1e3))
+    ),
+    *(Case(size, vectors=MIXED["vectors"], running=torch.float32) for size in SIZES),
+    *(Case(size, vectors="weight", running=torch.float32, centred=False) for size in SIZES),
+    # Parameters of another dtype.
+    Case((6, 24), torch.float16, params=torch.float32),
+    Case((6, 24), torch.bfloat16, params=torch.float32, mode="standard"),
+    Case((6, 24), torch.float32, params=torch.float16, mode=0.25),
+    Case((6, 24), torch.float32, params=torch.float64),
+    Case((6, 24), torch.float16, params=torch.float64, mode="standard"),
+]
 
 
-@pytest.mark.parametrize("centred", [True, False])
-@pytest.mark.parametrize(
-    "shape", [(4, 1), (4, 3), (2, 4097), (1, 9000), (3, 2, 2500), (150, 5)], ids=str
-)
-def test_the_schedules_own_choices_are_accurate(shape, centred):
-    vectors = "weight+bias+input_bias" if centred else "weight"
-    assert_accurate(Case(shape, running=torch.float32, vectors=vectors, centred=centred))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_schedules_own_choices_are_accurate(case):
+    assert_accurate(case)
 
 
 @pytest.mark.parametrize("vectors", ["", "weight", "bias", "input_bias", "weight+bias+input_bias"])
@@ -146,21 +153,6 @@ def test_an_input_may_be_a_single_row(setup, vectors, prepared):
     for dims, shape in ((1, (24,)), (2, (4, 6))):
         assert_accurate(prepared(setup, shape=shape, dims=dims, vectors=vectors))
     assert_accurate(prepared(setup, shape=(24,), residual="contiguous"))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "params", "mode"),
-    [
-        (torch.float16, torch.float32, "golden"),
-        (torch.bfloat16, torch.float32, "standard"),
-        (torch.float32, torch.float16, 0.25),
-        (torch.float32, torch.float64, "golden"),
-        (torch.float16, torch.float64, "standard"),
-    ],
-    ids=str,
-)
-def test_parameters_may_have_another_dtype(dtype, params, mode):
-    assert_accurate(Case((6, 24), dtype, params=params, mode=mode))
 
 
 @pytest.mark.parametrize(
@@ -315,6 +307,7 @@ PERMUTED_VARIANTS = [
     {"dtype": torch.float64, "running": torch.float64},
     {"dtype": torch.bfloat16, "params": torch.float32, "residual": "permuted"},
     {"dtype": torch.float16, "residual": "permuted", "dy": "permuted apart"},
+    {"layout": "heads", "vectors": "weight", "centred": False},
 ]
 
 
@@ -330,7 +323,7 @@ def test_permuted_rows_have_the_same_bits_with_32_and_64_bit_offsets(
     assert_same_bits(run(case, make(case), "triton"), ours)
 
 
-@pytest.mark.parametrize("layout", ["apart", *PERMUTED])
+@pytest.mark.parametrize("layout", ["apart", "heads", *PERMUTED])
 @pytest.mark.parametrize("shape", [(3, 4, 12), (2, 3, 1, 2, 12)], ids=str)
 def test_rows_addressed_by_two_strides_are_not_copied(layout, shape, monkeypatch):
     launches = routes.watch_launches(monkeypatch)
@@ -422,40 +415,6 @@ def test_a_norm_that_rounds_before_the_weight_matches_torch(setup, rounding, par
     torch.testing.assert_close(y, theirs[0], rtol=2**-9, atol=0)
     torch.testing.assert_close(dx, theirs[1], rtol=2**-8, atol=2**-9)
     torch.testing.assert_close(dweight, theirs[2], rtol=2**-8, atol=2**-8)
-
-
-QKV = [
-    ("packed by kind", lambda B, S, H, D: torch.randn(B, S, 3, H, D)[:, :, 1]),
-    ("packed by head", lambda B, S, H, D: torch.randn(B, S, H, 3 * D).chunk(3, -1)[1]),
-    ("transposed", lambda B, S, H, D: torch.randn(B, S, H, D).transpose(1, 2)),
-    (
-        "packed and transposed",
-        lambda B, S, H, D: torch.randn(B, S, 3, H, D).permute(2, 0, 3, 1, 4)[1],
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "make_heads"), QKV, ids=[name for name, _ in QKV])
-@pytest.mark.parametrize("setup", ["rows, uneven", "wide"])
-def test_heads_of_queries_and_keys_are_not_copied(name, make_heads, setup, prepared, monkeypatch):
-    prepared(setup)
-    if setup == "wide":
-        routes.use_64_bit_offsets(monkeypatch)
-    launches = routes.watch_launches(monkeypatch)
-    x, dy = (make_heads(2, 2, 3, 12).detach() for _ in range(2))
-    weight = torch.rand(12)
-    results = []
-    for backend in ("triton", "torch"):
-        given, own = x.detach().requires_grad_(), leaf(weight)
-        y = functional.rms_norm(given, (12,), own, backend=backend)
-        results.append((y, *torch.autograd.grad(y, (given, own), dy)))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-    forward, backward = launches
-    assert (forward["x"], backward["x"]) == (x.data_ptr(), x.data_ptr())
-    assert backward["dy"] == dy.data_ptr()
-    y, dx, _ = results[0]
-    assert y.is_contiguous()
-    assert dx.stride() == x.stride() if name == "transposed" else dx.is_contiguous()
 
 
 LAYOUT = st.sampled_from(LAYOUTS)

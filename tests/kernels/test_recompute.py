@@ -16,15 +16,7 @@ import routes
 from fuse_cases import Block, outcome
 from normplug import functional, fuse, unfuse
 from normplug._ops import recompute
-from recompute_cases import (
-    Attend,
-    Feed,
-    Residual,
-    check_same,
-    convolutions,
-    kept,
-    twins,
-)
+from recompute_cases import Attend, Feed, Residual, check_same, convolutions, kept, twins
 
 pytestmark = [*interpreted.MARKS, routes.NEEDS_RECOMPUTE]
 

@@ -18,16 +18,7 @@ from accuracy import assert_same_bits
 from normplug import SyncBatchNorm, plan, set_mode, swap, unswap
 from normplug._ops import peers
 from normplug.lightning import SwapNorms, SyncNorms
-from sync_cases import (
-    CHANNELS,
-    THREE,
-    TWO,
-    assert_joined,
-    assert_passed,
-    make_net,
-    outcome,
-    ran,
-)
+from sync_cases import CHANNELS, THREE, TWO, assert_joined, assert_passed, make_net, outcome, ran
 
 
 def numbers(rank, world, device):

@@ -50,27 +50,6 @@ def test_every_committed_result_and_picture_is_linked_from_a_page():
         assert f"({path.relative_to(tables.DOCS).as_posix()})" in pages, path
 
 
-def test_new_rows_make_tables():
-    row = {"device": "a GPU", "torch": "2.15", "commit": "abc", "date": "2026-11-25T01:02:03"}
-    call = row | {"op": "layer_norm", "layout": "rows", "shape": "9x8", "dtype": "float32"}
-    call |= {"direction": "F", "floor_passes": 2, "copy_gbps": 2000.0, "wall_us": 9.0}
-    rows = [call | {"provider": "normplug", "us": 4.0, "gbps": 1000.0, "max_rel": 2e-7}]
-    rows.append(call | {"provider": "eager", "us": 6.0, "gbps": 500.0, "date": "2026-11-26T01"})
-    lines = tables.render(rows).splitlines()
-    assert lines[0] == "a GPU, torch 2.15, commit abc, 2026-11-25 to 2026-11-26."
-    assert lines[2] == "Copy: 2000 GB/s, read and written."
-    cells = [line.split("|")[6:-1] for line in lines if line.startswith("| layer_norm")]
-    assert [[cell.strip() for cell in each] for each in cells] == [
-        ["4.0 (1.50x)", "6.0 (1.00x)"],
-        ["50", "25"],
-        ["2.0e-07"],
-    ]
-    step = {**row, "model": "net", "batch": 8, "mode": "golden", "arm": "eager", "ms": 20.0}
-    lines = tables.render([step]).splitlines()
-    assert "mode golden" in lines[0]
-    assert lines[-1].split() == ["|", "net", "|", "8", "|", "20.00", "(1.00x)", "|"]
-
-
 def test_a_suite_writes_rows(tmp_path):
     words = ["--suite", "small", "--only", "layer_norm rows 32x128 float32", "--device", "cpu"]
     path = tmp_path / "rows.json"
