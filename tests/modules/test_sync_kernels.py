@@ -114,9 +114,8 @@ def a_process_that_stops_is_named_and_no_wrong_result_is_used(rank, world, devic
     assert layer(x).isnan().all()
     torch.testing.assert_close(layer.state_dict(), state, rtol=0, atol=0)
     assert time.perf_counter() - start < 120  # in the interpreter
-    with pytest.raises(
-        RuntimeError, match="rank 0 of 2 has waited .*for rank 1 in the fo"
-    ) as error:
+    who = "rank 0 of 2 has waited .*for rank 1 in the forward"
+    with pytest.raises(RuntimeError, match=who) as error:
         layer(x)
     assert f"of a layer of {CHANNELS} channels" in str(error.value)
     assert str(error.value).endswith("than the timeout of the process group.")

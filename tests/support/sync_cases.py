@@ -264,9 +264,10 @@ def one_process_can_measure_alone(rank, world, device, backend="auto"):
 
 def assert_equal_everywhere(tensor, group=None):
     """Assert that all processes have the same bits."""
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, tensor, group=group)
-    assert all(torch.equal(each, tensor) for each in found)
+    own = tensor.reshape(-1)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    assert all(torch.equal(each, own) for each in found)
 
 
 def make_net():
