@@ -224,17 +224,17 @@ class _Exact:
         t, rstd = self.tensors, self._rstd()
         centre = (t.x.abs() + self._wide(self.mean.abs())) * rstd
         xhat = (t.x - self._wide(self.mean)).abs() * rstd
-        dz = t.dy.abs()
-        exact_dz = self.dz.abs()
+        dz, exact_dz = t.dy.abs(), self.dz.abs()
         if self.case.groups is not None:  # no activation's derivatives are much above 1
             dz = dz * (1.0 if self.case.activation is None else 1.2 + self.terms_of_z())
             exact_dz = dz
         elif self.case.activation in ("silu", "gelu", "hardswish"):
             dz = dz * (1 + self.terms_of_z())  # their second derivatives are at most 1
-        dx, exact = dz * self._factor(), exact_dz * self._factor()
+        g, exact_g = dz * self._factor(), exact_dz * self._factor()
+        dx = g
         if self.case.training:
-            slope = self._mean(dx * xhat + exact * centre)
-            dx = dx + self._mean(dx) + centre * self._mean(exact * xhat) + xhat * slope
+            slope = self._mean(g * xhat + exact_g * centre)
+            dx = g + self._mean(g) + centre * self._mean(exact_g * xhat) + xhat * slope
         out = {
             "y": self.terms_of_z(),
             "dx": rstd * dx,
