@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,7 @@ from normplug._ops.spec import Pool, Tensors
 from normplug._torch import interposed, transforms_active
 from normplug.reference import accumulator_dtype, channel_dims
 
-# Bytes of input from which torch.compile calls a fused norm as an operator. That takes the host
-# some 80 us more, in both directions together, than the code that Inductor generates.
-_OPERATOR_BYTES = 96 << 20
+_OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 _LAST = torch.channels_last
 
 
@@ -153,14 +152,17 @@ class BatchNormSpec(NamedTuple):
     # The operators for compilers. Torch operations outside them update the running statistics: a
     # compiler fuses these, and the operators have no side effects.
 
-    def operator_pays(self, t: Tensors, isolated: bool) -> bool:
-        """Whether an operator was measured faster than what Inductor makes of the call.
+    def compiled(self, t: Tensors, isolated: bool) -> Callable[[Tensors], Any] | None:
+        """An operator, if the norm is large and its neighbours are in it, or `isolated`.
 
         Inductor fuses a norm with what follows it, and an operator prevents that. So an operator
-        pays only if it fuses more itself, or if there is nothing to fuse the norm with.
+        pays only if it fuses more itself, or if there is nothing to fuse the norm with. Kernels
+        that read pixels of an odd number of bytes are slower than Inductor's.
         """
         fuses = t.residual is not None or self.activation is not None
-        return (fuses or isolated) and eligible.size_of(t.x) >= _OPERATOR_BYTES
+        aligned = t.x.is_contiguous() or t.x.shape[1] * t.x.element_size() % 16 == 0
+        pays = (fuses or isolated) and aligned and eligible.size_of(t.x) >= _OPERATOR_BYTES
+        return self.operator if pays else None
 
     def operator(self, t: Tensors) -> Tensor:
         return self.joined_operator(t, 0)[0]

@@ -128,8 +128,9 @@ def choose(
             )
         return Way(spec.by_torch, t, why)
     if eligible.is_compiling():
-        if backend == "triton" or spec.operator_pays(t, isolated):
-            return Way(spec.operator, t)
+        run = spec.operator if backend == "triton" else spec.compiled(t, isolated)
+        if run is not None:
+            return Way(run, t)
         return Way(spec.by_torch, t, "a compiler fuses PyTorch's operations")
     plan, ready = plan_of(t, spec, key)
     return Way(plan.bound(ready), ready, None, plan)

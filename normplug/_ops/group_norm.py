@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Needs, Plan, Program, gradients_of, named, needed
 from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype
+
+_OPERATOR_BYTES = 1 << 20  # of input, from which torch.compile calls the operator
 
 
 class GroupNormSpec(NamedTuple):
@@ -107,9 +110,9 @@ class GroupNormSpec(NamedTuple):
 
     # The operator for compilers. Torch operations outside it update the running statistics.
 
-    def operator_pays(self, t: Tensors, isolated: bool) -> bool:
-        """Never: Inductor fuses a norm with its neighbours, and an operator prevents that."""
-        return False
+    def compiled(self, t: Tensors, isolated: bool) -> Callable[[Tensors], Any] | None:
+        """An operator: Inductor's reductions over channels and space are several times as slow."""
+        return self.operator if eligible.size_of(t.x) >= _OPERATOR_BYTES else None
 
     def operator(self, t: Tensors) -> Tensor:
         y, stats = OPERATORS.differentiable(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from normplug._kernels.layer_norm import launches
     from normplug._kernels.layer_norm.launches import Spacing
 
-# Bytes of input from which torch.compile calls the operator, without and with a residual.
-_OPERATOR_BYTES = 16 << 20
-_ADD_OPERATOR_BYTES = 32 << 20
+_OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 
 
 class LayerNormSpec(NamedTuple):
@@ -178,19 +176,76 @@ class LayerNormSpec(NamedTuple):
     # The operators for compilers. They update the running statistics. Outside them, a compiler
     # would need further kernels to average the rows' statistics.
 
-    def operator_pays(self, t: Tensors, isolated: bool) -> bool:
-        """Whether an operator was measured faster than what Inductor makes of a LayerNorm."""
-        if not self.centred:
-            return False
-        size = eligible.size_of(t.x)
-        if t.residual is not None:  # Inductor fuses this too, forward as fast, backward slower
-            return size >= _ADD_OPERATOR_BYTES
-        # Inductor fuses a LayerNorm with the residual add before it. Over the channels of
-        # channels_last images its code is still slower than the kernels (docs/speed.md).
-        slow = isolated and t.x.is_contiguous()
-        return (t.input_bias is not None or slow) and size >= _OPERATOR_BYTES
+    def traced(self, t: Tensors) -> tuple[Tensor, ...]:
+        """What the forward operator returns, by PyTorch's operations, which a compiler fuses."""
+        total = t.x if t.residual is None else t.x + t.residual
+        vectors = (t.residual, t.weight, t.bias, t.input_bias)
+        present = (v.dtype for v in (t.x, *vectors) if v is not None)
+        acc, dims = accumulator_dtype(*present), tuple(range(-len(self.normalized_shape), 0))
+        h = total.to(acc)
+        if t.input_bias is not None:
+            h = h + t.input_bias
+        mean = None
+        if self.centred:
+            var, mean = torch.var_mean(h, dims, correction=0, keepdim=True)
+            h = h - mean
+        else:
+            var = h.square().mean(dims, keepdim=True)
+        rstd = torch.rsqrt(var + self.eps_of(total.dtype))
+        y = _scaled(h * rstd, total.dtype, t.weight, t.bias, self)
+        if t.running_var is not None:
+            stock.update_running(
+                t, self.momentum, None if mean is None else mean.mean(), var.mean()
+            )
+        stats = rstd.flatten() if mean is None else torch.cat((mean.flatten(), rstd.flatten()))
+        return (y, stats) if t.residual is None else (y, total, stats)
+
+    def traced_gradients(
+        self, dy: Tensor, dtotal: Tensor | None, x: Tensor, *others: Any
+    ) -> list[Tensor]:
+        """What the backward operator of a LayerNorm returns, by PyTorch's operations."""
+        _, weight, bias, input_bias, stats, needs = others
+        acc, root, shape = stats.dtype, math.sqrt(self.target_variance), self.normalized_shape
+        lead = x.shape[: x.dim() - len(shape)]
+        mean, rstd = stats.view(2, *lead, *[1] * len(shape))
+        h = x.to(acc) if input_bias is None else x.to(acc) + input_bias
+        dy = dy.to(acc) if weight is not None else dy.to(acc) * root
+        wide = (v if v is None else v.to(acc) for v in (weight, bias))
+        scale, shift = next(wide), next(wide)
+        scale = scale if scale is None else scale * root
+        mask = [needs[0] or needs[4], needs[2], needs[3]]
+        dh, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            dy, h, shape, mean, rstd, scale, shift, mask
+        )
+        found = {}
+        if needs[0]:
+            found[0] = (dh if dtotal is None else dh + dtotal).to(x.dtype)
+        if needs[2]:
+            found[2] = (dweight * root).to(weight.dtype)
+        if needs[3]:
+            found[3] = dbias.to(bias.dtype)
+        if needs[4]:
+            found[4] = dh.sum(tuple(range(len(lead)))).to(input_bias.dtype)
+        return list(found.values())
+
+    def compiled(self, t: Tensors, isolated: bool) -> Callable[[Tensors], Any] | None:
+        """For a LayerNorm, the backward alone by an operator, unless a pointwise operator makes dy.
+
+        Inductor's forwards over rows are as fast as a kernel can be, and fuse what stands around
+        the norm. In its backwards, the gradients of weight and bias are slow. Its RMSNorms have no
+        bias, and a dy that is a sum, which it fuses: there is nothing to gain.
+        """
+        large = eligible.size_of(t.x) >= _OPERATOR_BYTES
+        pays = self.centred and large and t.x.is_contiguous()
+        return self._backward_operator if pays else None
 
     def operator(self, t: Tensors) -> Any:
+        return self._operator(t, traced=False)
+
+    def _backward_operator(self, t: Tensors) -> Any:
+        return self._operator(t, traced=True)
+
+    def _operator(self, t: Tensors, traced: bool) -> Any:
         x, residual, *rest = t
         shape, row_dims = x.shape, len(self.normalized_shape)
         if _is_grid_of_rows(x, row_dims) and (
@@ -199,9 +254,9 @@ class LayerNormSpec(NamedTuple):
             x = x.flatten(0, -1 - row_dims)
             residual = None if residual is None else residual.flatten(0, -1 - row_dims)
         if residual is None:
-            y, _ = _plain(x, None, *rest, *self)
+            y, _ = _plain(x, None, *rest, *self, traced)
             return y.view(shape)
-        y, total, _ = _add(x, residual, *rest, *self)
+        y, total, _ = _add(x, residual, *rest, *self, traced)
         return y.view(shape), total.view(shape)
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
@@ -225,12 +280,21 @@ class LayerNormSpec(NamedTuple):
 
 def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> Tensor:
     """An RMSNorm that torch has no operator for, with its library's order of operations."""
-    dtype = None if weight is None else weight.dtype
-    acc, dims = accumulator_dtype(h.dtype, dtype), tuple(range(-len(spec.normalized_shape), 0))
-    rounded, output = spec.rounds_to(h.dtype, dtype), spec.output_dtype(h.dtype, dtype)
-    eps, root = spec.eps_of(h.dtype), math.sqrt(spec.target_variance)
-    h = h.to(acc)
-    y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
+    acc = accumulator_dtype(h.dtype, None if weight is None else weight.dtype)
+    wide, dims = h.to(acc), tuple(range(-len(spec.normalized_shape), 0))
+    rstd = torch.rsqrt(wide.square().mean(dims, keepdim=True) + spec.eps_of(h.dtype))
+    return _scaled(wide * rstd, h.dtype, weight, None, spec)
+
+
+def _scaled(
+    y: Tensor, total: torch.dtype, weight: Tensor | None, bias: Tensor | None, spec: LayerNormSpec
+) -> Tensor:
+    """The result of a norm, from normalised values y in the accumulator dtype.
+
+    total: the dtype of the tensor that was normalised.
+    """
+    acc, dtype = y.dtype, None if weight is None else weight.dtype
+    rounded, root = spec.rounds_to(total, dtype), math.sqrt(spec.target_variance)
     if weight is not None:
         weight = weight.to(acc)
         weight = weight + spec.weight_offset if spec.weight_offset else weight
@@ -244,7 +308,9 @@ def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> 
         y = y.to(rounded).to(acc)
     if weight is not None:
         y = y * weight
-    return y.to(output)
+    if bias is not None:
+        y = y + bias
+    return y.to(spec.output_dtype(total, dtype))
 
 
 def _row_statistics(
@@ -282,7 +348,15 @@ _NUMBERS = (
     "ScalarType? autocast, str autocast_output, bool centred, float weight_offset, str? rounding"
 )
 PLAIN, ADD = (
-    NormOperators(name, _NUMBERS, ("stats",), _spec_of, has_total=has_total, updates_running=True)
+    NormOperators(
+        name,
+        _NUMBERS,
+        ("stats",),
+        _spec_of,
+        has_total=has_total,
+        updates_running=True,
+        can_trace=True,
+    )  # fmt: skip
     for name, has_total in (("layer_norm", False), ("add_layer_norm", True))
 )
 # For torch.compile, which guards on each attribute that it reads.

@@ -10,8 +10,9 @@ it is part of the key by which calls are stored. Its methods, for a call with th
     refusal(t)                  why the kernels cannot run it; None if they can
     laid_out(t)                 t, with copies of tensors whose layout the kernels cannot read
     plan(t)                     the `plans.Plan` of a call that is laid out
-    operator_pays(t, isolated)  whether a compiler should call the operator where kernels can run
     operator(t)                 run it by the kernels, as an operator: see `operators.NormOperators`
+    compiled(t, isolated)       what a compiler should call where kernels can run: a method, such as
+                                `operator`, or None for PyTorch's operations, which it fuses
     fake(t), fake_dx(x)         the operator's outputs and the gradient of x, without values; sizes
                                 may be symbolic
 

@@ -10,7 +10,9 @@ import sys
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import group_kernel_cases
@@ -22,7 +24,7 @@ import routes
 import row_cases
 from accuracy import assert_no_worse, assert_same_bits
 from calls import INPUTS, case_id, walked
-from fuse_cases import Depthwise, check_saved_bytes
+from fuse_cases import Depthwise, check_saved_bytes, outcome
 from normplug import functional, fuse, native, swap
 from normplug._kernels.launch import Launch
 from normplug._ops import eligible
@@ -313,6 +315,44 @@ def test_make_fx_records_the_kernels_as_one_operator(norm):
 )
 def test_one_compiled_graph_serves_other_numbers_of_rows(cases, arguments):
     cases.check_compiled(*arguments, "cpu", "aot_eager")
+
+
+class Projected(nn.Module):
+    """A LayerNorm between linear layers; `readers` of them take its result."""
+
+    def __init__(self, readers):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.first, *self.readers = (nn.Linear(32, 32) for _ in range(1 + readers))
+        self.readers = nn.ModuleList(self.readers)
+
+    def forward(self, x):
+        y = self.norm(self.first(x))
+        return sum(reader(y) for reader in self.readers)
+
+
+@pytest.mark.parametrize(("readers", "is_operator"), [(1, True), (2, False)])
+def test_a_compiler_gets_a_backward_as_an_operator_unless_it_can_fuse_the_gradient(
+    readers, is_operator, monkeypatch
+):
+    routes.use_operators_for_small_inputs(monkeypatch)
+    monkeypatch.setattr(eligible, "is_asked_for", lambda backend, x: True)
+    graphs = []
+
+    def look(graph, inputs):
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=look)
+    torch.manual_seed(0)
+    model = normplug.swap(Projected(readers))
+    compiled = torch.compile(copy.deepcopy(model), backend=backend, fullgraph=True)
+    x = torch.randn(6, 32)
+    ours, theirs = outcome(compiled, x), outcome(model, x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    found = set.union(*graphs)
+    assert "normplug.layer_norm_forward.default" not in found
+    assert ("normplug.layer_norm_backward.default" in found) == is_operator
 
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])

@@ -265,7 +265,7 @@ def norms_under_sequence_parallel_train_as_in_one_process(rank, world, device):
         torch.testing.assert_close(result, swapped)
         assert whole(net.norm1.watched_count) == 3
         if rank == 0:
-            measured = torch.tensor(averages([net.norm1._probe])[0])
+            measured = torch.as_tensor(averages([net.norm1._probe])[0])
             torch.testing.assert_close(measured[0], own[:, :3].var(-1, correction=0).mean())
         unswap(net)
         with torch.no_grad():

@@ -31,6 +31,7 @@ from calls import case_id
 from normplug import functional, native
 from normplug._kernels.launch import Launch
 from normplug._ops import call as calls
+from normplug._ops import eligible, operators
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
 from normplug.modules.probe import Probe, averages
@@ -98,6 +99,18 @@ CASES = [
 def test_both_paths_give_the_same_bits(cases, case):
     tensors = cases.make(case)
     both_ways(lambda: cases.run(case, tensors, "triton"))
+
+
+@pytest.mark.parametrize(("cases", "case"), CASES, ids=case_id)
+def test_operators_give_the_same_bits_and_need_no_python_once_stored(cases, case, monkeypatch):
+    monkeypatch.setattr(eligible, "is_compiling", lambda: True)
+    monkeypatch.setattr(calls, "_stored", {})
+    native.forget()
+    tensors = cases.make(case)
+    both_ways(lambda: cases.run(case, tensors, "triton"))
+    monkeypatch.setattr(operators, "plan_of", None)
+    cases.run(case, tensors, "triton")
+    native.forget()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from normplug import native, target_variance
 from normplug._ops import batch_norm as batch_norms
 from normplug._ops import call as calls
 from normplug._ops import eligible, recompute, row_norms
+from normplug._ops import group_norm as group_norms
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Pool, Tensors
@@ -67,9 +68,8 @@ def use_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_operators_for_small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have compilers use the operators even for small inputs."""
-    for norm in (batch_norms, row_norms):
-        for constant in ("_OPERATOR_BYTES", "_ADD_OPERATOR_BYTES"):
-            monkeypatch.setattr(norm, constant, 0, raising=False)
+    for norm in (batch_norms, row_norms, group_norms):
+        monkeypatch.setattr(norm, "_OPERATOR_BYTES", 0)
 
 
 def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
@@ -225,12 +225,14 @@ def check_operators(cases: Any, case: Any, device: str) -> None:
     count = running.pop("num_batches_tracked", None)
     t = Tensors(**tensors.inputs(case.needs), **running, tracked=count)
     operators, numbers = cases.operators(case)
-    torch.library.opcheck(operators.differentiable, (*t, *numbers))
+    for traced in ([False], [True]) if operators.can_trace else ([],):
+        torch.library.opcheck(operators.differentiable, (*t, *numbers, *traced))
+    text = operators.text_of(numbers)
     bare = Tensors(*(each if each is None else each.detach() for each in t))
-    torch.library.opcheck(operators.forward, (*bare, *numbers), test_utils=INNER_RULES)
-    outputs = operators.forward(*bare, *numbers)
+    torch.library.opcheck(operators.forward, (*bare, text), test_utils=INNER_RULES)
+    outputs = operators.forward(*bare, text)
     x, residual, *vectors = bare[:5]
-    spec, has_residual = operators.spec(*numbers), residual is not None
+    spec, has_residual = operators.spec(text), residual is not None
     needs = [each is not None and each.requires_grad for each in t[:5]]
     state = outputs[1:]
     if operators.has_total:
@@ -239,17 +241,8 @@ def check_operators(cases: Any, case: Any, device: str) -> None:
     elif has_residual and spec.passes_dy:  # the residual's gradient would be dy itself
         needs[1] = False
     kept = residual if has_residual and spec.reads_residual else None
-    arguments = (
-        tensors.dy,
-        tensors.dtotal,
-        x,
-        kept,
-        *vectors,
-        *state,
-        has_residual,
-        *numbers,
-        needs,
-    )
+    dys = tensors.dy, tensors.dtotal
+    arguments = (*dys, x, kept, *vectors, *state, has_residual, text, needs)
     torch.library.opcheck(operators.backward, arguments, test_utils=INNER_RULES)
 
 
