@@ -43,7 +43,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
     """Change schedules: each of `changes` maps the result of the schedule function of its name."""
     for name, change in changes.items():
-        norm = "layer_norm" if name.startswith("layer_norm") else "batch_norm"
+        norm = "batch_norm" if name == "geometry" else name.rpartition("_")[0]
         schedule = import_module(f"normplug._kernels.{norm}.schedule")
         chosen = getattr(schedule, name)
         monkeypatch.setattr(
@@ -185,16 +185,6 @@ def recomputed(y: Any) -> Tensor:
     return make()
 
 
-def is_pooled_by_kernel(y: Any) -> bool:
-    return y.grad_fn.name().endswith("NormBackward")  # y has no node of a pooling
-
-
-def refusal_to_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -> str | None:
-    """Why the kernels cannot normalise and pool x; vectors: running statistics, weight and bias."""
-    spec = BatchNormSpec(True, 0.1, 1e-5, 1.0, "relu", pool)
-    return spec.refusal(Tensors(x, None, *vectors[2:], None, *vectors[:2]))
-
-
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the statistics by kernel, in the interpreter too."""
     return batch_norms.channel_stats(x, "triton")
@@ -227,10 +217,14 @@ def batch_norm(
     return calls.call("functional.batch_norm", t, spec, backend)
 
 
-def check_operators(
-    operators: Any, t: Tensors, numbers: tuple[Any, ...], dy: Tensor, dtotal: Tensor | None = None
-) -> None:
+def check_operators(cases: Any, case: Any, device: str) -> None:
     """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
+    tensors = cases.make(case, device)
+    of_batch = hasattr(case, "training")
+    running = {} if of_batch and case.training else tensors.running(tracked=not of_batch)
+    count = running.pop("num_batches_tracked", None)
+    t = Tensors(**tensors.inputs(case.needs), **running, tracked=count)
+    operators, numbers = cases.operators(case)
     for traced in ([False], [True]) if operators.can_trace else ([],):
         torch.library.opcheck(operators.differentiable, (*t, *numbers, *traced))
     text = operators.text_of(numbers)
@@ -247,7 +241,8 @@ def check_operators(
     elif has_residual and spec.passes_dy:  # the residual's gradient would be dy itself
         needs[1] = False
     kept = residual if has_residual and spec.reads_residual else None
-    arguments = (dy, dtotal, x, kept, *vectors, *state, has_residual, text, needs)
+    dys = tensors.dy, tensors.dtotal
+    arguments = (*dys, x, kept, *vectors, *state, has_residual, text, needs)
     torch.library.opcheck(operators.backward, arguments, test_utils=INNER_RULES)
 
 
