@@ -129,7 +129,7 @@ def is_made_pointwise(t: Tensor) -> bool:
     if isinstance(t, FunctionalTensor):
         t = torch._from_functional_tensor(t.elem)
     recorded = proxy_tensor.get_proxy_slot(t, mode.tracer, None)
-    node = None if recorded is None else recorded.proxy.node
+    node: Any = None if recorded is None else recorded.proxy.node
     while node is not None and node.target in _VIEWS_AND_CASTS:
         node = node.args[0]
     target = None if node is None else node.target

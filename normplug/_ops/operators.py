@@ -168,7 +168,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.operators, ctx.text, ctx.traced = operators, operators.text_of(numbers), traced
         ctx.spec = operators.spec(ctx.text)
         outputs = ctx.spec.traced(t) if traced else operators.forward(*t, ctx.text)
-        x, residual, *vectors = t[:_INPUTS]
+        x, residual, *vectors = arguments[:_INPUTS]
         ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
         ctx.has_residual = residual is not None and not operators.has_total
         kept = residual if ctx.has_residual and ctx.spec.reads_residual else None
