@@ -81,16 +81,9 @@ def main(cfg: DictConfig, run: Run) -> None:
     if cfg.compile:
         net.compile()
 
-    optimizer = instantiate(cfg.optimizer, _convert_="all")  # checkpoints have plain lists only
-    identity = {
-        **{key: run.labels[key] for key in ("arm", "seed", "model", "data")},
-        "optimizer": cfg.optimizer._target_,
-        "batch_size": data.batch_size,
-    }
-    keys = ("seed", "schedule", "warmup", "cycle_momentum", "label_smoothing", "graph")
-    model = Learner(
-        net, data.measure, optimizer, identity=identity, **{key: cfg[key] for key in keys}
-    )
+    identity = {key: run.labels[key] for key in ("arm", "seed", "model", "data")}
+    identity |= {"optimizer": cfg.optimizer._target_, "batch_size": data.batch_size}
+    model = Learner(net, data.measure, cfg, identity)
     trainer = run.trainer()
     checkpoint = run.begin(trainer)
     if cfg.train:
@@ -106,7 +99,6 @@ class CompareArms(Callback):
 
     @rank_zero_only
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Print the table; exit with the comparison's code if a run has not finished."""
         from normplug.experiment.compare import main  # which training need not import
 
         if code := main([str(config.hydra.sweep.dir)]):

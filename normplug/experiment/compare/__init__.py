@@ -20,8 +20,6 @@ from normplug.experiment.compare.stats import group_runs
 
 __all__ = ["Comparison", "compare"]
 
-RUNS = "directories, searched at any depth for result.json, or files that --collect wrote"
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -80,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 1 if a run is missing, unfinished or failed."""
     parser = argparse.ArgumentParser("python -m normplug.compare", description=__doc__)
     add = parser.add_argument
-    add("sources", metavar="RUNS", nargs="+", type=Path, help=RUNS)
+    add("sources", metavar="RUNS", nargs="+", type=Path, help="directories of runs, or files")
     add("--out", metavar="DIR", help="directory for tables and plots (default: the only RUNS)")
     add("--reference", metavar="ARM", help="compare with this arm, not baseline or standard")
     add = parser.add_mutually_exclusive_group().add_argument

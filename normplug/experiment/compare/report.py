@@ -163,12 +163,8 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
     The best rate has the best mean validation after the last epoch. A rate counts if each seed of
     the arm finished with it. Of equal scores, the smaller rate is taken.
 
-    Returns:
-        Tables of the mean scores, and the options of each arm that has a best rate, with that
-        rate, and without seed and study.
-
-    Raises:
-        ValueError: no run records its learning rate and options.
+    Return tables of the mean scores, and the options of each arm that has a best rate, with that
+    rate, and without seed and study.
     """
     known = runs[runs.learning_rate.notna() & runs.overrides.astype(bool)]
     if known.empty:

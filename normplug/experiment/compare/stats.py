@@ -45,18 +45,10 @@ def far_off(values: pd.DataFrame) -> pd.DataFrame:
 
 
 class Group:
-    """The runs of one model on one data set.
+    """The runs of one model on one data set, with the columns of `find_runs`.
 
-    Args:
-        runs: a row a run, with the columns of `find_runs`; of each arm and seed, at most one is
-            finished.
-        references: the arms to compare with, by preference.
-
-    Attributes:
-        seeds: every seed that any arm has, and so every seed that each arm should have.
-        finished: the finished runs; no other run is averaged.
-        reference: the first of `references` with a finished run, or None.
-        graphs: the arms with finished runs that replayed CUDA graphs.
+    Of each arm and seed, at most one run is finished. The first of `references` that has a finished
+    run is the arm to compare with.
     """
 
     def __init__(self, runs: pd.DataFrame, references: tuple[str, ...]) -> None:
@@ -64,10 +56,10 @@ class Group:
         self.model, self.data = runs.model.iloc[0], runs.data.iloc[0]
         self.title = f"{self.model} on {self.data}"
         self.arms = sorted(set(runs.arm), key=lambda arm: ([*ARM_ORDER, arm].index(arm), arm))
-        self.seeds = sorted(set(runs.seed))
-        self.finished = runs[runs.status == "finished"]
+        self.seeds = sorted(set(runs.seed))  # that each arm should have
+        self.finished = runs[runs.status == "finished"]  # no other run is averaged
         self.measure: Measure = next(iter(self.finished.measure), ACCURACY)
-        self.graphs = set(self.finished.arm[self.finished.graph])
+        self.graphs = set(self.finished.arm[self.finished.graph])  # arms that replayed CUDA graphs
         done = set(self.finished.arm)
         self.reference = next((arm for arm in references if arm in done), None)
 
