@@ -41,6 +41,7 @@ Number: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Name: TypeAlias = Annotated[str, Field(pattern=NAME)]
+Factors: TypeAlias = dict[Literal["lr", "decay", "start"], Number]
 Group: TypeAlias = dict[str, dict | None] | list | None
 # Decorates what the configuration builds: its arguments must match their annotations.
 checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True))
@@ -72,6 +73,7 @@ class Config(TypedDict):
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     mode: Any
     gamma0: Positive | Literal["inverse_depth", "reversed_depth", "mean_inverse_depth"] | None
+    factors: dict[Literal["norm_weight", "norm_bias", "head"], Factors]
     swap: dict
     seed: Seed
     compile: bool

@@ -264,7 +264,6 @@ class Torchvision(ImageData):
     root: str = "data"
 
     def prepare_data(self) -> None:
-        """Download the data set if it is absent; a failed download is a RuntimeError."""
         try:
             for train in (True, False):
                 getattr(datasets, self.dataset)(self.root, train=train, download=True)

@@ -64,7 +64,6 @@ class GraphedLoss:
         return step
 
     def release(self) -> None:
-        """Free the graphs and their memory."""
         if self._step is not None:
             vars(self._step).pop("forward")  # breaks a reference cycle, on torch < 2.15
             self._step = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -15,36 +15,42 @@ from hydra.utils import instantiate
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler
 
+from normplug._swap.inventory import Inventory
 from normplug.experiment.callbacks import say, variance_loggers
 from normplug.experiment.config import WHO
 from normplug.experiment.data import MODEL, Batch, stream_seed
 from normplug.experiment.graph import GraphedLoss
 from normplug.experiment.measure import ACCURACY, Measure
-from normplug.experiment.models import GPT, Block
+from normplug.experiment.models import GPT, Block, heads
 
 DROP_TOKENS = 2**15  # test tokens, per process, on which the loss without each block is measured
 
 
-def decay_groups(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
-    """Split parameters into groups for an optimizer: weight decay is for matrices only.
-
-    Norm weights and biases have one dimension and no decay. Frozen parameters are skipped.
-    """
-    trainable = [p for p in parameters if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trainable if p.dim() > 1]},
-        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def make_optimizer(net: nn.Module, cfg: DictConfig) -> Optimizer:
+    """Norms and the head get the `factors` of their own. Of the others, only matrices decay."""
+    own: dict[Tensor, Mapping[str, float]] = {
+        p: cfg.factors["norm_bias" if name.endswith("bias") else "norm_weight"]
+        for norm in Inventory(net).norms
+        for name, p in norm.named_parameters()
+    }
+    own |= {head.weight: cfg.factors["head"] for head in heads(net)}
+    groups: dict[tuple[float, float], list[Tensor]] = {}
+    for p in filter(lambda p: p.requires_grad, net.parameters()):
+        of_p = own.get(p, {"lr": 1.0, "decay": float(p.dim() > 1)})
+        groups.setdefault((of_p["lr"], of_p["decay"]), []).append(p)
+    make = instantiate(cfg.optimizer, _convert_="all")  # checkpoints have plain lists only
+    optimizer: Optimizer = make([{"params": params} for params in groups.values()])
+    for group, (rate, decay) in zip(optimizer.param_groups, groups, strict=True):
+        group["lr"] *= rate
+        group["weight_decay"] = decay * group.get("weight_decay", 0.0)
+    return optimizer
 
 
 def make_scheduler(
     optimizer: Optimizer, steps: int, name: str, warmup: float, cycle_momentum: bool = False
-) -> LRScheduler:
+) -> lr_scheduler.LRScheduler:
     """Return a schedule of `steps` optimizer steps, whose peaks are the optimizer's learning rates.
 
     It is "one_cycle" (Smith 2018, arXiv:1803.09820; below 4 steps "cosine"), or a linear warm-up
@@ -60,7 +66,7 @@ def make_scheduler(
             optimizer, rates, steps, pct_start=rising, cycle_momentum=cycle_momentum
         )
     rising = round(warmup * steps)
-    after: LRScheduler = lr_scheduler.ConstantLR(optimizer, 1.0)
+    after: lr_scheduler.LRScheduler = lr_scheduler.ConstantLR(optimizer, 1.0)
     if name != "constant":
         after = lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - rising))
     if rising == 0:
@@ -80,10 +86,8 @@ class Learner(LightningModule):
 
     A run that resumes takes the weights, the optimizer's moments and the step from its checkpoint.
     Its hyperparameters come from its own command. If it has more epochs than the earlier run, its
-    learning rate continues on the schedule of the new total.
-
-    `net` returns the logits, (N, ..., classes). `cfg` has the keys of configs/train.yaml.
-    `identity` distinguishes the run, e.g. by its arm; checkpoints store it as "run".
+    learning rate continues on the schedule of the new total. `cfg` has the keys of
+    configs/train.yaml. `identity` distinguishes the run; checkpoints store it as "run".
     """
 
     def __init__(
@@ -127,10 +131,8 @@ class Learner(LightningModule):
         return loss
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Stop, in every process, before the optimizer uses a loss that is not finite.
-
-        On a GPU, only a logged loss is read: the host waits for it anyway.
-        """
+        """Stop, in every process, before the optimizer uses a loss that is not finite."""
+        # On a GPU, only a logged loss is read: the host waits for it anyway.
         if self._is_logged or self.device.type == "cpu":
             total = self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")
             self._check_finite("training", total)
@@ -188,15 +190,14 @@ class Learner(LightningModule):
         return values
 
     def configure_optimizers(self) -> Any:
-        make = instantiate(self.cfg.optimizer, _convert_="all")  # checkpoints have plain lists only
-        optimizer = make(decay_groups(self.net.parameters()))
+        optimizer = make_optimizer(self.net, self.cfg)
         steps = int(self.trainer.estimated_stepping_batches)
         how = (self.cfg.schedule, self.cfg.warmup, self.cfg.cycle_momentum)
         scheduler = make_scheduler(optimizer, steps, *how)
         self._groups = [dict(group) for group in optimizer.param_groups]
         if getattr(self.trainer.precision_plugin, "scaler", None) is None:
             # There is nothing to unscale; else Lightning would not clip for a fused optimizer.
-            optimizer._step_supports_amp_scaling = False
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -218,7 +219,6 @@ class Learner(LightningModule):
         checkpoint["lr_schedulers"] = []
 
     def on_fit_start(self) -> None:
-        """Prepare the graphs, which the first step captures."""
         self._smoothed = partial(self.loss, label_smoothing=self.cfg.label_smoothing)
         self._graphed = GraphedLoss(self._smoothed, self.net) if self.cfg.graph else None
 

@@ -52,7 +52,6 @@ class Measure:
         return f"{rounded:{sign}.{digits}f}"
 
     def text(self, value: float) -> str:
-        """Format a value with its unit."""
         return f"{self.number(value)} {self.unit}"
 
 

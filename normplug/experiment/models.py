@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models import VisionTransformer, get_model
@@ -17,6 +18,7 @@ import normplug
 from normplug._checks import needs
 from normplug._swap.inventory import Filters
 from normplug.experiment.config import WHO, Count, Fraction, checked, mode_of
+from normplug.experiment.measure import BASELINE
 
 SMALL_IMAGE = 64  # pixels; up to here, an ImageNet stem (stride 4) would discard too much
 
@@ -195,6 +197,24 @@ def scale_norm_weights(
     mode = mode_of(gamma0) if isinstance(gamma0, str) else gamma0**2
     swapped = normplug.swap(net, mode, include=include, exclude=exclude)
     normplug.unswap(swapped)  # this folds sqrt(tv) into each weight
+
+
+def apply_arm(net: nn.Module, cfg: DictConfig, fuses: bool) -> None:
+    """Swap, fuse and scale a stock network as the configuration says."""
+    if cfg.gamma0 is not None:
+        filters = {name: cfg.swap.get(name) for name in ("include", "exclude")}
+        scale_norm_weights(net, cfg.gamma0, **filters)
+    for head in heads(net):
+        head.weight.data *= cfg.factors.head.start
+    if cfg.mode != BASELINE:  # after init, so that all arms start with the same weights
+        normplug.swap(net, mode_of(cfg.mode), **cfg.swap)
+        if fuses:
+            normplug.fuse(net, recompute=cfg.recompute)
+
+
+def heads(net: nn.Module) -> list[nn.Linear]:
+    """The last linear layer: the classifier of each of these networks. [] if there is none."""
+    return [module for module in net.modules() if isinstance(module, nn.Linear)][-1:]
 
 
 @checked

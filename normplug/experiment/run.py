@@ -1,4 +1,4 @@
-"""One run of train.py: its directory, its Trainer, and the `result.json` that it leaves."""
+"""One run of train.py: from its command line to the `result.json` that it leaves."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import hydra
 import torch
 from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -47,6 +49,12 @@ from normplug.experiment.data import Source
 from normplug.experiment.graph import refuse_graph
 from normplug.experiment.learner import Diverged, Learner
 from normplug.experiment.measure import METRICS, RESULT, VARIANCE, Measure
+from normplug.experiment.models import apply_arm
+
+# The packed copy of a wheel, or the directory of a checkout.
+PACKED, CHECKOUT = (Path(__file__).with_name("configs"), Path(__file__).parents[2] / "configs")
+CONFIGS = str(PACKED if PACKED.is_dir() else CHECKOUT)
+SHOWS_ALL = "HYDRA_FULL_ERROR" in os.environ  # Hydra's setting for whole tracebacks
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
@@ -69,33 +77,6 @@ QUIET = (
 )
 
 write = rank_zero_only(write_file)
-
-
-def task(train: Callable[[DictConfig, Run], None]) -> Callable[[DictConfig], float | None]:
-    """Decorate `train(cfg, run)`: skip a run that has finished, and record how a run ends.
-
-    It returns the last validation score, the objective of a search over hyperparameters.
-    """
-
-    @functools.wraps(train)
-    def wrapper(cfg: DictConfig) -> float | None:
-        for message in QUIET:
-            warnings.filterwarnings("ignore", message)
-        gc.collect()  # objects of a sweep's previous run form cycles, and may hold GPU memory
-        run = Run(cfg)
-        try:
-            if not run.has_finished():
-                train(cfg, run)
-            _, curve_key, _ = Measure.of(run.result).keys
-            curve = run.result.get(curve_key)
-            return curve[-1] if curve else None
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
-            run.stopped(error)
-            return None
-        finally:
-            run.lock.release()
-
-    return wrapper
 
 
 class Run:
@@ -233,12 +214,12 @@ class Run:
             self.checkpoint = continues = last
         self._set_aside([METRICS] if continues else PRODUCTS)
         write(self.directory / CONFIG, self._config())
+        self.result = {"config": OmegaConf.to_container(self.cfg, resolve=True)}
         self._write(status="running", process=f"{os.getpid()} on {socket.gethostname()}")
         for logger in trainer.loggers:
             # config.yaml is beside the files of a CSVLogger; for TensorBoard, see `report`.
             if not isinstance(logger, (CSVLogger, TensorBoardLogger)):
-                config = OmegaConf.to_container(self.cfg, resolve=True)
-                logger.log_hyperparams(self.labels | {"config": config})
+                logger.log_hyperparams(self.labels | {"config": self.result["config"]})
         say(str(self.directory))
         if self.checkpoint is None:
             return None
@@ -367,3 +348,88 @@ class Run:
             raise error
         print(sentence, file=sys.stderr)
         raise SystemExit(code) from None
+
+
+def train(cfg: DictConfig, run: Run) -> None:
+    """Train and test one arm."""
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    data = instantiate(cfg.data, _convert_="all")
+    net = instantiate(cfg.model, **data.sizes, _convert_="all")
+    apply_arm(net, cfg, run.fuses)
+    if cfg.channels_last:
+        net.to(memory_format=torch.channels_last)
+    if cfg.compile:
+        net.compile()
+
+    identity = {key: run.labels[key] for key in ("arm", "seed", "model", "data")}
+    identity |= {"optimizer": cfg.optimizer._target_, "batch_size": data.batch_size}
+    model = Learner(net, data.measure, cfg, identity)
+    trainer = run.trainer()
+    checkpoint = run.begin(trainer)
+    if cfg.train:
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+        kept = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        checkpoint = next((c.best_model_path for c in kept if c.monitor), None) or None
+    trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+    run.finish(trainer, model, data)
+
+
+def command(application: Callable[[], Any]) -> Callable[[], Any]:
+    """Decorate a Hydra application: a mistake in its command line gives one sentence.
+
+    The command line also accepts `GROUP=null` for Hydra's `GROUP=[]`. With `data=text` and no
+    model, it selects a language model.
+    """
+
+    @functools.wraps(application)
+    def wrapper() -> Any:
+        groups = {path.name for path in Path(CONFIGS).iterdir() if path.is_dir()}
+        given = [text.partition("=") for text in sys.argv[1:]]
+        if "data=text" in sys.argv and not {"model", "experiment"} & {key for key, *_ in given}:
+            given.append(("model", "=", "gpt_tiny"))
+        sys.argv[1:] = [
+            f"{key}=[]" if key in groups and value == "null" else f"{key}{sign}{value}"
+            for key, sign, value in given
+        ]
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
+        try:
+            return application()
+        except Exception as error:
+            sentence = user_sentence(error)
+            if sentence is None or SHOWS_ALL:
+                raise
+            print(sentence, file=sys.stderr)
+            sys.exit(1)
+
+    return wrapper
+
+
+@command
+@hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
+def main(cfg: DictConfig) -> float | None:
+    """Train and test one arm, unless it has finished; return its last validation score."""
+    for message in QUIET:
+        warnings.filterwarnings("ignore", message)
+    gc.collect()  # objects of a sweep's previous run form cycles, and may hold GPU memory
+    run = Run(cfg)
+    try:
+        if not run.has_finished():
+            train(cfg, run)
+        curve = run.result.get(Measure.of(run.result).keys[1])
+        return curve[-1] if curve else None
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        run.stopped(error)
+        return None
+    finally:
+        run.lock.release()
+
+
+class CompareArms(Callback):
+    """Compare the arms of a sweep when it ends."""
+
+    @rank_zero_only
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from normplug.experiment.compare import main  # which training need not import
+
+        if code := main([str(config.hydra.sweep.dir)]):
+            sys.exit(code)

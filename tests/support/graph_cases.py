@@ -44,7 +44,9 @@ def settings(graph):
     """The part of a configuration that a Learner reads."""
     optimizer = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.05, "momentum": 0.9}
     schedule = {"schedule": "constant", "warmup": 0.0, "cycle_momentum": False}
-    others = {"seed": 0, "label_smoothing": 0.1, "graph": graph}
+    norms = {"lr": 1.0, "decay": 0.0}
+    factors = {"norm_weight": norms, "norm_bias": norms, "head": {"lr": 1.0, "decay": 1.0}}
+    others = {"factors": factors, "seed": 0, "label_smoothing": 0.1, "graph": graph}
     return OmegaConf.create({"optimizer": optimizer, **schedule, **others})
 
 

@@ -30,7 +30,7 @@ from normplug.experiment.data import (
     decode,
     stream_seed,
 )
-from normplug.experiment.train import CONFIGS
+from normplug.experiment.run import CONFIGS
 
 SIZE = 6  # of the images in `tree`
 
