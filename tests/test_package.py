@@ -36,7 +36,7 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5500, "experiment": 2880, "_ops": 3700, "_fuse": 2380, "native": 1400,
+    "_kernels": 5500, "experiment": 2950, "_ops": 3700, "_fuse": 2380, "native": 1400,
     "modules": 1520, "_swap": 1620, "bench": 1040, "adapters": 480,
     "lightning": 500, "reference.py": 320, "": 1950,
 }  # fmt: skip
