@@ -1,7 +1,6 @@
 """What each process runs in the tests of CUDA graphs with DistributedDataParallel."""
 
 import copy
-import os
 import tempfile
 
 import torch
@@ -64,9 +63,7 @@ def trained(rank, world, device):
 
     An epoch has three batches of 16 images in a process, and one of 8. Steps 0 and 5 are measured.
     """
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    lightning_cases.as_under_torchrun(rank, world)
     torch.backends.cudnn.deterministic = True
     random = torch.Generator().manual_seed(1)
     images = torch.randn(112, 3, 8, 8, generator=random)
@@ -93,4 +90,4 @@ def trained(rank, world, device):
 
 
 def process(rank, world, directory):
-    sync_cases.process(rank, world, directory, True, [trained])
+    sync_cases.process(rank, world, directory, [trained], on_gpu=True)

@@ -141,7 +141,7 @@ def test_a_graph_is_refused_where_it_cannot_be(refuses):
 def joined_loss(monkeypatch, layer, agreement):
     """A loss of a net with a layer that two processes join in this way."""
     monkeypatch.setattr(SyncBatchNorm, "group_to_join", lambda layer: "the group")
-    monkeypatch.setattr(peers, "_agreements", {("the group", torch.device("cpu")): agreement})
+    monkeypatch.setattr(peers, "_agreed", {("the group", torch.device("cpu")): agreement.peers})
     net = nn.Sequential(nn.Linear(3, 3), layer)
     return GraphedLoss(lambda x, y: (net[0](x).mean(1) - y).square().mean(), net)
 
