@@ -2,12 +2,12 @@
 
 import copy
 import tempfile
-from functools import partial
 
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,6 +39,16 @@ def make_net():
     return fuse(swap(net, "golden")).to(memory_format=torch.channels_last)
 
 
+def settings(graph):
+    """The part of a configuration that a Learner reads."""
+    optimizer = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.05, "momentum": 0.9}
+    schedule = {"schedule": "constant", "warmup": 0.0, "cycle_momentum": False}
+    norms = {"lr": 1.0, "decay": 0.0}
+    factors = {"norm_weight": norms, "norm_bias": norms, "head": {"lr": 1.0, "decay": 1.0}}
+    others = {"factors": factors, "seed": 0, "label_smoothing": 0.1, "graph": graph}
+    return OmegaConf.create({"optimizer": optimizer, **schedule, **others})
+
+
 class Graphs(Callback):
     """Counts the steps after which there are graphs."""
 
@@ -61,9 +71,7 @@ def trained(rank, world, device):
     results = {}
     for precision in ("32-true", "bf16-mixed"):
         for graph in (False, True):
-            optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-            options = {"schedule": "constant", "warmup": 0.0, "graph": graph}
-            learner, graphs = Learner(make_net(), ACCURACY, optimizer, **options), Graphs()
+            learner, graphs = Learner(make_net(), ACCURACY, settings(graph), {}), Graphs()
             environment = TorchElasticEnvironment()
             with tempfile.TemporaryDirectory() as directory:
                 lightning_cases.trainer(
