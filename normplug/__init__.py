@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from normplug import functional
@@ -26,6 +27,8 @@ from normplug.modules import (
 
 if TYPE_CHECKING:
     from normplug._fuse.fuse import fuse, fusions, unfuse
+    from normplug._statistics.buffers import recalibrate, sync_buffers
+    from normplug._statistics.groups import param_groups
 
 __version__ = "0.2.0"
 
@@ -46,10 +49,13 @@ __all__ = [
     "functional",
     "fuse",
     "fusions",
+    "param_groups",
     "plan",
+    "recalibrate",
     "set_mode",
     "swap",
     "swapped",
+    "sync_buffers",
     "target_variance",
     "unfuse",
     "unswap",
@@ -57,12 +63,22 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import `fuse`, `fusions` and `unfuse` on first use, which saves a quarter of import time."""
-    if name not in ("fuse", "fusions", "unfuse"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from normplug._fuse import fuse as module
+# Imported on first use, which saves a quarter of import time: name -> module.
+_LATE = {
+    "fuse": "_fuse.fuse",
+    "fusions": "_fuse.fuse",
+    "param_groups": "_statistics.groups",
+    "recalibrate": "_statistics.buffers",
+    "sync_buffers": "_statistics.buffers",
+    "unfuse": "_fuse.fuse",
+}
 
+
+def __getattr__(name: str) -> Any:
+    """Import a name of `_LATE`."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_LATE[name]}")
     value = globals()[name] = getattr(module, name)
     return value
 

@@ -20,14 +20,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command = parser.parse_args(arguments).command
     try:
-        print(native.build() if command == "build" else _compiled())
+        print(native.build() if command == "build" else compiled())
     except (ImportError, OSError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def _compiled() -> Path:
+def compiled() -> Path:
     """The compiled file, checked to load."""
     library = building.library()
     if not library.exists():

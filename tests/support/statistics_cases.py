@@ -1,0 +1,41 @@
+"""What each of two processes checks about running statistics."""
+
+import torch
+from torch import nn
+
+from normplug import recalibrate, swap, sync_buffers
+
+
+def net(kind=nn.BatchNorm2d):
+    torch.manual_seed(0)
+    norms = kind(4, track_running_stats=True), kind(6, track_running_stats=True)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), norms[0], nn.ReLU(), nn.Conv2d(4, 6, 3), norms[1])
+
+
+def images(count, seed=1):
+    torch.manual_seed(seed)
+    return torch.randn(count, 3, 9, 9) * 2 + 1
+
+
+def statistics(model):
+    return {k: v.clone() for k, v in model.state_dict().items() if "running" in k or "num_" in k}
+
+
+def recalibrated(rank, world, device):
+    """Each process has another part of the data, of another size."""
+    model = swap(net())
+    data = images(12)
+    own = [data[:4], data[4:8]] if rank == 0 else [data[8:]]
+    rows = list(recalibrate(model, own))
+    return statistics(model), [row.calls for row in rows]
+
+
+def synchronised(rank, world, device):
+    """Process 1 has counted three batches for process 0's one."""
+    model = net()
+    for layer in (model[1], model[4]):
+        layer.running_mean.fill_(4.0 * rank)
+        layer.running_var.fill_(1.0 + rank)
+        layer.num_batches_tracked.fill_(1 + 2 * rank)
+    assert sync_buffers(model) is model
+    return statistics(model)
