@@ -28,6 +28,7 @@ from normplug.modules import (
 if TYPE_CHECKING:
     from normplug._fuse.fuse import fuse, fusions, unfuse
     from normplug._statistics.buffers import recalibrate, sync_buffers
+    from normplug._statistics.freezing import freeze, thaw
     from normplug._statistics.groups import param_groups
 
 __version__ = "0.2.0"
@@ -46,6 +47,7 @@ __all__ = [
     "SyncBatchNorm",
     "by_depth",
     "check",
+    "freeze",
     "functional",
     "fuse",
     "fusions",
@@ -57,6 +59,7 @@ __all__ = [
     "swapped",
     "sync_buffers",
     "target_variance",
+    "thaw",
     "unfuse",
     "unswap",
     "warm_up",
@@ -65,11 +68,13 @@ __all__ = [
 
 # Imported on first use, which saves a quarter of import time: name -> module.
 _LATE = {
+    "freeze": "_statistics.freezing",
     "fuse": "_fuse.fuse",
     "fusions": "_fuse.fuse",
     "param_groups": "_statistics.groups",
     "recalibrate": "_statistics.buffers",
     "sync_buffers": "_statistics.buffers",
+    "thaw": "_statistics.freezing",
     "unfuse": "_fuse.fuse",
 }
 

@@ -85,8 +85,10 @@ def _register_adapted(cls: type[nn.Module]) -> None:
 
 def _adapted(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
     """Ask the adapters for the normplug class of a library's class, or for why there is none."""
-    # `plan` also finds norms of other libraries by "norm" in the name.
-    if "norm" in cls.__name__.lower() and cls.__module__.startswith(_LIBRARIES):
+    # `plan` also finds norms of other libraries by "norm" in the name. Copies of FrozenBatchNorm2d
+    # are in many projects.
+    known = cls.__module__.startswith(_LIBRARIES) or "Frozen" in cls.__name__
+    if "norm" in cls.__name__.lower() and known:
         return importlib.import_module("normplug.adapters").adapt(cls)  # not before it is needed
     return None
 

@@ -31,6 +31,8 @@ class BatchNormSpec(NamedTuple):
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
     peers: the `peers.Peers` of the processes that join their batches; None for one process.
     instance: whether it is an InstanceNorm in evaluation with running statistics.
+    constant: whether neither weight nor bias needs a gradient, in evaluation, so that the backward
+        needs no x.
     """
 
     training: bool
@@ -42,6 +44,7 @@ class BatchNormSpec(NamedTuple):
     keeps_residual: bool = False
     peers: Any = None
     instance: bool = False
+    constant: bool = False
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
         """In evaluation, all dimensions but the channels; with pooling, the samples."""
@@ -54,7 +57,7 @@ class BatchNormSpec(NamedTuple):
         # torch.compile of torch 2.6 cannot trace `_replace`.
         return BatchNormSpec(
             self.training, self.momentum, self.eps, self.target_variance, self.activation,
-            peers=self.peers,
+            peers=self.peers, constant=self.constant,
         )  # fmt: skip
 
     def check(self, caller: str, t: Tensors, *, joined: bool = False) -> None:

@@ -45,14 +45,18 @@ class BatchNormPlan(Plan):
             running=t.running_mean is not None,
             cumulative=updates and spec.momentum is None,
             tracked=updates and t.tracked is not None and spec.momentum is not None,
+            constant=spec.constant and spec.pool is None,
             **({} if peers is None else {"world": peers.world, "peers": peers.table}),
         )
         self.mark = 0 if peers is None else peers.mark
         self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
         self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
         self._keeps_residual = self._reads_residual or spec.keeps_residual
+        # Of constants, dx needs no x, if relu's mask replaces it.
+        self._keeps_x = not (self._flags.constant and spec.activation in (None, "relu"))
+        self._like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         self.is_recomputable = self._keeps_residual or not self._flags.residual
-        self.is_recomputable &= x.numel() > 0 and spec.pool is None
+        self.is_recomputable &= x.numel() > 0 and spec.pool is None and self._keeps_x
         self._machine = machine_of(x, peers is None)
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
@@ -72,7 +76,15 @@ class BatchNormPlan(Plan):
             named(t),
             empties=empties,
             launches=[(launch, {})],
-            saved=("x", kept, "weight", "bias", "nothing", "stats", "bits"),
+            saved=(
+                "x" if self._keeps_x else "nothing",
+                kept,
+                "weight",
+                "bias",
+                "nothing",
+                "stats",
+                "bits",
+            ),  # fmt: skip
             updates=RUNNING if spec.training else (),
             counts=self._flags.cumulative,
             scratch=launches.scratch(geometry),
@@ -97,13 +109,13 @@ class BatchNormPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        x, plain = saved["x"], self.spec.activation is None
+        x, plain = self._like, self.spec.activation is None
         assert dy is not None
         copies = {} if lies_like(dy, x) else {"dy": x.stride()}
         # Without an activation, dy is the residual's gradient.
         through = needs[1] and not plain
         wanted = (needs[0], needs[2], needs[3], through)
-        empties = gradients_of(saved, wanted[:3])
+        empties = gradients_of({**saved, "x": x}, wanted[:3])
         if through:
             empties["dresidual"] = (x.shape, x.stride(), x.dtype)
         slots = ("dx", "dy" if plain else "dresidual", "dweight", "dbias", "nothing")
@@ -126,6 +138,11 @@ class BatchNormPlan(Plan):
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, Any, Tensor]:
         x, residual, weight, bias, _, stats, *_ = saved
         spec, mean, var = self.spec, None, None
+        if x is None:  # the gradients do not depend on its values
+            x = torch.empty_strided(
+                self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self.device
+            )
+            x = x.zero_().requires_grad_()
         if spec.peers is not None:
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
         if self._flags.bits:

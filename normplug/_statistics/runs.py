@@ -29,7 +29,7 @@ def running_layers(model: nn.Module) -> dict[str, Any]:
 
 def is_frozen(module: nn.Module) -> bool:
     """Whether `normplug.freeze` has frozen the layer."""
-    return "train" in vars(module)
+    return "train" in vars(module)  # see `freezing`
 
 
 def norms_in_training(model: nn.Module, layers: Iterable[nn.Module]) -> None:

@@ -25,7 +25,8 @@ Factors: TypeAlias = dict[nn.Module, float]
 
 def is_trained(module: nn.Module) -> bool:
     """Whether a norm has counted batches, or has a parameter whose values differ."""
-    return any(map(_has_moved, (module._buffers.get("num_batches_tracked"), *module.parameters())))
+    buffers = [module._buffers.get(name) for name in ("num_batches_tracked", "weight")]
+    return any(map(_has_moved, (*buffers, *module.parameters())))
 
 
 def _has_moved(t: Tensor | None) -> bool:
@@ -60,7 +61,8 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
             raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
         if 0 in _convert.declared(module)._affine_shape(module):
             raise ValueError(f"{where} has no shape yet; run one forward first.")
-        if module.weight is not None and "weight" not in module._parameters:
+        own = {**module._parameters, **module._buffers}
+        if module.weight is not None and "weight" not in own:
             raise ValueError(
                 f"{where} is not a parameter but computed from one, by a hook (weight_norm, prune) "
                 "or FSDP. Remove the hook first, or work inside FSDP.summon_full_params."

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from normplug import _activations
 from normplug._torch import GLOBAL_HOOKS, has_hooks
-from normplug.adapters import rms_norms
+from normplug.adapters import frozen, rms_norms
 from normplug.modules import GroupNorm, LayerNorm, TargetVarianceNorm
 from normplug.modules.batch_norm import _BatchNorm, _SyncBatchNorm
 from normplug.modules.row_norms import RowNorm, _RMSNorm
@@ -233,6 +233,8 @@ def adapt(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
         if cls.__module__ == module and cls.__name__ in norms:
             row = norms[cls.__name__]
             return row if isinstance(row, str) else _made(cls, place, row)  # type: ignore[arg-type]
+    if "Frozen" in cls.__name__:
+        return frozen.adapt(cls)
     searched = cls.__module__.startswith(("diffusers.", "transformers."))
     if searched and not issubclass(cls, (nn.LayerNorm, nn.GroupNorm)):
         return rms_norms.adapt(cls)

@@ -98,10 +98,14 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         momentum = as_number(self.momentum)
         if momentum is None and tracked is None:
             momentum = 0.0  # not updated without its counter (a checkpoint of torch < 0.4.1)
-        t = Tensors(input, residual, *self._affine(), None, mean, var, tracked)
+        weight, bias = self._affine()
+        t = Tensors(input, residual, weight, bias, None, mean, var, tracked)
         own = self._normplug
         numbers = (momentum, own.eps, own.target_variance)
-        return t, BatchNormSpec(training, *numbers, activation, pool, keeps_residual)
+        trains = any(each is not None and each.requires_grad for each in (weight, bias))
+        constant = not (training or trains)
+        options = (activation, pool, keeps_residual)
+        return t, BatchNormSpec(training, *numbers, *options, constant=constant)
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites(

@@ -27,6 +27,8 @@ class Flags:
     see `exchange`.
 
     share: a backward without dx saves the terms by which another kernel computes it.
+
+    constant: only dx and the residual's gradient are ever wanted, and training is off.
     """
 
     training: bool = True
@@ -41,13 +43,15 @@ class Flags:
     normalize: bool = True
     variance: bool = False
     share: bool = False
+    constant: bool = False
     world: int = 1
     peers: int = 0
 
     @property
     def bits(self) -> bool:
-        """Whether the forward saves relu's signs, so that the residual need not be saved."""
-        return self.residual and self.activation == "relu" and not self.given
+        """Whether the forward saves relu's signs, so that residual or x need not be saved."""
+        reads_less = self.residual or self.constant
+        return reads_less and self.activation == "relu" and not self.given
 
 
 def forward_launch(
