@@ -129,6 +129,7 @@ def convert(
     *,
     backend: str = "auto",
     autocast_output: str = "float32",
+    statistics: str = "torch",
     track_running_stats: bool | None = False,
     device: Any = None,
 ) -> None:
@@ -142,6 +143,7 @@ def convert(
         target_variance: a float above 0.
         backend: "auto", "triton" or "torch".
         autocast_output: "float32" or "low".
+        statistics: "torch" or "safe".
         track_running_stats: whether a stock layer gets statistics to watch; None leaves it to the
             layer's class.
         device: the device of new tensors if the layer has no weight.
@@ -161,6 +163,7 @@ def convert(
         target_variance=target_variance,
         backend=backend,
         autocast_output=autocast_output,
+        statistics=statistics,
         unsynced_class=None if before is None else REPLACEMENTS.get(before, before),
     )
 
@@ -169,8 +172,8 @@ def settings(module: nn.Module) -> dict[str, Any]:
     """The options that a swap has set on a normplug layer; none for a stock layer."""
     if not isinstance(module, TargetVarianceNorm):
         return {}
-    tv, backend, autocast_output, *_ = module._normplug
-    return {"target_variance": tv, "backend": backend, "autocast_output": autocast_output}
+    names = ("target_variance", "backend", "autocast_output", "statistics")
+    return {name: getattr(module._normplug, name) for name in names}
 
 
 def revert(module: TargetVarianceNorm) -> None:

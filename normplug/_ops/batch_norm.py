@@ -33,6 +33,7 @@ class BatchNormSpec(NamedTuple):
     instance: whether it is an InstanceNorm in evaluation with running statistics.
     constant: whether neither weight nor bias needs a gradient, in evaluation, so that the backward
         needs no x.
+    safe: whether a channel whose batch is not finite leaves its running statistics unchanged.
     """
 
     training: bool
@@ -45,6 +46,7 @@ class BatchNormSpec(NamedTuple):
     peers: Any = None
     instance: bool = False
     constant: bool = False
+    safe: bool = False
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
         """In evaluation, all dimensions but the channels; with pooling, the samples."""
@@ -57,7 +59,7 @@ class BatchNormSpec(NamedTuple):
         # torch.compile of torch 2.6 cannot trace `_replace`.
         return BatchNormSpec(
             self.training, self.momentum, self.eps, self.target_variance, self.activation,
-            peers=self.peers, constant=self.constant,
+            peers=self.peers, constant=self.constant, safe=self.safe,
         )  # fmt: skip
 
     def check(self, caller: str, t: Tensors, *, joined: bool = False) -> None:
@@ -80,6 +82,15 @@ class BatchNormSpec(NamedTuple):
     # PyTorch's kernels.
 
     def by_torch(self, t: Tensors) -> Tensor:
+        if not (self.safe and self.training and t.running_mean is not None):
+            return self._by_torch(t)
+        new = stock.with_copies(t)
+        y = self._by_torch(new)
+        if t.x.numel() > 0:
+            stock.take_finite(t, new)
+        return y
+
+    def _by_torch(self, t: Tensors) -> Tensor:
         like = None if self.instance else t.running_mean
         x, weight = t.x, stock.scaled_channels(t, self.target_variance, like)
         empty = x.numel() == 0
@@ -190,7 +201,10 @@ class BatchNormSpec(NamedTuple):
                 else:
                     counts, n = None, t.x.numel() // c
                     batch_var *= n / (n - 1)
-                stock.update_running(t, self.momentum, stats[:c], batch_var, counts)
+                new = stock.with_copies(t) if self.safe else t
+                stock.update_running(new, self.momentum, stats[:c], batch_var, counts)
+                if self.safe:
+                    stock.take_finite(t, new)
         return y, stats
 
     @property

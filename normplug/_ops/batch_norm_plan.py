@@ -45,6 +45,7 @@ class BatchNormPlan(Plan):
             running=t.running_mean is not None,
             cumulative=updates and spec.momentum is None,
             tracked=updates and t.tracked is not None and spec.momentum is not None,
+            safe=spec.safe and updates,
             constant=spec.constant and spec.pool is None,
             **({} if peers is None else {"world": peers.world, "peers": peers.table}),
         )
@@ -54,7 +55,7 @@ class BatchNormPlan(Plan):
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         # Of constants, dx needs no x, if relu's mask replaces it.
         self._keeps_x = not (self._flags.constant and spec.activation in (None, "relu"))
-        self._like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        self._layout = x.shape, x.stride(), x.dtype
         self.is_recomputable = self._keeps_residual or not self._flags.residual
         self.is_recomputable &= x.numel() > 0 and spec.pool is None and self._keeps_x
         self._machine = machine_of(x, peers is None)
@@ -109,7 +110,7 @@ class BatchNormPlan(Plan):
     def backward_program(
         self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
-        x, plain = self._like, self.spec.activation is None
+        x, plain = self._stand_in("meta"), self.spec.activation is None
         assert dy is not None
         copies = {} if lies_like(dy, x) else {"dy": x.stride()}
         # Without an activation, dy is the residual's gradient.
@@ -135,14 +136,16 @@ class BatchNormPlan(Plan):
             scratch=launches.scratch(geometry),
         )
 
+    def _stand_in(self, device: Any) -> Tensor:
+        """A tensor with the layout of x."""
+        shape, stride, dtype = self._layout
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, Any, Tensor]:
         x, residual, weight, bias, _, stats, *_ = saved
         spec, mean, var = self.spec, None, None
         if x is None:  # the gradients do not depend on its values
-            x = torch.empty_strided(
-                self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self.device
-            )
-            x = x.zero_().requires_grad_()
+            x = self._stand_in(self.device).zero_().requires_grad_()
         if spec.peers is not None:
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
         if self._flags.bits:

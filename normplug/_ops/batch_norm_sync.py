@@ -96,7 +96,7 @@ def _by_kernels(
     others: the `Peers`, or for a compiler their number.
     """
     numbers = (spec.training, spec.momentum, spec.eps, spec.target_variance, spec.activation)
-    ours = BatchNormSpec(*numbers, spec.pool, spec.keeps_residual, others)
+    ours = BatchNormSpec(*numbers, spec.pool, spec.keeps_residual, others, safe=spec.safe)
     if ours.refusal(t) is not None:
         if spec.pool is None:
             return None
@@ -126,7 +126,10 @@ def _by_collectives(
     if t.running_mean is not None and t.running_var is not None:
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
         unbiased = var * (n / (n - 1).clamp(min=1))
-        stock.update_running(t, spec.momentum, mean, unbiased, counts=n > 1)
+        new = stock.with_copies(t) if spec.safe else t
+        stock.update_running(new, spec.momentum, mean, unbiased, counts=n > 1)
+        if spec.safe:
+            stock.take_finite(t, new)
     return y, var
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks, native
-from normplug._ops import eligible, parts
+from normplug._ops import eligible, parts, stock
 from normplug._ops.call import call
 from normplug._ops.spec import Tensors
-from normplug._torch import interposed
+from normplug._torch import in_backward, interposed
 from normplug.modes import ModeLike, NormMode
 from normplug.modes import target_variance as variance_of
 from normplug.modules.probe import Probe
@@ -37,6 +37,7 @@ class Settings(NamedTuple):
         eps: the eps of the formula. The layer may show a `HiddenEps`.
         momentum: the weight of a new batch in statistics that are only watched.
         unsynced_class: the layer's class before it was synchronised; None if it was not.
+        statistics: "torch" or "safe", for running statistics that evaluation uses.
     """
 
     target_variance: float = 1.0
@@ -45,6 +46,7 @@ class Settings(NamedTuple):
     eps: Any = None  # a number; RMSNorm's may be None
     momentum: float | None = 0.1
     unsynced_class: type[nn.Module] | None = None
+    statistics: str = "torch"
 
 
 def _setting(name: str, check: Callable[[str, Any], object]) -> Any:
@@ -191,6 +193,7 @@ class TargetVarianceNorm(nn.Module):
 
     backend = _setting("backend", _checks.backend)
     autocast_output = _setting("autocast_output", _checks.autocast_output)
+    statistics = _setting("statistics", _checks.statistics)
     eps = eps_property("eps")
 
     @property
@@ -312,6 +315,28 @@ class TargetVarianceNorm(nn.Module):
         y = call(f"functional.{self._function}", t, spec, backend, isolated=isolated)
         if stores and not torch.compiler.is_compiling():
             native.learn(spec, backend, t, self, *reading)
+        return y
+
+    def _is_guarded(self, always: bool) -> bool:
+        """Whether a call must update copies of safe running statistics, outside the kernels.
+
+        always: whether it must even outside a backward, since no kernel does what it needs.
+        """
+        own = self._normplug
+        return (
+            own.statistics == "safe"
+            and self.training
+            and not torch.compiler.is_compiling()
+            and (always or in_backward())
+        )
+
+    def _run_guarded(self, *reading: Any, isolated: bool = False) -> Any:
+        """Run a call on copies of the running statistics; take them if the batch counts."""
+        t, spec = self._call(*reading)
+        new = stock.with_copies(t)
+        y = self._new_call(new, spec, *reading, isolated=isolated, stores=False)
+        if t.running_mean is not None and t.x.numel() > 0 and not in_backward():
+            stock.take_finite(t, new)
         return y
 
     def _by_torch(self, *reading: Any) -> Tensor | None:

@@ -10,10 +10,10 @@ from torch import Tensor, fx, nn
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
-from normplug._ops import batch_norm_sync, peers
+from normplug._ops import batch_norm_sync, peers, stock
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.spec import Pool, Tensors
-from normplug._torch import BatchNormBase
+from normplug._torch import BatchNormBase, in_backward
 from normplug.modules.base import FusionSites, TargetVarianceNorm
 
 
@@ -57,6 +57,11 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
             self._record(input)
         return y
 
+    def _run(self, *reading: Any, isolated: bool = False) -> Any:
+        if self._is_guarded(self.momentum is None):
+            return self._run_guarded(*reading, isolated=isolated)
+        return super()._run(*reading, isolated=isolated)
+
     def _by_torch(self, x: Tensor, *others: Any) -> Tensor | None:
         weight, bias = self._affine()
         if not self._runs_torch(x, weight) or not x.is_floating_point():
@@ -68,7 +73,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         updates = spec.training and mean is not None
         if (
             (mean is None) != (var is None)
-            or (updates and (t.tracked is None or type(step) is not float))
+            or (updates and (t.tracked is None or type(step) is not float or spec.safe))
             # With a single sample, position or channel, PyTorch's CPU kernels misread gradients in
             # some layouts.
             or min(x.shape) < 2
@@ -105,7 +110,9 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         trains = any(each is not None and each.requires_grad for each in (weight, bias))
         constant = not (training or trains)
         options = (activation, pool, keeps_residual)
-        return t, BatchNormSpec(training, *numbers, *options, constant=constant)
+        # A cumulative average is guarded outside: see `_is_guarded`.
+        safe = own.statistics == "safe" and training and momentum is not None
+        return t, BatchNormSpec(training, *numbers, *options, constant=constant, safe=safe)
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites(
@@ -181,16 +188,23 @@ class _SyncBatchNorm(_BatchNorm):
             return super()._run(*reading, isolated=isolated)
         input = reading[0]
         measured, compiling = self._probe is not None, torch.compiler.is_compiling()
-        if not (measured or compiling):
+        guarded = self._is_guarded(self.momentum is None)
+        if not (measured or compiling or guarded):
             others = peers.known(group, input.device)
             y = native.forward(self, *reading, others) if others else None
             if y is not None:
                 return y
         t, spec = self._call(*reading)
-        y, variance = batch_norm_sync.batch_norm(t, spec, self.backend, group, measured)
+        if guarded:
+            new = stock.with_copies(t)
+            y, variance = batch_norm_sync.batch_norm(new, spec, self.backend, group, measured)
+            if t.running_mean is not None and not in_backward():
+                stock.take_finite(t, new)
+        else:
+            y, variance = batch_norm_sync.batch_norm(t, spec, self.backend, group, measured)
         if measured:
             self._record(input, divisor=variance)
-        elif not compiling and (others := peers.known(group, input.device)):
+        elif not (compiling or guarded) and (others := peers.known(group, input.device)):
             native.learn(spec._replace(peers=others), self.backend, t, self, *reading, others)
         return y
 

@@ -12,6 +12,7 @@ FILES = [
     "test_calls.py",
     "test_batch_norm_kernels.py",
     "test_constant_kernels.py",
+    "test_safe_kernels.py",
     "test_group_norm_kernels.py",
 ]
 if HAS_RECOMPUTE:

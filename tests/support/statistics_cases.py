@@ -39,3 +39,16 @@ def synchronised(rank, world, device):
         layer.num_batches_tracked.fill_(1 + 2 * rank)
     assert sync_buffers(model) is model
     return statistics(model)
+
+
+def joined(rank, world, device):
+    """Process 1 has a bad batch, and then none."""
+    model = swap(net(), sync=True, statistics="safe")
+    found = [statistics(model)]
+    for bad in (True, False):
+        x = images(4, seed=rank)
+        if bad and rank == 1:
+            x[0, 0, 4, 4] = float("nan")
+        model(x)
+        found.append(statistics(model))
+    return found

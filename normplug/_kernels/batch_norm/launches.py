@@ -19,9 +19,9 @@ from normplug._kernels.merging import room_for_parts
 class Flags:
     """What a call has and asks for, besides its shape and dtype.
 
-    given: without training, mean and rstd are passed in. running, cumulative, tracked: the kernels'
-    constants of these names. normalize: without it, only statistics are computed. variance: they
-    are saved as (mean, var), not as (mean, rstd).
+    given: without training, mean and rstd are passed in. running, cumulative, tracked, safe: the
+    kernels' constants of these names. normalize: without it, only statistics are computed.
+    variance: they are saved as (mean, var), not as (mean, rstd).
 
     world, peers: how many processes join their batches, and the address of this process's table:
     see `exchange`.
@@ -40,6 +40,7 @@ class Flags:
     running: bool = False
     cumulative: bool = False
     tracked: bool = False
+    safe: bool = False
     normalize: bool = True
     variance: bool = False
     share: bool = False
@@ -58,8 +59,8 @@ def forward_launch(
     shape: Geometry, dtype: torch.dtype, flags: Flags, momentum: float, eps: float, tv: float
 ) -> Launch:
     """Set up the forward kernel of a geometry."""
-    # With cumulative, the host increments `tracked` before the launch.
-    assert not (flags.cumulative and flags.tracked)
+    # With cumulative, the host increments `tracked` before the launch, whatever the batch holds.
+    assert not (flags.cumulative and (flags.tracked or flags.safe))
     both = flags.training and flags.normalize
     given: dict[str, Any] = {
         "momentum": momentum,
