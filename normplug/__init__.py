@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from normplug._statistics.buffers import recalibrate, sync_buffers
     from normplug._statistics.freezing import freeze, thaw
     from normplug._statistics.groups import param_groups
+    from normplug._statistics.watching import watch
 
 __version__ = "0.2.0"
 
@@ -63,6 +64,7 @@ __all__ = [
     "unfuse",
     "unswap",
     "warm_up",
+    "watch",
 ]
 
 
@@ -76,6 +78,7 @@ _LATE = {
     "sync_buffers": "_statistics.buffers",
     "thaw": "_statistics.freezing",
     "unfuse": "_fuse.fuse",
+    "watch": "_statistics.watching",
 }
 
 

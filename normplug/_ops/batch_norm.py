@@ -177,10 +177,10 @@ class BatchNormSpec(NamedTuple):
         return (fuses or isolated) and eligible.size_of(t.x) >= _OPERATOR_BYTES
 
     def operator(self, t: Tensors) -> Tensor:
-        return self.joined_operator(t, 0)[0]
+        return self.joined_operator(t, 0)
 
-    def joined_operator(self, t: Tensors, number: int) -> tuple[Tensor, Tensor]:
-        """Y and stats of the batches that the peers of this number join; 0 for one process."""
+    def joined_operator(self, t: Tensors, number: int) -> Tensor:
+        """Y of the batches that the peers of this number join; 0 for one process."""
         pool, mean, var = self.pool, t.running_mean, t.running_var
         constants = (None, None) if self.training else (mean, var)
         tensors = (t.x, t.residual, t.weight, t.bias, None, *constants, None)
@@ -205,7 +205,7 @@ class BatchNormSpec(NamedTuple):
                 stock.update_running(new, self.momentum, stats[:c], batch_var, counts)
                 if self.safe:
                     stock.take_finite(t, new)
-        return y, stats
+        return y
 
     @property
     def reads_residual(self) -> bool:

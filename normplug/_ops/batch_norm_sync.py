@@ -30,7 +30,7 @@ from normplug import _activations, _checks
 from normplug._layouts import dense, is_channels_last, laid_out_like
 from normplug._ops import eligible, peers, stock
 from normplug._ops.batch_norm import BatchNormSpec, channel_stats
-from normplug._ops.call import call, plan_of
+from normplug._ops.call import call
 from normplug._ops.spec import Tensors
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
@@ -49,9 +49,7 @@ def group_to_join(group: Any) -> Any:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def batch_norm(
-    t: Tensors, spec: BatchNormSpec, backend: str, group: Any, measured: bool
-) -> tuple[Tensor, Tensor | None]:
+def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> Tensor:
     """`functional.batch_norm` in training, over the batches of all processes of `group`.
 
     Args:
@@ -59,10 +57,6 @@ def batch_norm(
         spec: its other arguments.
         backend: "auto", "triton" or "torch".
         group: the processes.
-        measured: whether the second result is needed.
-
-    Returns:
-        y, and the (C,) biased variance of the joined batch, or None if not `measured`.
 
     Raises:
         ValueError: mismatched shapes; an unknown activation or backend; on the CPU, one value per
@@ -79,19 +73,17 @@ def batch_norm(
             others = peers.number_of(group.group_name, t.x.device)
         else:
             others = peers.of(group, t.x.device)
-        if others and (found := _by_kernels(t, spec, backend, others, measured)) is not None:
+        if others and (found := _by_kernels(t, spec, backend, others)) is not None:
             return found
-    y, var = _by_collectives(t, spec, backend, group)
+    y = _by_collectives(t, spec, backend, group)
     if t.residual is not None:
         y = y + t.residual
     y = _activations.apply(spec.activation, y)
-    return y if spec.pool is None else spec.pool(y), var
+    return y if spec.pool is None else spec.pool(y)
 
 
-def _by_kernels(
-    t: Tensors, spec: BatchNormSpec, backend: str, others: Any, measured: bool
-) -> tuple[Tensor, Tensor | None] | None:
-    """Y and variance by kernels that exchange the statistics; None if they cannot run.
+def _by_kernels(t: Tensors, spec: BatchNormSpec, backend: str, others: Any) -> Tensor | None:
+    """Y by kernels that exchange the statistics; None if they cannot run.
 
     others: the `Peers`, or for a compiler their number.
     """
@@ -100,23 +92,16 @@ def _by_kernels(
     if ours.refusal(t) is not None:
         if spec.pool is None:
             return None
-        found = _by_kernels(t, spec.without_pool(), backend, others, measured)
-        return None if found is None else (spec.pool(found[0]), found[1])
+        found = _by_kernels(t, spec.without_pool(), backend, others)
+        return None if found is None else spec.pool(found)
     if isinstance(others, int):
-        y, stats = spec.joined_operator(t, others)
-    elif measured:
-        plan, ready = plan_of(t, ours)
-        y, (stats, *_) = plan.run_with_state(ready)
-    else:
-        return call(_CALLER, t, ours, backend), None
-    channels = t.x.shape[1]
-    return y, stock.variance_of(stats[channels : 2 * channels], spec.eps)
+        return spec.joined_operator(t, others)
+    y: Tensor = call(_CALLER, t, ours, backend)
+    return y
 
 
-def _by_collectives(
-    t: Tensors, spec: BatchNormSpec, backend: str, group: Any
-) -> tuple[Tensor, Tensor]:
-    """The norm without residual and activation; the biased variance of the joined batch."""
+def _by_collectives(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> Tensor:
+    """The norm without residual and activation."""
     y, mean, var, n = _SyncBatchNorm.apply(
         t.x, t.weight, t.bias, spec.eps, spec.target_variance, backend, group
     )
@@ -130,7 +115,7 @@ def _by_collectives(
         stock.update_running(new, spec.momentum, mean, unbiased, counts=n > 1)
         if spec.safe:
             stock.take_finite(t, new)
-    return y, var
+    return y
 
 
 class _SyncBatchNorm(torch.autograd.Function):

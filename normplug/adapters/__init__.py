@@ -74,11 +74,10 @@ class FusedActivation(TargetVarianceNorm):
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
         after = [getattr(self, name) for name in self._after]
-        sites: Any = self._fusion_sites
-        unmeasured = self._probe is not None and not sites.measures
-        name = None if unmeasured else _activation_of(*after)
+        measures = self._probe is not None
+        name = None if measures else _activation_of(*after)
         y = self._fused(input, activation=name)
-        if unmeasured:
+        if measures:
             self._record(input, y)
         for module in after if name is None else ():
             y = module(y)

@@ -39,9 +39,8 @@ class FrozenBatchNorm(TargetVarianceNorm):
     forward = _BatchNorm.forward
     _fused = _BatchNorm._fused
     _variance = _BatchNorm._variance
-    _fusion_sites = FusionSites(
-        {"forward": forward}, after=("activation", "addition", "max_pool"), measures=True
-    )
+    _plain_variance = _BatchNorm._plain_variance
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
 
     @classmethod
     def _refusal(cls, module: nn.Module) -> str | None:
@@ -83,9 +82,6 @@ class FrozenBatchNorm(TargetVarianceNorm):
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         affine, (mean, var, _) = self._affine(), self._statistics()
         return reference.batch_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
-
-    def _divisor(self, variance: Tensor) -> Tensor:
-        return self._buffers["running_var"]  # type: ignore[return-value]
 
 
 def adapt(cls: type[nn.Module]) -> type[FrozenBatchNorm] | None:

@@ -24,7 +24,11 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         """Normalise `input`; in training, update the running statistics."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        return self._fused(input)
+        measures = self._probe is not None  # read first: another thread may unswap the layer
+        y = self._fused(input)
+        if measures:
+            self._record(input, y)
+        return y
 
     def _fused(
         self,
@@ -38,8 +42,6 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     ) -> Tensor:
         """Compute `activation(forward(input) + residual)`, then max pooling, in one call.
 
-        While a `VarianceLogger` measures, this measures as well.
-
         Args:
             input: the input of `forward`.
             residual: added before the activation; shaped like `input`, or None.
@@ -49,12 +51,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
             keeps_residual: whether to save the residual, so that the backward can recompute the
                 output.
         """
-        # Read first: another thread may unswap the layer. A joined call measures itself.
-        measures = self._probe is not None and self.group_to_join() is None
         reading = (input, residual, None, activation, pool, keeps_residual)
         y: Tensor = self._run(*reading, isolated=isolated)
-        if measures:
-            self._record(input)
         return y
 
     def _run(self, *reading: Any, isolated: bool = False) -> Any:
@@ -115,9 +113,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         return t, BatchNormSpec(training, *numbers, *options, constant=constant, safe=safe)
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
-    _fusion_sites = FusionSites(
-        {"forward": forward}, after=("activation", "addition", "max_pool"), measures=True
-    )
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_features,)
@@ -137,8 +133,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     def _variance(self, x: Tensor) -> Tensor:
         return functional.channel_stats(x)[1]
 
-    def _divisor(self, variance: Tensor) -> Tensor:
-        return variance if self.training or self.running_var is None else self.running_var
+    def _plain_variance(self, y: Tensor, output: Tensor, weight: Tensor) -> Tensor:
+        return output / weight.square()
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
@@ -187,9 +183,9 @@ class _SyncBatchNorm(_BatchNorm):
         if group is None:
             return super()._run(*reading, isolated=isolated)
         input = reading[0]
-        measured, compiling = self._probe is not None, torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling()
         guarded = self._is_guarded(self.momentum is None)
-        if not (measured or compiling or guarded):
+        if not (compiling or guarded):
             others = peers.known(group, input.device)
             y = native.forward(self, *reading, others) if others else None
             if y is not None:
@@ -197,14 +193,12 @@ class _SyncBatchNorm(_BatchNorm):
         t, spec = self._call(*reading)
         if guarded:
             new = stock.with_copies(t)
-            y, variance = batch_norm_sync.batch_norm(new, spec, self.backend, group, measured)
+            y = batch_norm_sync.batch_norm(new, spec, self.backend, group)
             if t.running_mean is not None and not in_backward():
                 stock.take_finite(t, new)
         else:
-            y, variance = batch_norm_sync.batch_norm(t, spec, self.backend, group, measured)
-        if measured:
-            self._record(input, divisor=variance)
-        elif not (compiling or guarded) and (others := peers.known(group, input.device)):
+            y = batch_norm_sync.batch_norm(t, spec, self.backend, group)
+        if not (compiling or guarded) and (others := peers.known(group, input.device)):
             native.learn(spec._replace(peers=others), self.backend, t, self, *reading, others)
         return y
 

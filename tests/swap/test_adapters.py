@@ -236,7 +236,7 @@ def test_variance_is_measured_before_the_activation(layers):
     layer = swap(layers.BatchNormAct2d(8), "golden")
     layer._probe = Probe()
     y = layer(X)
-    torch.testing.assert_close(averages([layer._probe])[0][2], ROOT**2, rtol=1e-4, atol=0)
+    torch.testing.assert_close(averages([layer._probe])[0][2].item(), ROOT**2, rtol=1e-4, atol=0)
     assert (y >= 0).all()
     stock = nn.Sequential(layers.BatchNormAct2d(8))
     assert [name for name, _ in norm_layers(stock)] == ["0"]
