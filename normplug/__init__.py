@@ -28,6 +28,7 @@ from normplug.modules import (
 if TYPE_CHECKING:
     from normplug._fuse.fuse import fuse, fusions, unfuse
     from normplug._statistics.buffers import recalibrate, sync_buffers
+    from normplug._statistics.doctor import doctor
     from normplug._statistics.freezing import freeze, thaw
     from normplug._statistics.groups import param_groups
     from normplug._statistics.watching import watch
@@ -48,6 +49,7 @@ __all__ = [
     "SyncBatchNorm",
     "by_depth",
     "check",
+    "doctor",
     "freeze",
     "functional",
     "fuse",
@@ -70,6 +72,7 @@ __all__ = [
 
 # Imported on first use, which saves a quarter of import time: name -> module.
 _LATE = {
+    "doctor": "_statistics.doctor",
     "freeze": "_statistics.freezing",
     "fuse": "_fuse.fuse",
     "fusions": "_fuse.fuse",

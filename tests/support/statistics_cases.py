@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from normplug import recalibrate, swap, sync_buffers
+from normplug import doctor, recalibrate, swap, sync_buffers
 
 
 def net(kind=nn.BatchNorm2d):
@@ -52,3 +52,14 @@ def joined(rank, world, device):
         model(x)
         found.append(statistics(model))
     return found
+
+
+def examined(rank, world, device):
+    """Process 1 has other statistics in one layer."""
+    model = net()
+    model[0].bias = model[3].bias = None
+    for seed in range(30):
+        model(images(16, seed))
+    model[1].running_mean += 0.1 * rank
+    before = [tuple(row) for row in doctor(model, images(16))]
+    return before, [tuple(row) for row in doctor(sync_buffers(model), images(16))]
