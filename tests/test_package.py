@@ -29,7 +29,7 @@ LAYERS = [
     {"adapters"},
     {"_swap"},
     {"_statistics"},
-    {"lightning"},
+    {"lightning", "transformers"},
     {"bench", "experiment"},
     {"__main__"},
     {"compare"},
@@ -39,8 +39,8 @@ LAYERS = [
 # something to go.
 MOST_LINES = {
     "_kernels": 5500, "experiment": 3130, "_ops": 3770, "_fuse": 2380, "native": 1400,
-    "modules": 1560, "_swap": 1620, "bench": 1040, "adapters": 610,
-    "_statistics": 1360, "lightning": 500, "reference.py": 320, "": 2010,
+    "modules": 1560, "_swap": 1640, "bench": 1040, "adapters": 610,
+    "_statistics": 1360, "lightning": 350, "reference.py": 320, "": 2110,
 }  # fmt: skip
 MOST_FILES = 132
 

@@ -18,6 +18,7 @@ from normplug._ops.batch_norm import channel_stats
 from normplug._ops.batch_norm_sync import group_to_join
 from normplug._statistics.runs import (
     batches,
+    gathered,
     is_frozen,
     norms_in_training,
     run,
@@ -26,6 +27,8 @@ from normplug._statistics.runs import (
 )
 from normplug._table import Rows, shown, table
 from normplug._torch import InstanceNormBase
+
+_NO_COUNT = 1e-30
 
 
 class Moments:
@@ -43,7 +46,7 @@ class Moments:
     def add(self, count: Any, mean: Tensor, m2: Tensor) -> None:
         """Merge the moments of other values."""
         total = self.count + count
-        share = count / total.clamp(min=1)
+        share = count / total.clamp(min=_NO_COUNT)
         difference = mean.to(self.mean) - self.mean
         self.mean += difference * share
         self.m2 += m2.to(self.mean) + difference.square() * self.count * share
@@ -216,15 +219,11 @@ def _assign(path: str, moments: LayerMoments) -> Recalibrated:
 
 def _merge_processes(moments: list[Moments]) -> None:
     """Merge moments over all processes, by one collective; all get the same bits."""
-    if not moments or (group := group_to_join(None)) is None:
-        return
-    own = torch.cat([torch.cat([m.count[None], m.mean, m.m2]) for m in moments])
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
+    processes = gathered(torch.cat([torch.cat([m.count[None], m.mean, m.m2]) for m in moments]))
     sizes = [1 + 2 * m.mean.numel() for m in moments]
     for m in moments:
         m.count, m.mean, m.m2 = (torch.zeros_like(t) for t in (m.count, m.mean, m.m2))
-    for process in gathered:
+    for process in processes:
         for m, packed in zip(moments, process.split(sizes), strict=True):
             m.add(packed[0], *packed[1:].chunk(2))
 
@@ -238,7 +237,7 @@ def sync_buffers(model: nn.Module) -> nn.Module:
     Without SyncBatchNorm the processes of a distributed run have statistics of their own, so that
     they evaluate differently, and a checkpoint has the statistics of rank 0 only. Call it in every
     process before evaluation or before saving. It sends one small collective.
-    `num_batches_tracked` becomes the largest of all processes.
+    `num_batches_tracked` becomes the average of all processes.
 
     Args:
         model: any module, swapped or stock, the same in every process.
@@ -253,34 +252,25 @@ def sync_buffers(model: nn.Module) -> nn.Module:
         >>> model = sync_buffers(nn.BatchNorm2d(4))
     """
     _checks.module("sync_buffers", model)
-    layers = list(running_layers(model).values())
-    if not layers or (group := group_to_join(None)) is None:
+    if group_to_join(None) is None:
         return model
-    own = torch.cat([torch.cat([_count(layer), *_pair(layer)]) for layer in layers])
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    sizes = [1 + 2 * layer.running_mean.numel() for layer in layers]
-    packed = zip(*(process.split(sizes) for process in gathered), strict=True)
-    for layer, processes in zip(layers, packed, strict=True):
-        rows = torch.stack(processes)
-        counts, means, variances = rows[:, :1], *rows[:, 1:].chunk(2, dim=1)
-        weights = counts if counts.sum() > 0 else torch.ones_like(counts)
-        weights = weights / weights.sum()
-        mean = (weights * means).sum(0)
+    moments = {layer: _of_running(layer) for layer in running_layers(model).values()}
+    if moments:
+        _merge_processes(list(moments.values()))
+    for layer, merged in moments.items():
         with torch.inference_mode(layer.running_mean.is_inference()), torch.no_grad():
-            layer.running_mean.copy_(mean)
-            layer.running_var.copy_((weights * (variances + (means - mean).square())).sum(0))
+            layer.running_mean.copy_(merged.mean)
+            layer.running_var.copy_(merged.m2 / merged.count)
             if layer.num_batches_tracked is not None:
-                layer.num_batches_tracked.copy_(counts.max())
+                layer.num_batches_tracked.copy_((merged.count / dist.get_world_size()).round())
     return model
 
 
-def _pair(layer: Any) -> tuple[Tensor, Tensor]:
-    return layer.running_mean.double(), layer.running_var.double()
-
-
-def _count(layer: Any) -> Tensor:
-    """The count of batches; 0 without a counter."""
+def _of_running(layer: Any) -> Moments:
+    """A layer's running statistics as the moments of as many values as it has counted batches."""
+    own = Moments(layer.running_mean.numel(), layer.running_mean.device)
     counter = layer.num_batches_tracked
-    zero = layer.running_mean.new_zeros(1, dtype=torch.float64)
-    return zero if counter is None else counter.reshape(1).to(zero)
+    # Where no process has counted, all shares are equal.
+    count = own.count + _NO_COUNT + (0.0 if counter is None else counter.to(own.count))
+    own.add(count, layer.running_mean, layer.running_var.to(own.m2) * count)
+    return own

@@ -14,13 +14,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from normplug import _checks, _convert, modules
 from normplug._ops.batch_norm_sync import group_to_join
-from normplug._statistics.runs import batches, is_frozen, run, running_layers, untouched
+from normplug._statistics.runs import (
+    batches,
+    gathered,
+    is_frozen,
+    run,
+    running_layers,
+    untouched,
+)
 from normplug._swap.inventory import Inventory
 from normplug._table import Rows, shown, table
 from normplug._torch import BatchNormBase, in_backward, tree_leaves
@@ -93,9 +99,10 @@ class _Seen:
 
 
 class _Moments(NamedTuple):
-    """Of each channel or row: mean, variance, and squared standard errors of both; and the number of values.
+    """Mean and variance of each channel or row, and squared standard errors of both.
 
-    A sample is one observation in the errors, as its values depend on each other.
+    A sample is one observation in the errors, as its values depend on each other. `values` is how
+    many there are of each.
     """
 
     mean: Tensor
@@ -132,14 +139,14 @@ class _Readers(TorchFunctionMode):
         super().__init__()
         self.inside = 0  # how many norms are running
         # (the module before, its path, the norm, its path, the tensor between)
-        self.pairs: list[tuple[nn.Module, str, nn.Module, str, Tensor]] = []
+        self.pairs: list[tuple[Any, str, Any, str, Any]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self.inside and isinstance(result, (Tensor, tuple, list)):
             for each in tree_leaves((args, kwargs)):
                 if isinstance(each, Tensor) and hasattr(each, "_normplug_made"):
-                    each._normplug_read = getattr(each, "_normplug_read", 0) + 1  # type: ignore[attr-defined]
+                    each._normplug_read = True  # type: ignore[attr-defined]
         return result
 
 
@@ -184,6 +191,11 @@ class _Examination:
             with torch.enable_grad():
                 with self.readers:
                     output = run(self.model, batch)
+                # Only the shapes are needed from here on.
+                self.readers.pairs = [
+                    (*pair[:-1], (pair[-1].shape, not hasattr(pair[-1], "_normplug_read")))
+                    for pair in self.readers.pairs
+                ]
                 if self.loss is not None:
                     loss: Any = self.loss(output, batch)
                 else:
@@ -322,15 +334,13 @@ def _modes(found: _Examination) -> Iterator[Finding]:
 
 
 def _ranks(found: _Examination) -> Iterator[Finding]:
-    if not found.running or (group := group_to_join(None)) is None:
-        return
     for path, layer in found.running.items():
-        own = torch.stack([layer.running_mean.float(), layer.running_var.float()])
-        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, own, group=group)
-        off = max(((each - gathered[0]).abs().max().item() for each in gathered), default=0.0)
+        first, *others = gathered(
+            torch.stack([layer.running_mean.float(), layer.running_var.float()])
+        )
+        off = max(((each - first).abs().max().item() for each in others), default=0.0)
         if off > 0:
-            text = f"by up to {off:.3g} over {len(gathered)} processes"
+            text = f"by up to {off:.3g} over {1 + len(others)} processes"
             fix = "normplug.sync_buffers(model)"
             yield Finding(path, "statistics that differ between ranks", text, fix)
 
@@ -368,12 +378,11 @@ def _inputs(found: _Examination) -> Iterator[Finding]:
 
 
 def _neighbours(found: _Examination) -> Iterator[Finding]:
-    for made, before, norm, path, x in found.readers.pairs:
-        alone = not getattr(x, "_normplug_read", 0)
+    for made, before, norm, path, (shape, alone) in found.readers.pairs:
         if isinstance(made, _LINEAR):
             rows = _convert.plain_class(norm) in _OF_ROWS
-            if rows and x.dim() == 4 and not isinstance(made, nn.Linear):
-                text = f"it normalises the width of input (N, C, H, W) = {tuple(x.shape)}"
+            if rows and len(shape) == 4 and not isinstance(made, nn.Linear):
+                text = f"it normalises the width of input (N, C, H, W) = {tuple(shape)}"
                 fix = f"permute before {path}: x.permute(0, 2, 3, 1), and back after it"
                 yield Finding(path, "LayerNorm over the wrong axis", text, fix)
             bias = made.bias

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from normplug._checks import must
+from normplug._ops.batch_norm_sync import group_to_join
+from normplug._swap.check import generators_kept
 from normplug._torch import BatchNormBase, InstanceNormBase, tree_map_only
 
 
@@ -66,6 +67,15 @@ def batches(caller: str, data: Any, most: int | None) -> Iterator[Any]:
     return itertools.islice(iter(data), most)
 
 
+def gathered(own: Tensor) -> list[Tensor]:
+    """The tensors of all processes, of equal shapes, in the order of the ranks."""
+    if (group := group_to_join(None)) is None:
+        return [own]
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    return every
+
+
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Restore the mode of each module, all buffers, and the random number generators.
@@ -74,16 +84,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
-    numpy: Any = sys.modules.get("numpy")
-    states = random.getstate(), numpy and numpy.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        with generators_kept(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        random.setstate(states[0])
-        if numpy:
-            numpy.random.set_state(states[1])
         for module, training in modes:
             module.training = training
         for buffer, value in buffers:

@@ -31,7 +31,7 @@ def recalibrated(rank, world, device):
 
 
 def synchronised(rank, world, device):
-    """Process 1 has counted three batches for process 0's one."""
+    """Process 1 has counted three batches for process 0's one. The weights are 1/4 and 3/4."""
     model = net()
     for layer in (model[1], model[4]):
         layer.running_mean.fill_(4.0 * rank)
@@ -63,3 +63,11 @@ def examined(rank, world, device):
     model[1].running_mean += 0.1 * rank
     before = [tuple(row) for row in doctor(model, images(16))]
     return before, [tuple(row) for row in doctor(sync_buffers(model), images(16))]
+
+
+def evaluated(rank, world, device):
+    """The output in evaluation, before and after a synchronisation."""
+    model = swap(net())
+    model(images(8, seed=rank))
+    before = model.eval()(images(4)).detach()
+    return before, sync_buffers(model)(images(4)).detach()
