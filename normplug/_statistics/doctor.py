@@ -86,6 +86,7 @@ class _Seen:
 
     Attributes:
         calls: its calls in the first forward.
+        trains: whether it normalised by its batch in them.
         repeats: its calls inside a backward.
         rows: for each training call, the `_moments` of its input.
         evaluated: the `_moments` of its input in evaluation, or None.
@@ -93,6 +94,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.calls = self.repeats = 0
+        self.trains = False
         self.rows: list[_Moments] = []
         self.evaluated: _Moments | None = None
         self.x: Any = None  # the last input, without values
@@ -217,6 +219,7 @@ class _Examination:
         if self.first:
             self.readers.inside += 1
             seen.calls += 1
+            seen.trains = layer.training
             made = getattr(x, "_normplug_made", None)
             if made is not None and made[2] == x._version:
                 self.readers.pairs.append((*made[:2], layer, path, x))
@@ -351,9 +354,9 @@ def _inputs(found: _Examination) -> Iterator[Finding]:
         if not seen.rows:
             continue
         x, (mean, var, _, _, count) = seen.x, seen.rows[0]
-        eps = float(str(getattr(layer, "eps", None) or 0.0))  # a hidden eps shows as text
+        eps = getattr(layer, "_eps", getattr(layer, "eps", None)) or 0.0  # None: an RMSNorm's
         is_batch_norm = isinstance(layer, BatchNormBase)
-        if is_batch_norm and count < _FEW and layer.training and group_to_join(None) is None:
+        if is_batch_norm and count < _FEW and seen.trains and group_to_join(None) is None:
             text = f"{count} values for each channel of input of shape {tuple(x.shape)}"
             fix = "normplug.swap(model, sync=True) on several GPUs, a larger batch, or GroupNorm"
             yield Finding(path, "too few values a channel", text, fix)
@@ -399,7 +402,7 @@ def _neighbours(found: _Examination) -> Iterator[Finding]:
 def _calls(found: _Examination) -> Iterator[Finding]:
     for path, layer in found.running.items():
         seen = found.seen[path]
-        if not layer.training or is_frozen(layer):
+        if not seen.trains:
             continue
         safe = getattr(layer, "statistics", "torch") == "safe"
         if seen.repeats and not safe:
