@@ -8,7 +8,7 @@ from typing import Any
 
 from normplug import _checks, _convert
 from normplug._checks import needs
-from normplug._statistics.watching import Measurement, as_csv, filled
+from normplug._statistics.watching import Measurement, append_csv, filled
 from normplug._swap.record import refuse_other_modes
 from normplug._swap.swap import unswap
 
@@ -74,12 +74,9 @@ class NormCallback(TrainerCallback, ExportableState):
             return
         place = (int(state.epoch or 0), 0, args.world_size)
         rows = filled([self._measurement.finish(state.global_step - 1, *place)])
+        self._measurement.release()
         self._measurement = None
-        path = Path(args.output_dir) / "variance.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = as_csv(rows, header=not path.exists())
-        with path.open("a", encoding="utf-8", newline="") as file:
-            file.write(text)
+        append_csv(Path(args.output_dir) / "variance.csv", rows)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Publish the stock model, if asked."""

@@ -17,6 +17,7 @@ from normplug import _checks, _convert
 from normplug._checks import needs
 from normplug._results import write_file
 from normplug._table import table
+from normplug._torch import in_backward
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.probe import Probe, averages
 
@@ -58,7 +59,7 @@ class LayerVariance(NamedTuple):
 
 
 class Measurement:
-    """The norm layers of a model, which measure from now until `finish` or `release`."""
+    """The norm layers of a model, which measure from now until `release`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._measuring: list[tuple[str, TargetVarianceNorm, bool]] = []  # path, layer, is stock
@@ -73,7 +74,11 @@ class Measurement:
             self._measuring.append((name, module, is_stock))
 
     def finish(self, step: int, epoch: int, rank: int, world_size: int) -> tuple[list[Any], Tensor]:
-        """Stop; return a row for each layer with its values to come, and the values."""
+        """Turn stock layers back; return a row for each layer without its values, and the values.
+
+        Until `release`, swapped layers run as they did while they measured, so that activation
+        checkpointing repeats the same forward.
+        """
         values = averages([layer._probe for _, layer, _ in self._measuring if layer._probe])
         rows = [
             LayerVariance(
@@ -90,16 +95,19 @@ class Measurement:
             )
             for depth, (name, layer, _) in enumerate(self._measuring)
         ]
-        self.release()
+        self._stop([each for each in self._measuring if each[2]])
         return rows, values
 
     def release(self) -> None:
-        """Stop, and turn stock layers back."""
-        for _, layer, is_stock in self._measuring:
+        """Stop all layers from measuring, and turn stock layers back."""
+        self._stop(self._measuring)
+
+    def _stop(self, layers: list[tuple[str, TargetVarianceNorm, bool]]) -> None:
+        self._measuring = [each for each in self._measuring if each not in layers]
+        for _, layer, is_stock in layers:
             del layer._probe
             if is_stock:
                 _convert.revert(layer)
-        self._measuring = []
 
 
 def filled(found: Sequence[tuple[list[Any], Tensor]]) -> list[LayerVariance]:
@@ -118,6 +126,14 @@ def as_csv(rows: Sequence[LayerVariance], header: bool = True) -> str:
     head = [LayerVariance._fields] if header else []
     csv.writer(text, lineterminator="\n").writerows([*head, *rows])
     return text.getvalue()
+
+
+def append_csv(path: Path, rows: Sequence[LayerVariance]) -> None:
+    """Append rows to a CSV file, which is created with its header."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = as_csv(rows, header=not path.exists())
+    with path.open("a", encoding="utf-8", newline="") as file:
+        file.write(text)
 
 
 def as_table(rows: Sequence[LayerVariance]) -> str:
@@ -139,6 +155,7 @@ class Watch:
         self._model, self._every = model, every
         self._steps = 0
         self._measurement: Measurement | None = None
+        self._runs = False  # whether its forward runs
         self._pending: list[tuple[list[Any], Tensor]] = []
         self._rows: list[LayerVariance] = []
         self._hooks: list[Any] = []
@@ -154,25 +171,29 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._release()
+
+    def _release(self) -> None:
         if self._measurement is not None:
             self._measurement.release()
-            self._measurement = None
+        self._measurement = None
 
     def _before(self, model: nn.Module, inputs: Any) -> None:
-        # Checkpointing's repeated forwards and evaluation are no steps.
-        if not (model.training and torch.is_grad_enabled()) or self._measurement is not None:
+        if in_backward():  # activation checkpointing repeats the last forward
             return
-        if self._steps % self._every == 0:
-            self._measurement = Measurement(model)
-        self._steps += 1
+        self._release()
+        if model.training and torch.is_grad_enabled():
+            if self._steps % self._every == 0:
+                self._measurement, self._runs = Measurement(model), True
+            self._steps += 1
 
     def _after(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if self._measurement is None:
+        if self._measurement is None or not self._runs:
             return
+        self._runs = False
         joined = dist.is_available() and dist.is_initialized()
         place = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         self._pending.append(self._measurement.finish(self._steps - 1, 0, *place))
-        self._measurement = None
         if len(self._pending) >= _PENDING:
             self._fetch()
 

@@ -16,7 +16,7 @@ from normplug._statistics.watching import (
     MEASURED,
     LayerVariance,
     Measurement,
-    as_csv,
+    append_csv,
     as_table,
     filled,
 )
@@ -100,12 +100,10 @@ class VarianceLogger(Callback):
             return
         place = (trainer.current_epoch, trainer.global_rank, trainer.world_size)
         self.last = filled([self._measurement.finish(self.logged_step, *place)])
+        self._measurement.release()
         self._measurement = None
         assert self.path is not None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = as_csv(self.last, header=not self.path.exists())
-        with self.path.open("a", encoding="utf-8", newline="") as file:
-            file.write(text)
+        append_csv(self.path, self.last)
         metrics = {
             f"variance/{row.layer}/{field.removesuffix('_variance')}": getattr(row, field)
             for row in self.last

@@ -13,6 +13,16 @@ from normplug import fuse, swap, watch
 from normplug.modules import batch_norm
 from statistics_cases import images, net
 
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
 GOLDEN = normplug.target_variance("golden")
 
 
@@ -77,11 +87,15 @@ def test_weights_of_zero_tell_nothing_of_the_output_before_them():
 
 def test_checkpointing_an_error_and_a_second_watch_leave_no_trace(tmp_path):
     pytest.importorskip("matplotlib")
-    model = net()
     x = images(4).requires_grad_()
-    with watch(model, every=1) as w:
-        checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert len(w.rows) >= 2
+    for model in (net(), fuse(swap(net()))):
+        outer = Checkpointed(model)
+        for watched in (model, outer):
+            with watch(watched, every=1) as w:
+                for _ in range(2):
+                    outer(x).sum().backward()
+            assert [row.step for row in w.rows] == [0, 0, 1, 1]
+    model = net()
     with pytest.raises(RuntimeError), watch(model, every=1) as w:
         model(images(4)[:, :2])
     assert type(model[1]) is nn.BatchNorm2d
