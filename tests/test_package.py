@@ -38,8 +38,8 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5500, "experiment": 3130, "_ops": 3770, "_fuse": 2380, "native": 1400,
-    "modules": 1560, "_swap": 1640, "bench": 1040, "adapters": 610,
+    "_kernels": 5500, "experiment": 3130, "_ops": 3760, "_fuse": 2380, "native": 1400,
+    "modules": 1550, "_swap": 1640, "bench": 1040, "adapters": 610,
     "_statistics": 1360, "lightning": 350, "reference.py": 320, "": 2110,
 }  # fmt: skip
 MOST_FILES = 132

@@ -304,7 +304,12 @@ class TargetVarianceNorm(nn.Module):
                 input bias, and others.
             isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
         """
-        y = None if torch.compiler.is_compiling() else native.forward(self, *reading)
+        if torch.compiler.is_compiling():
+            y = None
+        elif self._normplug.statistics == "safe" and self._is_guarded():
+            return self._run_guarded(*reading, isolated=isolated)
+        else:
+            y = native.forward(self, *reading)
         if y is None:
             y = self._by_torch(*reading)
         if y is None:
@@ -322,18 +327,9 @@ class TargetVarianceNorm(nn.Module):
             native.learn(spec, backend, t, self, *reading)
         return y
 
-    def _is_guarded(self, always: bool) -> bool:
-        """Whether a call must update copies of safe running statistics, outside the kernels.
-
-        always: whether it must even outside a backward, since no kernel does what it needs.
-        """
-        own = self._normplug
-        return (
-            own.statistics == "safe"
-            and self.training
-            and not torch.compiler.is_compiling()
-            and (always or in_backward())
-        )
+    def _is_guarded(self) -> bool:
+        """Whether safe running statistics are now updated outside the kernels, or not at all."""
+        return False
 
     def _run_guarded(self, *reading: Any, isolated: bool = False) -> Any:
         """Run a call on copies of the running statistics; take them if the batch counts."""

@@ -55,10 +55,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         y: Tensor = self._run(*reading, isolated=isolated)
         return y
 
-    def _run(self, *reading: Any, isolated: bool = False) -> Any:
-        if self._is_guarded(self.momentum is None):
-            return self._run_guarded(*reading, isolated=isolated)
-        return super()._run(*reading, isolated=isolated)
+    def _is_guarded(self) -> bool:
+        return self.training and (self.momentum is None or in_backward())
 
     def _by_torch(self, x: Tensor, *others: Any) -> Tensor | None:
         weight, bias = self._affine()
@@ -184,7 +182,8 @@ class _SyncBatchNorm(_BatchNorm):
             return super()._run(*reading, isolated=isolated)
         input = reading[0]
         compiling = torch.compiler.is_compiling()
-        guarded = self._is_guarded(self.momentum is None)
+        safe = self._normplug.statistics == "safe"
+        guarded = safe and not compiling and self._is_guarded()
         if not (compiling or guarded):
             others = peers.known(group, input.device)
             y = native.forward(self, *reading, others) if others else None

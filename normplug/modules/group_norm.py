@@ -136,10 +136,8 @@ class _InstanceNorm(_Groups, InstanceNormBase):
         y: Tensor = self._run(input, None, None, activation)
         return y if y.dim() == input.dim() else y.squeeze(0)
 
-    def _run(self, *reading: Any, isolated: bool = False) -> Any:
-        if self._is_guarded(always=True):
-            return self._run_guarded(*reading, isolated=isolated)
-        return super()._run(*reading, isolated=isolated)
+    def _is_guarded(self) -> bool:
+        return self.training and self.track_running_stats
 
     def _by_torch(self, input: Tensor, *others: Any) -> Tensor | None:
         weight, bias = self._affine()
