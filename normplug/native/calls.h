@@ -170,10 +170,11 @@ inline bool read_call(PyObject* spec, PyObject* backend, PyObject* tensors, Read
   return true;
 }
 
-// A tensor in one of a module's tables. None if the module has no such tensor; nullptr if it is a
-// plain attribute, such as a weight that a hook computes.
-inline PyObject* find_tensor(PyObject* table, PyObject* own, PyObject* name) {
+// A tensor in one of a module's two tables. None if the module has no such tensor; nullptr if it is
+// a plain attribute, such as a weight that a hook computes.
+inline PyObject* find_tensor(PyObject* table, PyObject* other, PyObject* own, PyObject* name) {
   PyObject* found = PyDict_GetItemWithError(table, name);
+  if (found == nullptr) found = PyDict_GetItemWithError(other, name);
   if (found != nullptr) return found;
   found = PyDict_GetItemWithError(own, name);
   return found == nullptr || found == Py_None ? Py_None : nullptr;
@@ -203,14 +204,19 @@ inline bool read_module(PyObject* const* args, Py_ssize_t count, Reading& readin
   auto& tensors = reading.tensors;
   tensors = {input,
              args[2],
-             find_tensor(parameters, own.ptr(), weight_name),
-             find_tensor(parameters, own.ptr(), bias_name),
+             find_tensor(parameters, buffers, own.ptr(), weight_name),
+             find_tensor(parameters, buffers, own.ptr(), bias_name),
              args[3],
-             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 0)),
-             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 1)),
-             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 2))};
+             find_tensor(buffers, parameters, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 0)),
+             find_tensor(buffers, parameters, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 1)),
+             find_tensor(buffers, parameters, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 2))};
   for (PyObject* each : tensors) {
     if (each == nullptr || !describe(each, reading.signature)) return false;
+  }
+  // A norm in evaluation saves less if neither weight nor bias needs a gradient.
+  for (size_t i : {2, 3}) {
+    bool trains = tensors[i] != Py_None && THPVariable_Unpack(tensors[i]).requires_grad();
+    reading.signature.push_back(trains);
   }
   auto device = THPVariable_Unpack(input).device().type();
   bool casts =
