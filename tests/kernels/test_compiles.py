@@ -110,6 +110,21 @@ def test_batch_norm_compiles(name, dtype):
         check(made, dtype)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_batch_norm_with_safe_statistics_compiles(name, world):
+    others = {"world": world, "peers": 1 << 40 if world > 1 else 0, "safe": True}
+    forward, _ = batch_norm_launches(BATCH_NORMS[name], BFLOAT16, False, **others)
+    check(forward, BFLOAT16)
+
+
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_batch_norm_of_constants_compiles(name):
+    others = {"training": False, "constant": True, "activation": "relu"}
+    for made in batch_norm_launches(BATCH_NORMS[name], BFLOAT16, False, **others):
+        check(made, BFLOAT16)
+
+
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
 @pytest.mark.parametrize("name", BATCH_NORMS)
 def test_batch_norm_that_exchanges_its_statistics_compiles(name, dtype):
