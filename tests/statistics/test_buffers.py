@@ -105,7 +105,7 @@ def test_bad_arguments_are_refused():
 
 def test_two_processes_get_the_statistics_of_all_their_data(tmp_path):
     checks = [statistics_cases.recalibrated, statistics_cases.synchronised]
-    results = sync_cases.ran(sync_cases.process, 2, tmp_path, False, checks)
+    results = sync_cases.ran(sync_cases.process, 2, tmp_path, checks)
     (first, calls), (second, _) = (result["recalibrated"] for result in results)
     alone = net()
     recalibrate(alone, images(12).split(4))

@@ -206,7 +206,7 @@ def test_a_decaying_norm_is_found_by_the_optimizer():
 
 
 def test_ranks_that_differ_are_found(tmp_path):
-    results = sync_cases.ran(sync_cases.process, 2, tmp_path, False, [statistics_cases.examined])
+    results = sync_cases.ran(sync_cases.process, 2, tmp_path, [statistics_cases.examined])
     for result in results:
         before, after = result["examined"]
         assert [row[:2] for row in before] == [("1", "statistics that differ between ranks")]

@@ -46,7 +46,7 @@ def test_96136_checkpointing_counts_each_batch_twice(reentrant):
 
 
 def test_30718_ranks_evaluate_differently(tmp_path):
-    results = sync_cases.ran(sync_cases.process, 2, tmp_path, False, [statistics_cases.evaluated])
+    results = sync_cases.ran(sync_cases.process, 2, tmp_path, [statistics_cases.evaluated])
     (stock, synced), (other, same) = (result["evaluated"] for result in results)
     assert not torch.equal(stock, other)
     assert torch.equal(synced, same)

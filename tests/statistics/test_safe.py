@@ -51,7 +51,7 @@ def test_checkpointing_counts_a_batch_once_with_the_same_gradients(kind, reentra
 
 
 def test_two_processes_leave_joined_statistics_alike(tmp_path):
-    results = sync_cases.ran(sync_cases.process, 2, tmp_path, False, [statistics_cases.joined])
+    results = sync_cases.ran(sync_cases.process, 2, tmp_path, [statistics_cases.joined])
     (before, after, good), other = (result["joined"] for result in results)
     assert equal(before, after)
     assert not equal(after, good)
