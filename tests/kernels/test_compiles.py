@@ -105,15 +105,10 @@ BATCH_NORMS = {
 @pytest.mark.parametrize("name", BATCH_NORMS)
 def test_batch_norm_compiles_alone_and_exchanging_its_statistics(name, dtype):
     leaky = dtype == FLOAT64 and name in ("columns, own rows", "small planes")
-<<<<<<< HEAD
     alone = {"activation": ("leaky_relu", 0.2) if leaky else "relu"}
     for options in (alone, {"world": 2, "peers": 1 << 40, "activation": "relu"}):
         for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, **options):
             check(made, dtype)
-=======
-    activation = ("leaky_relu", 0.2) if leaky else "relu"
-    for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, activation=activation):
-        check(made, dtype)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -129,15 +124,6 @@ def test_batch_norm_of_constants_compiles(name):
     others = {"training": False, "constant": True, "activation": "relu"}
     for made in batch_norm_launches(BATCH_NORMS[name], BFLOAT16, False, **others):
         check(made, BFLOAT16)
-
-
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
-@pytest.mark.parametrize("name", BATCH_NORMS)
-def test_batch_norm_that_exchanges_its_statistics_compiles(name, dtype):
-    others = {"world": 2, "peers": 1 << 40, "activation": "relu"}
-    for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, **others):
-        check(made, dtype)
->>>>>>> w-stats
 
 
 @pytest.mark.parametrize(
