@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from normplug._results import write_file
 from normplug.bench import show
@@ -30,6 +32,7 @@ TABLES = {  # a row's field -> the caption of its table, and the format of a cel
     "host_ms": (f"The host's time for a step, ms{SPEED}", "{:.2f}"),
     "first_step_s": ("Time of the first step, with no compiled kernel on disk, s", "{:.1f}"),
     "peak_gib": ("Peak memory of a step, GiB", "{:.2f}"),
+    "call_us": (f"Median time of a call in calls back to back, microseconds{SPEED}", "{:.0f}"),
     "us": (f"Median GPU time, microseconds{SPEED}", "{:.1f}"),
     "percent": ("GPU time, as % of the speed of a copy that moves the fewest bytes", "{:.0f}"),
     "max_rel": (
@@ -37,6 +40,25 @@ TABLES = {  # a row's field -> the caption of its table, and the format of a cel
         "normplug in mode standard",
         "{:.1e}",
     ),
+}
+# The first picture that a reader sees: a few models by name, from these files. A later file adds
+# the arms that the earlier ones lack.
+DOOR = "door_h100"
+DOOR_RESULTS = ("models_h100", "models_arms_h100")
+DOOR_MODELS = {
+    ("resnet50", 256): "ResNet-50",
+    ("mobilenet_v3_large", 256): "MobileNetV3-L",
+    ("convnext_tiny", 128): "ConvNeXt-T",
+    ("vit_b_16", 128): "ViT-B/16",
+    ("bert_base", 32): "BERT-base",
+    ("gpt2", 16): "GPT-2",
+    ("llama_16x1024", 8): "Llama-style",
+    ("unet2d", 16): "diffusion UNet",
+}
+DOOR_ARMS = {
+    "compile": "torch.compile",
+    "swap+fuse": "normplug",
+    "swap+fuse+compile": "normplug and torch.compile",
 }
 # The name of a picture -> its file of results, and a pattern of its rows. Results of 0.2 have short
 # names of operations.
@@ -48,6 +70,22 @@ PICTURES = {
     "group_norm_h100": ("families_h100", r"(gn|in3d|group_norm|instance_norm)\S* bfloat16"),
     "host_h100": ("host_h100", ""),
 }
+
+
+# The colours of arms and providers, distinct in grey too.
+COLOURS = {
+    "torch.compile": "#dbe9f6",
+    "compile": "#dbe9f6",
+    "normplug-python": "#fdc086",
+    "swap": "#fdc086",
+    "normplug": "#e6761b",
+    "swap+fuse": "#e6761b",
+    "normplug and torch.compile": "#173f5f",
+    "swap+fuse+compile": "#173f5f",
+}
+OTHER_COLOUR = "#3f7d3f"
+# Numbers of an axis of speeds.
+TICKS = (0.25, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def pivot(found: pd.DataFrame, values: str) -> pd.DataFrame:
@@ -65,6 +103,8 @@ def render(rows: Sequence[Row]) -> str:
     if "copy_gbps" in found:
         parts.append(f"Copy: {found['copy_gbps'].iloc[0]:.0f} GB/s, read and written.\n")
         found["percent"] = 100 * found["gbps"] / found["copy_gbps"]
+    if "wall_us" in found and "us" not in found:  # rows of `host.py`
+        found["call_us"] = found["wall_us"]
     for field, (caption, form) in TABLES.items():
         if field in found:
             wide = pivot(found[found[field].notna()], field)
@@ -99,18 +139,51 @@ def text_of(page: Path) -> str:
     return render(read_file(DOCS / "results" / f"{page.stem}.json"))
 
 
-def draw_speeds(rows: Sequence[Row], path: Path) -> None:
-    """Draw a group of bars for each case: the speed over eager."""
-    faster = pivot(pd.DataFrame(rows), "over_eager").drop(columns="eager", errors="ignore")
-    faster.index = [", ".join(map(str, case)) for case in faster.index.to_flat_index()]
-    figure = Figure((9, 1.5 + 0.17 * faster.size), layout="constrained")
-    axes = faster.plot.barh(ax=figure.subplots(), width=0.8)
+def speeds(rows: Sequence[Row]) -> pd.DataFrame:
+    """The speed over eager, of medians: a line for each case, a column for each other arm."""
+    found = pd.DataFrame(rows)
+    times = pivot(found, next(name for name in ("ms", "us", "wall_us") if name in found))
+    return times.rdiv(times["eager"], axis=0).drop(columns="eager")
+
+
+def draw_speeds(faster: pd.DataFrame, path: Path, title: str, width: float = 9) -> None:
+    """Draw a group of bars for each line of `speeds`: from eager's speed, the line at 1."""
+    figure = Figure((width, 1.5 + 0.17 * faster.size), layout="constrained")
+    axes = figure.subplots()
+    bars = {
+        "width": 0.8,
+        "color": [COLOURS.get(name, OTHER_COLOUR) for name in faster],
+        "edgecolor": "black",
+    }
+    (faster - 1).plot.barh(ax=axes, left=1, linewidth=0.4, legend=False, **bars)
+    axes.set_xscale("log", base=2)
+    lowest, highest = min(0.9, 0.95 * faster.min(axis=None)), 1.1 * faster.max(axis=None)
+    ticks = [tick for tick in TICKS if lowest <= tick <= highest]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(lowest, highest)
     axes.invert_yaxis()
-    axes.set(xlabel="speed over eager, of the medians")
+    axes.set(xlabel="speed over eager PyTorch, of medians (higher is better)", ylabel="")
     axes.axvline(1, color="black", linestyle="--", linewidth=0.8)
     axes.grid(axis="x", alpha=0.3)
-    figure.suptitle(_origin(rows), fontsize="small")
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+    figure.suptitle("\n".join(textwrap.wrap(title, int(14 * width))), fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def draw_door(files: Sequence[Sequence[Row]], path: Path) -> None:
+    """Draw the models of `DOOR_MODELS`, the fastest with normplug first."""
+    first, *others = map(speeds, files)
+    for other in others:
+        first = first.combine_first(other)
+    faster = first.reindex(index=list(DOOR_MODELS), columns=list(DOOR_ARMS))
+    faster.index = list(DOOR_MODELS.values())
+    faster = faster.rename(columns=DOOR_ARMS).sort_values("normplug", ascending=False)
+    rows = [row for rows in files for row in rows]
+    days = sorted({str(row["date"])[:10] for row in rows})
+    title = f"One {rows[0]['device']}, training steps in bfloat16, {days[0]} to {days[-1]}"
+    draw_speeds(faster, path, title, width=6)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -134,7 +207,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name == "layer_norm_h100":
             show.draw(shown, picture, _origin(rows))
         else:
-            draw_speeds(shown, picture)
+            faster = speeds(shown)
+            cases = faster.index.to_flat_index()
+            faster.index = [", ".join(map(str, case)) for case in cases]
+            draw_speeds(faster, picture, _origin(rows))
+    door = [read_file(DOCS / "results" / f"{name}.json") for name in DOOR_RESULTS]
+    draw_door(door, DOCS / f"{DOOR}.png")
 
 
 if __name__ == "__main__":
