@@ -4,13 +4,13 @@
     python train.py -m mode=baseline,standard,golden seed=0,1,2
 
 The configuration is in configs/; `python train.py --help` lists all options. The training itself is
-normplug/experiment/train.py, which an installed normplug has as the command `normplug-train`.
+normplug.experiment.run.py, which an installed normplug has as the command `normplug-train`.
 """
 
 from normplug._checks import needs
 
 with needs("train.py", "train", SystemExit):
-    from normplug.experiment.train import main
+    from normplug.experiment.run import main
 
 if __name__ == "__main__":
     main()

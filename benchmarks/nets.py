@@ -143,6 +143,36 @@ def _nnunet3d(
     return _laid_out(net, data, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
 
 
+def timm_images(name: str, batch: int, channels_last: bool = True, **options: Any) -> Target:
+    """A classifier of timm."""
+    net = import_module("timm").create_model(name, **options)
+    return images("", batch, channels_last=channels_last, model=net)
+
+
+def _inception_v3(batch: int) -> Target:
+    """An Inception-v3 without its auxiliary classifier, whose loss is one more output."""
+    make = import_module("torchvision.models").inception_v3
+    return images("", batch, 299, model=make(aux_logits=False, init_weights=False))
+
+
+def _r2plus1d(batch: int) -> Target:
+    """A video classifier, on clips of 16 frames of 112 x 112 pixels."""
+    net = import_module("torchvision.models.video").r2plus1d_18()
+    data = torch.randn(batch, 3, 16, 112, 112), torch.randint(400, (batch,))
+    return _laid_out(net, data, cross_entropy)
+
+
+def _segformer(batch: int) -> Target:
+    """A SegFormer-B2 (Xie et al. 2021, arXiv:2105.15203) that classifies images."""
+    transformers = import_module("transformers")
+    sizes = {"hidden_sizes": [64, 128, 320, 512], "depths": [3, 4, 6, 3]}
+    net = transformers.SegformerForImageClassification(
+        transformers.SegformerConfig(**sizes, num_labels=1000)
+    )
+    data = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
+    return net, data, lambda model, batch: F.cross_entropy(model(batch[0]).logits, batch[1])
+
+
 class Net(NamedTuple):
     """How to make a network and a batch, and the batch sizes to measure."""
 
@@ -162,6 +192,18 @@ _LLAMA = {
 _bert = partial(text, "BertForMaskedLM", "BertConfig", length=512)
 _gpt2 = partial(text, "GPT2LMHeadModel", "GPT2Config", length=1024, use_cache=False)
 _llama = partial(text, "LlamaForCausalLM", "LlamaConfig", length=2048, **_LLAMA)
+_QWEN3 = {
+    "num_hidden_layers": 16,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 3072,
+    "vocab_size": 32000,
+    "use_cache": False,
+    "attn_implementation": "sdpa",
+}
+_qwen3 = partial(text, "Qwen3ForCausalLM", "Qwen3Config", length=2048, **_QWEN3)
 _t5 = partial(text, "T5ForConditionalGeneration", "T5Config", length=512, target=128)
 NETS = {
     "resnet50": Net(partial(images, "resnet50"), (256, 32)),
@@ -180,6 +222,15 @@ NETS = {
     "t5_small": Net(_t5, (32,)),
     "unet2d": Net(_unet2d, (16,)),
     "nnunet3d": Net(_nnunet3d, (2,)),
+    "qwen3": Net(_qwen3, (8,)),
+    "deit3_small": Net(
+        partial(timm_images, "deit3_small_patch16_224", channels_last=False), (256,)
+    ),
+    "convnextv2_tiny": Net(partial(timm_images, "convnextv2_tiny"), (128,)),
+    "cspdarknet53": Net(partial(timm_images, "cspdarknet53"), (128,)),
+    "r2plus1d_18": Net(_r2plus1d, (16,)),
+    "inception_v3": Net(_inception_v3, (128,)),
+    "segformer_b2": Net(_segformer, (64,)),
 }
 LAYERS = {
     "layer_norm": Net(partial(layer, nn.LayerNorm, (128,), 128), (32,)),

@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from normplug._results import write_file
-from normplug.bench import show
-from normplug.bench.rows import Row, read_file
+from normplug.bench.rows import Row, draw, read_file
 
 DOCS = Path(__file__).parents[1] / "docs"
 CASE = ("model", "batch", "op", "direction", "layout", "shape", "dtype")
@@ -205,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         picture = DOCS / f"{name}.png"
         if name == "layer_norm_h100":
-            show.draw(shown, picture, _origin(rows))
+            draw(shown, picture, _origin(rows))
         else:
             faster = speeds(shown)
             cases = faster.index.to_flat_index()

@@ -4,7 +4,8 @@
 
 Each checkout has a process of its own, which holds the model, swapped in mode golden. A step is a
 forward and a backward under bfloat16 autocast; the optimizer is left out, as it does not depend on
-normplug. `--first-step` times first steps instead, also of a single checkout.
+normplug. `--first-step` times first steps instead, also of a single checkout. The arm with warm_up
+calls it in its first step, whose time includes it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import nets
 
-ARMS = ("eager", "swap", "swap+fuse")
+ARMS = ("eager", "swap", "swap+fuse", "swap+fuse+warm_up")
 COMPILED = "swap+fuse+compile"
 WARM_UPS, TURN_MS, MOST = 4, 50, 400
 PROFILES, STEPS = 5, 3  # profiles of an arm, and steps in each
@@ -106,8 +107,14 @@ def _step(name: str, batch: int, arm: str, device: str) -> Callable[[], Any]:
     if "compile" in arm:
         model = torch.compile(model)
 
+    warms_up = "warm_up" in arm
+
     def step() -> None:
+        nonlocal warms_up
         with torch.autocast(device, torch.bfloat16):
+            if warms_up:
+                print(normplug.warm_up(model, *data[:-1]), file=sys.stderr)
+                warms_up = False
             value = loss(model, data)
         value.backward()
         model.zero_grad()

@@ -15,27 +15,15 @@ ActivationLike = str | tuple[str, float] | None
 
 
 class Activation(NamedTuple):
-    """One activation.
-
-    Attributes:
-        name: its name in `activation=`.
-        kernel_code: the constant that kernels are compiled with; 0 is no activation. For an
-            activation with a slope the constant is minus the slope, and this field is unused.
-        function: the torch function; its second argument is the slope, if there is one.
-        module: its torch class.
-        settings: (attribute, value) pairs that a module must have to be this activation.
-        aliases: other functions, and names of tensor methods, that compute it.
-        slope: the name of the slope, as an attribute of the module and an argument of the function;
-            "" if it has none.
-    """
+    """One activation, by its name in `activation=`."""
 
     name: str
-    kernel_code: int
-    function: Callable[..., Tensor]
+    kernel_code: int  # for kernels: see the function `kernel_code`; unused if there is a slope
+    function: Callable[..., Tensor]  # of the input, and of the slope if there is one
     module: type[nn.Module]
-    settings: tuple[tuple[str, Any], ...] = ()
-    aliases: tuple[Any, ...] = ()
-    slope: str = ""
+    settings: tuple[tuple[str, Any], ...] = ()  # attributes that a module must have
+    aliases: tuple[Any, ...] = ()  # other functions, and names of tensor methods
+    slope: str = ""  # its name, as an attribute of the module and an argument of the function
 
 
 ACTIVATIONS = {
@@ -79,7 +67,7 @@ def backward_reads_input(activation: ActivationLike) -> bool:
 
 
 def kernel_code(activation: ActivationLike) -> float:
-    """The constant that kernels are compiled with."""
+    """The constant that kernels are compiled with; 0 is no activation, minus a slope is leaky."""
     name, slope = parts(activation)
     if name is None:
         return 0

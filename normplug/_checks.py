@@ -50,14 +50,10 @@ class MissingPackage(ModuleNotFoundError):
 
 @contextmanager
 def needs(caller: str, extra: str, raises: type[BaseException] = MissingPackage) -> Iterator[None]:
-    """Name the extra if a package imported inside the block is missing.
+    """Name the extra of normplug that brings a package, if an import inside the block misses it.
 
     An error about a missing module of normplug itself is a defect and is raised as it is.
-
-    Args:
-        caller: what needs the package; the message begins with it.
-        extra: the extra of normplug that brings it.
-        raises: the error to raise; `SystemExit` ends a command line with the message and status 1.
+    `SystemExit` ends a command line with the message and status 1.
     """
     try:
         yield
@@ -176,16 +172,9 @@ def as_number(value: Any) -> Any:
 
     Unchanged: other values, and tensors that torch refuses (bool, complex, meta, with a gradient).
     """
-    if (
-        not isinstance(value, Tensor)
-        or value.dim() > 0
-        or value.dtype == torch.bool
-        or value.is_complex()
-        or value.requires_grad
-        or value.is_meta
-    ):
+    if not isinstance(value, Tensor) or value.dim() > 0 or value.requires_grad or value.is_meta:
         return value
-    return float(value)
+    return value if value.is_complex() or value.dtype == torch.bool else float(value)
 
 
 def eps(caller: str, value: Any, none: bool = False) -> None:

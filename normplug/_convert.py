@@ -56,22 +56,20 @@ def _is_private(cls: type[nn.Module]) -> bool:
 
 def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
     """The normplug class that a swap gives this module; None if it stays as it is."""
+    found = replacement_or_reason(module)
+    return None if isinstance(found, str) else found
+
+
+def replacement_or_reason(module: nn.Module) -> type[TargetVarianceNorm] | str | None:
+    """The `replacement` of a module, or why there is none if its class or adapter says why."""
     cls = plain_class(module)
     _register_adapted(cls)
-    ours = REPLACEMENTS.get(cls)
-    return None if ours is None or why_left(module) is not None else ours
-
-
-def why_left(module: nn.Module) -> str | None:
-    """Why a layer without a `replacement` stays as it is, if its class or adapter says why."""
-    cls = plain_class(module)
     if (ours := REPLACEMENTS.get(cls)) is not None:
         patch = "the forward of its class was replaced by other code, which a swapped layer skips"
-        return patch if is_class_patched(cls) else ours._refusal(module)
+        return patch if is_class_patched(cls) else ours._refusal(module) or ours
     if getattr(cls, "cls_to_become", None) in REPLACEMENTS:
         return "it is lazy and has no shape yet: run one forward, then swap"
-    why = _adapted(cls)
-    return why if isinstance(why, str) else None
+    return _adapted(cls)
 
 
 def _register_adapted(cls: type[nn.Module]) -> None:
@@ -135,14 +133,7 @@ def convert(
     Another thread may be running the layer: what the new class reads is set before the class, and
     what the old class reads is removed after it. `revert` does the same.
 
-    Args:
-        module: a layer that has a `replacement`, or a normplug layer.
-        target_variance: a float above 0.
-        backend: "auto", "triton" or "torch".
-        autocast_output: "float32" or "low".
-        track_running_stats: whether a stock layer gets statistics to watch; None leaves it to the
-            layer's class.
-        device: the device of new tensors if the layer has no weight.
+    device: the device of watched statistics if the layer has no weight.
     """
     if not isinstance(module, TargetVarianceNorm):
         ours = replacement(module)
@@ -190,10 +181,9 @@ def is_synchronised(module: nn.Module) -> bool:
 
 
 def synchronise(module: nn.Module) -> bool:
-    """Give a layer its synchronised class, in place; a stock layer gets mode standard.
+    """Give a layer its synchronised class, in place, and return whether it has one.
 
-    Returns:
-        Whether the layer has changed. One without a synchronised class is left alone.
+    A stock layer gets mode standard.
     """
     before = plain_class(module)
     ours = before if isinstance(module, TargetVarianceNorm) else replacement(module)

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
@@ -107,15 +109,40 @@ def interposed() -> bool:
     )
 
 
-# Dynamo evaluates `torch.compiler.is_exporting()` to True whenever it compiles. So without the
-# flag, compiled models use torch's own operations. torch 2.6 has neither.
+_aten = torch.ops.aten
+# Operators that a compiler does not keep apart from what made their input.
+_VIEWS_AND_CASTS = frozenset((
+    _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.permute.default,
+    _aten.transpose.int, _aten.t.default, _aten.squeeze.dim, _aten.unsqueeze.default,
+    _aten._to_copy.default,
+))  # fmt: skip
+
+
+def is_made_pointwise(t: Tensor) -> bool:
+    """Whether a compiler has just recorded that a pointwise operator makes t.
+
+    It could fuse that operator with the next one. False if nothing is recorded.
+    """
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return False
+    if isinstance(t, FunctionalTensor):
+        t = torch._from_functional_tensor(t.elem)
+    recorded = proxy_tensor.get_proxy_slot(t, mode.tracer, None)
+    node: Any = None if recorded is None else recorded.proxy.node
+    while node is not None and node.target in _VIEWS_AND_CASTS:
+        node = node.args[0]
+    target = None if node is None else node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+# Dynamo evaluates `torch.compiler.is_exporting()` to True whenever it compiles; not in torch 2.6.
 _HAS_EXPORT_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def is_exporting() -> bool:
     """Whether `torch.export` is tracing."""
-    return torch.compiler._is_exporting_flag if _HAS_EXPORT_FLAG else _is_exporting()
+    return _HAS_EXPORT_FLAG and torch.compiler._is_exporting_flag
 
 
 # Whether autocast is on, for any device.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,7 +102,6 @@ def batch_norm(
     and relu also one bit per element, and with `residual` and another activation also `residual`.
 
     Examples:
-        >>> import torch
         >>> x = torch.tensor([[1.0], [3.0]])
         >>> batch_norm(x, None, None, training=True, eps=1e-12, mode=0.25).flatten()
         tensor([-0.5000,  0.5000])
@@ -133,7 +133,6 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
         TypeError: `x` is not a tensor, or not floating point.
 
     Examples:
-        >>> import torch
         >>> channel_stats(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
         (tensor([2., 5.]), tensor([1., 0.]))
     """
@@ -207,16 +206,13 @@ def layer_norm(
     deterministic. For the backward they save `input` and two numbers per row.
 
     Examples:
-        >>> import torch
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), mode="standard").round()
         tensor([[-1.,  1.]])
     """
-    caller = "functional.layer_norm"
-    t = Tensors(
-        input, None, weight, bias, input_bias, running_mean, running_var, num_batches_tracked
-    )
-    numbers = (normalized_shape, momentum, eps, mode, autocast_output)
-    return call(caller, t, _row_spec(caller, input, *numbers), backend)
+    statistics = (running_mean, running_var, num_batches_tracked)
+    t = Tensors(input, None, weight, bias, input_bias, *statistics)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output, backend)
+    return _norm_of_rows("functional.layer_norm", t, *numbers)
 
 
 def add_layer_norm(
@@ -255,15 +251,13 @@ def add_layer_norm(
     launch, and save `total` for the backward.
 
     Examples:
-        >>> import torch
         >>> y, total = add_layer_norm(torch.ones(1, 2), torch.tensor([[0.0, 2.0]]), (2,))
         >>> total
         tensor([[1., 3.]])
     """
-    caller = "functional.add_layer_norm"
     t = Tensors(x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
-    numbers = (normalized_shape, momentum, eps, mode, autocast_output)
-    return call(caller, t, _row_spec(caller, x, *numbers), backend)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output, backend)
+    return _norm_of_rows("functional.add_layer_norm", t, *numbers)
 
 
 def rms_norm(
@@ -327,14 +321,12 @@ def rms_norm(
     number per row.
 
     Examples:
-        >>> import torch
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), (2,), mode="standard")
         tensor([[0.8485, 1.1314]])
     """
-    caller = "functional.rms_norm"
     t = Tensors(input, None, weight, None, None, None, running_var, num_batches_tracked)
-    numbers = (normalized_shape, momentum, eps, mode, autocast_output, False, weight_offset)
-    return call(caller, t, _row_spec(caller, input, *numbers), backend)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output, backend)
+    return _norm_of_rows("functional.rms_norm", t, *numbers, False, weight_offset)
 
 
 def add_rms_norm(
@@ -371,15 +363,13 @@ def add_rms_norm(
     and save `total` for the backward.
 
     Examples:
-        >>> import torch
         >>> y, total = add_rms_norm(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]), (2,))
         >>> total
         tensor([[3., 4.]])
     """
-    caller = "functional.add_rms_norm"
     t = Tensors(x, residual, weight, None, None, None, running_var, num_batches_tracked)
-    numbers = (normalized_shape, momentum, eps, mode, autocast_output, False, weight_offset)
-    return call(caller, t, _row_spec(caller, x, *numbers), backend)
+    numbers = (normalized_shape, momentum, eps, mode, autocast_output, backend)
+    return _norm_of_rows("functional.add_rms_norm", t, *numbers, False, weight_offset)
 
 
 def group_norm(
@@ -434,7 +424,6 @@ def group_norm(
     the backward they save `input` and two numbers per group of each sample.
 
     Examples:
-        >>> import torch
         >>> group_norm(torch.tensor([[1.0, 3.0, 5.0, 5.1]]), 2, mode="standard").round()
         tensor([[-1.,  1., -1.,  1.]])
     """
@@ -497,7 +486,6 @@ def instance_norm(
     does not promote, since PyTorch accepts float32 parameters with a half `input`.
 
     Examples:
-        >>> import torch
         >>> instance_norm(torch.tensor([[[1.0, 3.0], [5.0, 5.1]]]), mode="standard").round()
         tensor([[[-1.,  1.],
                  [-1.,  1.]]])
@@ -526,18 +514,19 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return None
 
 
-def _row_spec(
+def _norm_of_rows(
     caller: str,
-    x: Tensor,
-    normalized_shape: Sequence[int],
+    t: Tensors,
+    shape: Sequence[int],
     momentum: float | None,
     eps: float | None,
     mode: ModeLike,
     autocast_output: str,
+    backend: str,
     centred: bool = True,
     weight_offset: float = 0.0,
-) -> LayerNormSpec:
-    tv, shape = target_variance(mode), normalized_shape
+) -> Any:
+    tv = target_variance(mode)
     if type(shape) is not tuple:
         try:
             shape = tuple(shape)
@@ -548,7 +537,6 @@ def _row_spec(
         momentum, eps = as_number(momentum), as_number(eps)
     # Autocast leaves torch's RMSNorm alone in some versions.
     is_cast = centred or RMS_NORM_AUTOCASTS or str(autocast_output) == "low"
-    autocast = autocast_dtype(x) if is_cast else None
-    return LayerNormSpec(
-        shape, momentum, eps, tv, autocast, autocast_output, centred, weight_offset
-    )
+    autocast = autocast_dtype(t.x) if is_cast else None
+    numbers = (tv, autocast, autocast_output, centred, weight_offset)
+    return call(caller, t, LayerNormSpec(shape, momentum, eps, *numbers), backend)

@@ -25,8 +25,16 @@ for LayerNorm, Zhang and Sennrich 2019 (arXiv:1910.07467) for RMSNorm, Wu and He
 (arXiv:1803.08494) for GroupNorm, Ulyanov et al. 2016 (arXiv:1607.08022) for InstanceNorm; the
 factor sqrt(tv) is normplug's own.
 
-All functions take any device and floating dtype. The arithmetic is in float64 for float64 input and
-in float32 for every other; results are rounded once, to the dtype of `x`.
+Every norm takes these arguments besides its own:
+
+    x                the input
+    weight, bias     of the shape that the norm says; None for ones and zeros
+    eps              added to the variance, before the root
+    target_variance  the variance of the output where the weight is 1
+
+It returns y in the dtype of `x`, and the mean and biased variance that it normalised by, in the
+accumulator's dtype. Any device and floating dtype will do. The arithmetic is in float64 for float64
+input and in float32 for every other; y is rounded once.
 
 This module imports nothing else of normplug, since all other code is tested against it.
 """
@@ -77,17 +85,9 @@ def batch_norm(
 ) -> Normalized:
     """Normalise each channel of `x` over batch and space.
 
-    Args:
-        x: (N, C) or (N, C, *space).
-        weight: (C,), or None for ones.
-        bias: (C,), or None for zeros.
-        eps: added to the variance, before the root.
-        target_variance: the variance of the output where `weight` is 1.
-        mean: (C,), given together with `var` in eval mode; None for the batch's own mean.
-        var: (C,), given together with `mean`.
+    Shapes: x (N, C) or (N, C, *space); weight, bias and the statistics (C,).
 
-    Returns:
-        y in the dtype of `x`; the (C,) mean and biased variance used, in the accumulator's dtype.
+    `mean` and `var` are given together in eval mode; None for the batch's own.
     """
     x_acc = x.to(accumulator_dtype(x.dtype))
     if mean is None or var is None:
@@ -109,16 +109,9 @@ def group_norm(
 ) -> Normalized:
     """Normalise each group of adjacent channels of each sample of `x`, over channels and space.
 
-    Args:
-        x: (N, C) or (N, C, *space).
-        groups: the number of groups that the C channels form.
-        weight: (C,), or None for ones.
-        bias: (C,), or None for zeros.
-        eps: added to the variance, before the root.
-        target_variance: the variance of each group of the output where `weight` is 1.
+    Shapes: x (N, C) or (N, C, *space); weight and bias (C,); the statistics (N, groups).
 
-    Returns:
-        y in the dtype of `x`; mean and biased variance, (N, groups), in the accumulator's dtype.
+    `groups` is the number of groups that the C channels form.
     """
     by_group = x.shape[0], groups, math.prod(x.shape[1:]) // groups
     rows = x.to(accumulator_dtype(x.dtype)).reshape(by_group)
@@ -158,16 +151,8 @@ def layer_norm(
 ) -> Normalized:
     """Normalise each row of `x` over its trailing `normalized_shape`.
 
-    Args:
-        x: (*rows, *normalized_shape).
-        normalized_shape: the trailing dimensions that form a row.
-        weight: `normalized_shape`, or None for ones.
-        bias: `normalized_shape`, or None for zeros.
-        eps: added to the variance, before the root.
-        target_variance: the variance of each output row where `weight` is 1.
-
-    Returns:
-        y in the dtype of `x`; mean and biased variance, (*rows), in the accumulator's dtype.
+    Shapes: x (*rows, *normalized_shape); weight and bias `normalized_shape`; the statistics
+    (*rows).
     """
     dims = tuple(range(-len(normalized_shape), 0))
     x_acc = x.to(accumulator_dtype(x.dtype))
@@ -191,17 +176,12 @@ def rms_norm(
 
         y = (weight + weight_offset) * sqrt(tv) * x / sqrt(mean(x^2) + eps)
 
-    Args:
-        x: (*rows, *normalized_shape).
-        normalized_shape: the trailing dimensions that form a row.
-        weight: `normalized_shape`, or None for a factor of one, whatever `weight_offset` is.
-        eps: added to the second moment, before the root; None for the machine epsilon of the
-            accumulator's dtype.
-        target_variance: the second moment of each output row where the factor is 1.
-        weight_offset: added to `weight`.
+    Shapes: x (*rows, *normalized_shape); weight `normalized_shape`; the second moment, which it
+    returns as the only statistic, (*rows).
 
-    Returns:
-        y in the dtype of `x`; the second moment mean(x^2), (*rows), in the accumulator's dtype.
+    An eps of None is the machine epsilon of the accumulator's dtype. The target variance is the
+    second moment of each output row where the factor, weight + weight_offset, is 1. Without weight
+    the factor is 1, whatever `weight_offset` is.
     """
     dims = tuple(range(-len(normalized_shape), 0))
     x_acc = x.to(accumulator_dtype(x.dtype))
@@ -219,18 +199,10 @@ def gradients(
     weight: Tensor | None,
     **options: Any,
 ) -> Gradients:
-    """The gradients of a norm by autograd.
+    """The gradients of a norm of this module by autograd, for the gradient `dy` of its output.
 
-    Args:
-        norm: a norm of this module.
-        dy: the gradient of y, shaped like `x`.
-        x: the norm's input.
-        weight: the norm's weight, or None.
-        **options: the norm's other arguments. `mean` and `var` are constants.
-
-    Returns:
-        dx in the dtype of `x`; dweight and dbias in the accumulator's, shaped like the weight. For
-        an RMSNorm dbias is 0.
+    `options` are the norm's other arguments; `mean` and `var` are constants. dx has the dtype of
+    `x`, dweight and dbias the accumulator's. For an RMSNorm dbias is 0.
     """
     acc = accumulator_dtype(x.dtype)
     shape = options.get("normalized_shape", x.shape[1:2])

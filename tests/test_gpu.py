@@ -34,14 +34,14 @@ def on_gpu(tensors):
 @pytest.mark.parametrize("dtype", batch_norm_cases.DTYPES, ids=str)
 def test_batch_norm_is_as_close_to_float64_as_torch(dtype, shape, layout, mode, offset):
     made = batch_norm_cases.make(
-        shape, dtype, layout, params=torch.promote_types(dtype, torch.float32), offset=offset
+        shape, (33,), dtype, layout, params=torch.promote_types(dtype, torch.float32), offset=offset
     )
     x, weight, bias = on_gpu(made)
     params = weight.dtype
     # A running mean far from the input's would overflow torch's own float16 backward in eval.
     running = (torch.randn(33).to(GPU, params) + offset, torch.rand(33).to(GPU, params) + 0.5)
     for training in (True, False):
-        batch_norm_cases.compare(x, weight, bias, mode, training, running)
+        batch_norm_cases.compare("batch_norm", x, weight, bias, mode, running, training=training)
 
 
 def make_net(memory_format=torch.contiguous_format):
@@ -56,21 +56,6 @@ def make_net(memory_format=torch.contiguous_format):
         nn.Linear(576, 4),
     )
     return net.to(GPU, memory_format=memory_format)
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_training_step_never_makes_the_host_wait(momentum):
-    net = normplug.swap(make_net())
-    net[1].momentum = net[4].momentum = momentum
-    x = torch.randn(8, 3, 8, 8, device=GPU)
-    net(x).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        net(x).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert net[4].watched_count == 2
 
 
 def swap_and_fuse(net):
@@ -96,15 +81,6 @@ def test_a_cuda_graph_captures_the_step_and_the_statistics(change, memory_format
     twin(x).sum().backward()
     torch.testing.assert_close(gradients(net), gradients(twin))
     torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
-
-
-def test_a_model_compiled_by_inductor_accepts_another_batch_size():
-    net, twin = (normplug.swap(make_net()) for _ in range(2))
-    compiled = torch.compile(net, fullgraph=True)
-    for batch in (8, 24):
-        x = torch.randn(batch, 3, 8, 8, device=GPU)
-        torch.testing.assert_close(compiled(x), twin(x), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(net[4].watched_var, twin[4].watched_var, rtol=1e-4, atol=1e-5)
 
 
 # Warnings of torch's CUDA graph trees, which start with an empty graph.

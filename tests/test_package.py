@@ -36,9 +36,9 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5500, "experiment": 3130, "_ops": 3700, "_fuse": 2380, "native": 1400,
-    "modules": 1520, "_swap": 1620, "bench": 1040, "adapters": 480,
-    "lightning": 500, "reference.py": 320, "": 1950,
+    "_kernels": 5370, "experiment": 2950, "_ops": 3600, "_fuse": 2270, "native": 1450,
+    "modules": 1480, "_swap": 1560, "bench": 985, "adapters": 460,
+    "lightning": 500, "reference.py": 290, "": 1910,
 }  # fmt: skip
 MOST_FILES = 125
 

@@ -36,18 +36,14 @@ class Analysis:
     sites of its own. Its fused forward inlines only the inner modules that these sites need. If a
     forward cannot be traced, or is called with arguments that do not fit the trace, an edited copy
     of its source may run instead.
-
-    Attributes:
-        fusions: module to fuse -> its new forwards.
-        reasons: norm -> why the forward that calls it is not fused. An outer module may still fuse
-            the norm.
     """
 
     def __init__(self, model: nn.Module, recompute: bool = False) -> None:
         self._recompute = recompute
         self._reads: dict[nn.Module, Reads] = {}
         self._inner: dict[nn.Module, set[nn.Module]] = {}
-        self.fusions: dict[nn.Module, FusedForwards] = {}
+        self.fusions: dict[nn.Module, FusedForwards] = {}  # module to fuse -> its new forwards
+        # Norm -> why the forward that calls it is not fused. An outer module may still fuse it.
         self.reasons: dict[nn.Module, str] = {}
         callers = {
             module: list(_norms_below(module))
@@ -122,8 +118,7 @@ class Analysis:
             origins = {m for scope in scopes for m in scope}
             needed |= origins.union(*(self._inner[m] for m in origins if m in self._inner))
             if site.label:
-                path = str(site.norm.target)
-                labels[path] = site.label
+                labels[str(site.norm.target)] = site.label
         if not own_sites:
             return None
         if set(trace.followed) != needed:

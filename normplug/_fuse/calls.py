@@ -49,7 +49,7 @@ def norm_add_activation(
         activation: a module, or a value that `functional.batch_norm` accepts as its activation.
             In an edited forward, also None or any function.
         between: the `nn.Identity` modules after the norm.
-        residual: the tensor to add, or None.
+        residual: the tensor to add.
         in_place: whether the addition is in place.
         flipped: whether the residual is the addition's left operand.
         keeps_residual: whether other modules save the residual anyway, unless they recompute it.
@@ -97,12 +97,8 @@ def norm_max_pool(
 
     between: the `nn.Identity` modules after the norm. pool: a module, or `F.max_pool2d`'s settings.
     """
-    window = _window(pool)
-    if (
-        _name(activation) == "relu"
-        and window
-        and _may_run(norm, x, "max_pool", activation, *between)
-    ):
+    window, is_relu = _window(pool), _name(activation) == "relu"
+    if is_relu and window and _may_run(norm, x, "max_pool", activation, *between):
         return norm._fused(x, activation="relu", pool=window)
     y = norm_add_activation(norm, x, activation, between)
     return pool(y) if isinstance(pool, nn.Module) else F.max_pool2d(y, *pool)
@@ -147,10 +143,7 @@ def convolution_norm(
 
 def _name(activation: Any) -> ActivationLike:
     """The name of an activation; None for a module that now computes another function."""
-    name: ActivationLike = (
-        _activations.of_module(activation) if callable(activation) else activation
-    )
-    return name
+    return _activations.of_module(activation) if callable(activation) else activation
 
 
 def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:

@@ -56,33 +56,20 @@ Branch = tuple[tuple[ast.expr, bool], ...]
 
 
 class Place(NamedTuple):
-    """An edited call of a norm.
+    """An edited call of a norm."""
 
-    Attributes:
-        branch: the branches that contain it.
-        activation: the name of the child that is the activation after the norm; "" if an addition
-            comes before the norm.
-    """
-
-    branch: Branch
-    activation: str
+    branch: Branch  # that contains it
+    activation: str  # the child after the norm; "" if an addition comes before the norm
 
 
 @dataclass(frozen=True, eq=False)
 class Edited:
-    """An edited forward.
+    """An edited forward."""
 
-    Attributes:
-        original: the class's forward.
-        forward: the edited forward.
-        me: the forward's name for the module, usually "self".
-        found: name of a norm -> its edited calls.
-    """
-
-    original: Any
-    forward: Any
-    me: str
-    found: dict[str, list[Place]]
+    original: Any  # the class's forward
+    forward: Any  # the edited one
+    me: str  # the forward's name for the module, usually "self"
+    found: dict[str, list[Place]]  # name of a norm -> its edited calls
 
     def label(self, norm: str, module: nn.Module) -> str:
         """The label in a report of the norm with this name; "" if it is not fused."""
@@ -100,12 +87,7 @@ class Edited:
 
 @functools.cache
 def edit(cls: Any, forward: Any, children: Children) -> Edited:
-    """Edit the forward of a class.
-
-    Args:
-        cls: the class of a module.
-        forward: the class's forward.
-        children: the norms and activations among the module's children.
+    """Edit the forward of a class, given the norms and activations among a module's children.
 
     Raises:
         Untraceable: the forward cannot be edited; the message says why.
@@ -129,19 +111,12 @@ def edit(cls: Any, forward: Any, children: Children) -> Edited:
 
 @dataclass
 class _Editor:
-    """Edits the statements of a forward.
+    """Edits the statements of a forward."""
 
-    Attributes:
-        cls: the class whose forward it is.
-        children: name of a child -> its kind.
-        definition: the forward's definition, which `edit` changes.
-        found: name of a norm -> its edited calls.
-    """
-
-    cls: type[nn.Module]
-    children: dict[str, str]
-    definition: ast.FunctionDef
-    found: dict[str, list[Place]] = field(default_factory=dict)
+    cls: type[nn.Module]  # whose forward it is
+    children: dict[str, str]  # name of a child -> its kind
+    definition: ast.FunctionDef  # the forward's, which `edit` changes
+    found: dict[str, list[Place]] = field(default_factory=dict)  # as in `Edited`
 
     def __post_init__(self) -> None:
         arguments = [*self.definition.args.posonlyargs, *self.definition.args.args]
@@ -223,10 +198,10 @@ class _Editor:
         if (name := self._child(node, "sum")) and _is_sum(inner):
             both = _call(_ADD_NORM, node.func, inner.left, inner.right)
             made: Any = ast.Subscript(both, ast.Constant(0), ast.Load())
-            self._found(name, branch)
+            self._record(name, branch)
         elif (name := self._child(inner, "norm")) and self._child(node, "activation"):
             made = _call(_NORM_ACTIVATION, inner.func, inner.args[0], node.func)
-            self._found(name, branch, node.func.attr)
+            self._record(name, branch, node.func.attr)
         else:
             return
         _replace(statement, node, made)
@@ -241,7 +216,7 @@ class _Editor:
             norm, reader = self._reader(body[i + 1 :], target, False)
             if norm is None:
                 return
-            self._found(norm.func.attr, branch)
+            self._record(norm.func.attr, branch)
             both = _call(_ADD_NORM, norm.func, value.left, value.right)
             targets: list[ast.expr] = [ast.Name(n, ast.Store()) for n in (_RESULT, target)]
             body[i] = _located(ast.Assign([ast.Tuple(targets, ast.Store())], both), statement)
@@ -253,7 +228,7 @@ class _Editor:
             activation, reader = self._reader(body[i + 1 :], target, True)
             if activation is None:
                 return
-            self._found(name, branch, activation.func.attr)
+            self._record(name, branch, activation.func.attr)
             made = _call(
                 _NORM_ACTIVATION, value.func, value.args[0], copy.deepcopy(activation.func)
             )
@@ -263,8 +238,7 @@ class _Editor:
             return
         _replace(reader, norm if _is_sum(value) else activation, result)
 
-    def _found(self, norm: str, branch: Branch, activation: str = "") -> None:
-        """Record an edited call of a norm."""
+    def _record(self, norm: str, branch: Branch, activation: str = "") -> None:
         self.found.setdefault(norm, []).append(Place(branch, activation))
 
     def _reader(self, following: list[ast.stmt], name: str, activates: bool) -> tuple[Any, Any]:

@@ -31,18 +31,12 @@ class Guard:
 
     The check takes 1.5 us for each fused module of a ResNet-50. The loops are plain for speed.
     A guard holds no reference to its own module: a cycle would delay freeing the module.
-
-    Attributes:
-        reads: what the module's forward depends on; for a container, only its class.
-        names: the names of its children.
-        children: the children themselves.
-        called: whether the module was called, and not only read as a container.
     """
 
-    reads: Reads
-    names: tuple[str, ...]
+    reads: Reads  # for a container, only its class
+    names: tuple[str, ...]  # of its children
     children: tuple[nn.Module | None, ...]
-    called: bool = False
+    called: bool = False  # and not only read as a container
 
     def holds(self, module: nn.Module, inside: bool = True) -> bool:
         """Whether the module is unchanged; inside: False for the module that was traced itself."""
@@ -78,30 +72,22 @@ def _same(now: Any, then: Any) -> bool:
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced forward with its sites fused, and what it depends on.
+    """A traced forward with its sites fused, and what it depends on."""
 
-    Attributes:
-        forward: the function; it takes the module, then all that the module's own forward takes.
-        guard: the guard of the module itself.
-        inner: (module, guard) of each other module that the trace followed or read children of.
-        labels: path of a norm in the module -> what the norm is fused with.
-    """
-
-    forward: Callable[..., Any]
-    guard: Guard
+    forward: Callable[..., Any]  # of the module, then all that the module's own forward takes
+    guard: Guard  # of the module itself
+    # Each other module that the trace followed or read children of.
     inner: tuple[tuple[nn.Module, Guard], ...]
-    labels: dict[str, str]
+    labels: dict[str, str]  # path of a norm in the module -> what the norm is fused with
 
     def holds(self, root: nn.Module, inputs: tuple[Any, ...] = ()) -> bool:
-        """Whether the forward may run in place of the module's own.
-
-        Args:
-            root: the module.
-            inputs: the inputs of the call; () checks only whether the modules are unchanged.
-        """
+        """Whether the forward may run in place of the root's own; () checks the modules only."""
         reads = self.guard.reads
         for name, x in zip(reads.inputs, inputs, strict=False):
-            if not (_are_tensors(x) if name in reads.sequences else isinstance(x, Tensor)):
+            if name not in reads.sequences:
+                if not isinstance(x, Tensor):
+                    return False
+            elif not isinstance(x, (list, tuple)) or not all(isinstance(t, Tensor) for t in x):
                 return False
         for module, guard in self.inner:
             if not guard.holds(module):
@@ -111,15 +97,10 @@ class Traced:
 
 @dataclass(frozen=True)
 class FusedForwards:
-    """The fused forwards of a module.
+    """The fused forwards of a module."""
 
-    Attributes:
-        traced: the traced forward, which runs while what it depends on is unchanged.
-        edited: the edited forward, which runs otherwise.
-    """
-
-    traced: Traced | None
-    edited: Edited | None
+    traced: Traced | None  # runs while what it depends on is unchanged
+    edited: Edited | None  # runs otherwise
 
     def labels(self, root: nn.Module) -> dict[nn.Module, str]:
         """Fused norm -> what it is fused with now; root: the module."""
@@ -148,10 +129,6 @@ def _say_that_pickles_are_not_fused() -> None:
         "normplug: a fused model is pickled without its fusion. Where it is loaded, it is swapped, "
         "but not fused until you call normplug.fuse(model)."
     )
-
-
-def _are_tensors(x: Any) -> bool:
-    return isinstance(x, (list, tuple)) and all(isinstance(t, Tensor) for t in x)
 
 
 class FusedModule(nn.Module):

@@ -48,25 +48,16 @@ _FRESH = {
 
 @dataclass(frozen=True)
 class Site:
-    """A norm, and the operations that run in one call with it.
-
-    Attributes:
-        norm: the node of the norm.
-        nodes: the nodes of the norm and the operations, in order. `isolated_norm` replaces only the
-            norm.
-        function: the function that runs them.
-        arguments: makes the arguments after the norm. It takes a function: node that calls a module
-            -> node of that module. It is called late, since another site may replace an input.
-        add: the addition of a residual after the norm, if it is among the nodes.
-        label: the operations, for a report; "" for none.
-    """
+    """A norm, and the operations that run in one call with it."""
 
     norm: fx.Node
-    nodes: tuple[fx.Node, ...]
-    function: Callable[..., Any]
+    nodes: tuple[fx.Node, ...]  # all, in order; `isolated_norm` replaces only the norm
+    function: Callable[..., Any]  # that runs them
+    # Makes the arguments after the norm. It takes a function: node that calls a module -> node of
+    # that module. It is called late, since another site may replace an input.
     arguments: Callable[[Callable[[fx.Node], fx.Node]], tuple[Any, ...]]
-    add: fx.Node | None = None
-    label: str = ""
+    add: fx.Node | None = None  # the addition of a residual after the norm, if it is a node of it
+    label: str = ""  # the operations, for a report
 
 
 def find(graph: fx.Graph, root: nn.Module) -> list[Site]:

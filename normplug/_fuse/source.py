@@ -52,22 +52,15 @@ class Untraceable(Exception):
 
 @dataclass
 class Reads:
-    """What a module's forward depends on besides its inputs.
+    """What a module's forward depends on besides its inputs."""
 
-    Attributes:
-        cls: the class whose forward it is.
-        inputs: the names of its required inputs.
-        sequences: the inputs that are sequences of tensors.
-        values: attribute that it reads -> its value.
-        proxies: parameter, buffer or training flag that it reads -> whether that was not None.
-        methods: name -> method, for the forward and the methods of the class that it calls.
-    """
-
-    cls: type[nn.Module]
-    inputs: tuple[str, ...]
-    sequences: set[str] = field(default_factory=set)
-    values: dict[str, Any] = field(default_factory=dict)
+    cls: type[nn.Module]  # the class whose forward it is
+    inputs: tuple[str, ...]  # the names of its required inputs
+    sequences: set[str] = field(default_factory=set)  # the inputs that are sequences of tensors
+    values: dict[str, Any] = field(default_factory=dict)  # attribute that it reads -> its value
+    # Parameter, buffer or training flag that it reads -> whether that was not None.
     proxies: dict[str, bool] = field(default_factory=dict)
+    # The forward and the methods of the class that it calls, by name.
     methods: dict[str, Any] = field(default_factory=dict)
 
 
@@ -97,13 +90,6 @@ def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
 
 
 @functools.cache
-def _source(function: types.FunctionType) -> ast.FunctionDef:
-    if hasattr(function, "__wrapped__"):
-        raise Untraceable(f"its {function.__name__} is decorated")
-    return definition(function)
-
-
-@functools.cache
 def _recorded() -> frozenset[Any]:
     """The functions whose calls torch.fx records, by `__torch_function__`."""
     functions = [f for group in get_overridable_functions().values() for f in group]
@@ -117,8 +103,9 @@ class _Reader:
         self.module, self.cls, self.reads = module, cls, reads
 
     def function(self, function: types.FunctionType, forward: bool = True) -> None:
-        found = _source(function)
-        code = function.__code__
+        if hasattr(function, "__wrapped__"):
+            raise Untraceable(f"its {function.__name__} is decorated")
+        found, code = _shared_definition(function), function.__code__
         if set(code.co_freevars) - {"__class__"}:
             raise Untraceable(f"its {function.__name__} uses variables of an enclosing function")
         arguments = found.args
@@ -266,23 +253,14 @@ class _Reader:
 
 @dataclass
 class _Scope:
-    """The meaning of the names in a function.
+    """The meaning of the names in a function."""
 
-    Attributes:
-        me: the name of the module itself.
-        globals: the function's globals.
-        local: its variables.
-        given: required inputs that are not assigned to.
-        optional: other inputs that are not assigned to.
-        loop: variables of its loops.
-    """
-
-    me: str
+    me: str  # the module itself
     globals: dict[str, Any]
     local: set[str]
-    given: set[str]
-    optional: set[str]
-    loop: set[str] = field(default_factory=set)
+    given: set[str]  # required inputs that are not assigned to
+    optional: set[str]  # other inputs that are not assigned to
+    loop: set[str] = field(default_factory=set)  # variables of loops
 
 
 _UNKNOWN = object()
@@ -336,6 +314,9 @@ def definition(function: types.FunctionType) -> ast.FunctionDef:
     return found
 
 
+_shared_definition = functools.cache(definition)  # not for `edit`, which changes what it gets
+
+
 @functools.cache
 def _codes(source: str) -> frozenset[types.CodeType]:
     """The code of all functions in a file; a notebook compiles each statement of a cell apart."""
@@ -356,10 +337,7 @@ def compiled(
 ) -> types.CodeType:
     """Compile a definition to replace a function's code.
 
-    Args:
-        function: the function.
-        found: the definition.
-        enclosing: more enclosing variables that the definition may use.
+    enclosing: more enclosing variables that the definition may use.
     """
     code = function.__code__
     around = ast.parse(f"def around({', '.join((*code.co_freevars, *enclosing))}): pass")

@@ -50,7 +50,7 @@ class Trace(fx.Tracer):
     Here nothing is patched, so other threads can run the model meanwhile. A stand-in has the class
     of its module, so that the same forward runs. In its own dicts, children are stand-ins, and
     parameters and buffers are proxies. The training flag is a proxy, too: a forward can pass it on,
-    but not branch on it.
+    but not branch on it. The graph calls modules by the paths that the forward took to them.
 
     Args:
         root: the module.
@@ -59,26 +59,20 @@ class Trace(fx.Tracer):
 
     Raises:
         Untraceable: if torch.fx cannot follow the forward.
-
-    Attributes:
-        graph: the graph. It calls modules by the paths that the forward took to them.
-        scopes: for each node, the modules whose forward made it, outermost first.
-        followed: the modules whose own forward is part of the graph, in order.
-        reached: the modules on whose children the graph depends: the root, the followed modules,
-            and the containers that the forward read.
     """
 
     def __init__(
-        self,
-        root: nn.Module,
-        reads: Mapping[nn.Module, Reads],
-        inner: Collection[nn.Module],
+        self, root: nn.Module, reads: Mapping[nn.Module, Reads], inner: Collection[nn.Module]
     ) -> None:
         super().__init__()
         self.root, self.graph = root, fx.Graph()
         self.tensor_attrs = {}
+        # For each node, the modules whose forward made it, outermost first.
         self.scopes: dict[fx.Node, tuple[nn.Module, ...]] = {}
-        self.followed: dict[nn.Module, None] = {}
+        self.followed: dict[
+            nn.Module, None
+        ] = {}  # whose own forward is part of the graph, in order
+        # On whose children it depends: the root, the followed modules, containers that were read.
         self.reached: dict[nn.Module, None] = {}
         self._reads, self._inner = reads, frozenset(inner)
         self._scope: tuple[nn.Module, ...] = ()

@@ -1,6 +1,6 @@
 """Triton kernels, the schedules that set them up, and their launches; only `_ops` imports them.
 
-Here is what the schedules share: properties of the GPU, limits of int32 offsets, powers of two.
+Here is what the schedules share: properties of the GPU, limits of int32 offsets, sizes of tiles.
 """
 
 from __future__ import annotations
@@ -55,3 +55,13 @@ def floor_2(n: int) -> int:
 def unit_of(*sizes: int) -> int:
     """The largest of 8, 4, 2, 1 that divides every size: the alignment the compiler may assume."""
     return math.gcd(8, *sizes)
+
+
+def tile_of(bytes_each: int) -> int:
+    """Values of a tile that is read twice, sized for `bytes_each` bytes per value."""
+    return 8192 if bytes_each <= 4 else 4096 if bytes_each <= 8 else 2048
+
+
+def at_once(warps: int, columns: int, itemsize: int, unit: int) -> int:
+    """Rows of so many columns that warps read at once, with 16 bytes or `unit` values a thread."""
+    return max(warps * 32 * min(16 // itemsize, unit) // columns, 1)

@@ -98,11 +98,7 @@ class Ahead:
         self._workers: set[subprocess.Popen[bytes]] = set()
 
     def expect(self, job: Job) -> bool:
-        """Have a worker compile a kernel that will be launched later.
-
-        Returns:
-            True while a worker has yet to compile it. False if it is compiled, or no worker will.
-        """
+        """Have a worker compile a kernel that will be launched later; False if none has to."""
         key = job.key
         # A process that was forked from this one does not have its threads.
         is_off = self._off or most_workers() == 0 or self._process != os.getpid()
@@ -121,8 +117,7 @@ class Ahead:
     def settle(self, job: Job) -> str | None:
         """Wait for a kernel if a worker is compiling it; called before its first launch.
 
-        Returns:
-            The kernel's key in Triton's cache; None if that is unknown.
+        It returns the kernel's key in Triton's cache, or None if that is unknown.
         """
         key = job.key
         if key in self._settled:

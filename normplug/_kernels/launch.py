@@ -44,18 +44,15 @@ def accumulator(dtype: torch.dtype) -> Any:
 
 
 class Compiled(NamedTuple):
-    """A compiled kernel as the driver launches it, for the host path in C++.
+    """A compiled kernel as the driver launches it, for the host path in C++."""
 
-    function: the driver's handle. threads: per program. shared: bytes of shared memory.
-    parameters: for each, the index of its tensor among the launch's tensors, or -1 for a number;
-    the number's bits; and the parameter's size in bytes.
-    """
-
-    function: int
+    function: int  # the driver's handle
     grid: int
-    threads: int
-    shared: int
+    threads: int  # per program
+    shared: int  # bytes of shared memory
     cooperative: bool
+    # For each, the index of its tensor among the launch's tensors, or -1 for a number; the number's
+    # bits; and the parameter's size in bytes.
     parameters: tuple[tuple[int, int, int], ...]
 
 
@@ -66,13 +63,8 @@ class Launch:
     others are filled by name, from `given` or from the first source with this attribute, in lower
     case: `ROWS` is `source.rows`, and `ROWS_UNITS` is `source.rows // source.unit`.
 
-    Args:
-        kernel: The Triton kernel: its tensors come first, then its numbers, then its constants.
-        grid: Number of programs.
-        warps: Warps per program.
-        *sources: Objects whose attributes are arguments.
-        cooperative: Whether it is a cooperative launch, whose programs all run at once.
-        **given: Arguments by name.
+    A kernel's tensors come first, then its numbers, then its constants. `grid` programs have
+    `warps` warps each. The programs of a `cooperative` launch all run at once.
 
     Raises:
         TypeError: An argument has no value, or a given name is not an argument.
@@ -155,14 +147,9 @@ class Launch:
                 return None
             bits = 0 if is_tensor else int.from_bytes(struct.pack(layout, value), "little")
             parameters.append((value if is_tensor else -1, bits, struct.calcsize(layout)))
-        return Compiled(
-            self._function,
-            self._grid,
-            32 * warps,
-            shared,
-            bool(self._constants.get("launch_cooperative_grid")),
-            tuple(parameters),
-        )
+        cooperative = bool(self._constants.get("launch_cooperative_grid"))
+        sizes = self._grid, 32 * warps, shared
+        return Compiled(self._function, *sizes, cooperative, tuple(parameters))
 
     def job(self, dtypes: Sequence[torch.dtype]) -> ahead.Job:
         """Describe what Triton compiles for tensors of these dtypes, aligned to 16 bytes."""

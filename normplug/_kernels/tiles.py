@@ -14,6 +14,8 @@ from normplug._kernels.primitives import VERSION, as_stored
 
 STEP_AXIS = tl.constexpr(1 if VERSION < (3, 7) else 0)
 LANE_AXIS = tl.constexpr(0 if VERSION < (3, 7) else 1)
+# An *area* is a tuple: some columns, which of them exist, the row before which its rows end, and
+# how many values they are apart.
 
 
 @triton.jit
@@ -66,8 +68,9 @@ def tile_rows(row, U, BT):
 
 
 @triton.jit
-def _places(row, end, columns, live, W, U, BT, WIDE):
-    """Offsets and mask of a tile: the two axes of its rows, W values apart, then its columns."""
+def _places(area, row, U, BT, WIDE):
+    """Offsets and mask of a tile: the two axes of its rows, then its columns."""
+    columns, live, end, W = area
     rows = tile_rows(row, U, BT)
     mask = (rows < end)[:, :, None] & live[None, None, :]
     if WIDE:
@@ -76,20 +79,20 @@ def _places(row, end, columns, live, W, U, BT, WIDE):
 
 
 @triton.jit
-def load_tile(pointer, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, LAST):
-    """Load U * BT rows of some columns, from `row` on and before `end`; rows are W values apart.
+def load_tile(pointer, area, row, U, BT, EVEN, WHOLE, WIDE, LAST):
+    """Load U * BT rows of an area, from `row` on.
 
-    WHOLE: all of these rows exist. EVEN: all columns exist; otherwise only `live` ones. WIDE:
-    offsets need 64 bits. LAST: the tile is not read again.
+    WHOLE: all of these rows exist. EVEN: all columns exist. WIDE: offsets need 64 bits. LAST: the
+    tile is not read again.
     """
-    offsets, mask = _places(row, end, columns, live, W, U, BT, WIDE)
+    offsets, mask = _places(area, row, U, BT, WIDE)
     return load(pointer, offsets, mask, WHOLE and EVEN, LAST)
 
 
 @triton.jit
-def write_tile(value, pointer, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE):
+def write_tile(value, pointer, area, row, U, BT, EVEN, WHOLE, WIDE):
     """Store a tile of U * BT rows, with the arguments of `load_tile`."""
-    offsets, mask = _places(row, end, columns, live, W, U, BT, WIDE)
+    offsets, mask = _places(area, row, U, BT, WIDE)
     store(pointer, offsets, value, mask, WHOLE and EVEN, True)
 
 

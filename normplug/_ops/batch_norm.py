@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,7 @@ from normplug._ops.spec import Pool, Tensors
 from normplug._torch import interposed, transforms_active
 from normplug.reference import accumulator_dtype, channel_dims
 
-# Bytes of input from which torch.compile calls a fused norm as an operator. That takes the host
-# some 80 us more, in both directions together, than the code that Inductor generates.
-_OPERATOR_BYTES = 96 << 20
+_OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 _LAST = torch.channels_last
 
 
@@ -112,17 +111,14 @@ class BatchNormSpec(NamedTuple):
 
     def refusal(self, t: Tensors) -> str | None:
         if self.pool is not None:
-            from normplug._ops import batch_norm_pool
+            from normplug._ops.batch_norm_plan import refusal_to_pool
 
-            if (why := batch_norm_pool.refusal(t, self.pool)) is not None:
+            if (why := refusal_to_pool(t, self.pool)) is not None:
                 return why
         if t.residual is not None and t.residual.dtype != t.x.dtype:
             return f"the input is {t.x.dtype} and the residual {t.residual.dtype}"
-        if (
-            t.running_mean is not None
-            and t.running_var is not None
-            and t.running_mean.dtype != t.running_var.dtype
-        ):
+        mean, var = t.running_mean, t.running_var
+        if mean is not None and var is not None and mean.dtype != var.dtype:
             return "running_mean and running_var differ in dtype"
         if self.peers is not None and t.x.shape[1] > peers.most_channels():
             return f"it has more than {peers.most_channels()} channels"
@@ -138,29 +134,27 @@ class BatchNormSpec(NamedTuple):
         x, residual = self.fake_dx(t.x), t.residual
         if residual is not None and residual.stride() != x.stride():
             residual = laid_out_like(residual, x)
-        same = x is t.x and residual is t.residual
-        return t if same else t._replace(x=x, residual=residual)
+        return t.reading(x, residual)
 
     def plan(self, t: Tensors) -> Plan:
-        if self.pool is None:
-            from normplug._ops.batch_norm_plan import BatchNormPlan
+        from normplug._ops.batch_norm_plan import BatchNormPlan, PooledPlan
 
-            return BatchNormPlan(t, self)
-        from normplug._ops.batch_norm_pool import PooledPlan
-
-        return PooledPlan(t, self)
+        return BatchNormPlan(t, self) if self.pool is None else PooledPlan(t, self)
 
     # The operators for compilers. Torch operations outside them update the running statistics: a
     # compiler fuses these, and the operators have no side effects.
 
-    def operator_pays(self, t: Tensors, isolated: bool) -> bool:
-        """Whether an operator was measured faster than what Inductor makes of the call.
+    def compiled(self, t: Tensors, isolated: bool) -> Callable[[Tensors], Any] | None:
+        """An operator, if the norm is large and its neighbours are in it, or `isolated`.
 
         Inductor fuses a norm with what follows it, and an operator prevents that. So an operator
-        pays only if it fuses more itself, or if there is nothing to fuse the norm with.
+        pays only if it fuses more itself, or if there is nothing to fuse the norm with. Kernels
+        that read pixels of an odd number of bytes are slower than Inductor's.
         """
         fuses = t.residual is not None or self.activation is not None
-        return (fuses or isolated) and eligible.size_of(t.x) >= _OPERATOR_BYTES
+        aligned = t.x.is_contiguous() or t.x.shape[1] * t.x.element_size() % 16 == 0
+        pays = (fuses or isolated) and aligned and eligible.size_of(t.x) >= _OPERATOR_BYTES
+        return self.operator if pays else None
 
     def operator(self, t: Tensors) -> Tensor:
         return self.joined_operator(t, 0)[0]
@@ -262,7 +256,7 @@ def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
         if stats is None and not (interposed() or eligible.refusal_now() or _PLAIN.refusal(t)):
             from normplug._ops.batch_norm_plan import StatisticsPlan
 
-            run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, None).run
+            run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, _PLAIN).run
             native.keep(None, "channel_stats", t, t, run)
             stats = run(t)
         if stats is not None:

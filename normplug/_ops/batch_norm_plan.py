@@ -1,4 +1,9 @@
-"""The launches of a BatchNorm by normplug's kernels, and of the statistics alone."""
+"""The launches of a BatchNorm by normplug's kernels, with max pooling too, and of the statistics.
+
+With relu and max pooling, for channels_last, a call is two launches forward (statistics, then the
+rest) and two backward (sums by channel, then dx). In eval mode the forward is a single launch. If
+values tie after rounding, the gradient goes to the one that was largest before rounding.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +17,21 @@ from torch import Tensor
 
 from normplug._activations import backward_reads_input
 from normplug._kernels import processors
-from normplug._kernels.batch_norm import launches, schedule
-from normplug._kernels.launch import COOPERATIVE
-from normplug._layouts import lies_like
-from normplug._ops import peers, stock
-from normplug._ops.plans import RUNNING, Needs, Plan, Program, gradients_of, named, needed
-from normplug._ops.spec import Tensors
+from normplug._kernels.batch_norm import launches, schedule, windows
+from normplug._kernels.launch import COOPERATIVE, Launch
+from normplug._layouts import is_channels_last, lies_like
+from normplug._ops import eligible, peers, stock
+from normplug._ops.plans import (
+    RUNNING,
+    Needs,
+    Plan,
+    Program,
+    gradients_of,
+    named,
+    strides_of,
+)
+from normplug._ops.spec import Pool, Tensors
+from normplug.reference import accumulator_dtype
 
 
 class BatchNormPlan(Plan):
@@ -33,14 +47,16 @@ class BatchNormPlan(Plan):
     def __init__(self, t: Tensors, spec: Any) -> None:
         super().__init__(t, spec)
         x, peers = t.x, spec.peers
-        self._channels = x.shape[1]
-        self._shape = shape_of(x)
+        self.acc = accumulator_dtype(x.dtype)
+        n, self._channels, *space = x.shape
+        self._dtype, self._numbers = x.dtype, (spec.eps, spec.target_variance)
+        # What the schedule takes: sizes, whether x is channels_last, and the bytes of a value.
+        sizes = (n, self._channels, math.prod(space))
+        self._shape = (*sizes, not x.is_contiguous(), x.element_size())
         updates = spec.training and t.running_mean is not None
         self._flags = launches.Flags(
             training=spec.training,
-            weight=t.weight is not None,
-            bias=t.bias is not None,
-            residual=t.residual is not None,
+            **t.has("weight", "bias", "residual"),
             activation=spec.activation,
             running=t.running_mean is not None,
             cumulative=updates and spec.momentum is None,
@@ -48,77 +64,70 @@ class BatchNormPlan(Plan):
             **({} if peers is None else {"world": peers.world, "peers": peers.table}),
         )
         self.mark = 0 if peers is None else peers.mark
-        self._mask_bytes = schedule.mask_bytes(*self._shape) if self._flags.bits else 0
         self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         self.is_recomputable = self._keeps_residual or not self._flags.residual
         self.is_recomputable &= x.numel() > 0 and spec.pool is None
         self._machine = machine_of(x, peers is None)
 
+    def _forward(self, flags: launches.Flags) -> tuple[Launch, tuple[int, int]]:
+        """The launch of a forward, or of a part of it, and its scratch memory."""
+        geometry = schedule.geometry(*self._shape, 1, *self._machine)
+        numbers = (0.0 if flags.given else self.spec.momentum or 0.0, *self._numbers)
+        launch = launches.forward_launch(geometry, self._dtype, flags, *numbers)
+        return launch, launches.scratch(geometry)
+
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         x, spec = t.x, self.spec
-        geometry = schedule.geometry(*self._shape, 1, *self._machine)
-        launch = launches.forward_launch(
-            geometry, x.dtype, self._flags, spec.momentum or 0.0, spec.eps, spec.target_variance
-        )
+        launch, scratch = self._forward(self._flags)
         empties = {
             "y": (x.shape, x.stride(), x.dtype),
             "stats": ((2 * self._channels + (spec.peers is not None),), (1,), self.acc),
         }
-        if self._mask_bytes:
-            empties["bits"] = ((self._mask_bytes,), (1,), torch.uint8)
+        if self._flags.bits:
+            mask_bytes = schedule.mask_bytes(*self._shape)
+            empties["bits"] = ((mask_bytes,), (1,), torch.uint8)
         kept = "residual" if self._keeps_residual else "nothing"
         return Program(
             named(t),
+            (launch, {}),
             empties=empties,
-            launches=[(launch, {})],
             saved=("x", kept, "weight", "bias", "nothing", "stats", "bits"),
             updates=RUNNING if spec.training else (),
             counts=self._flags.cumulative,
-            scratch=launches.scratch(geometry),
+            scratch=scratch,
         )
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        """The program that recomputes y, normalised by the saved statistics."""
-        x, spec = saved["x"], self.spec
+        x = saved["x"]  # normalised by the saved statistics
         flags = replace(
             self._flags, training=False, given=True, running=False, cumulative=False, tracked=False,
             world=1, peers=0,
         )  # fmt: skip
-        geometry = schedule.geometry(*self._shape, 1, *self._machine)
-        numbers = (0.0, spec.eps, spec.target_variance)
-        launch = launches.forward_launch(geometry, x.dtype, flags, *numbers)
-        return Program(
-            saved,
-            empties={"y": (x.shape, x.stride(), x.dtype)},
-            launches=[(launch, {})],
-        )
+        launch, _ = self._forward(flags)
+        return Program(saved, (launch, {}), empties={"y": (x.shape, x.stride(), x.dtype)})
 
-    def backward_program(
-        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Program:
-        x, plain = saved["x"], self.spec.activation is None
-        assert dy is not None
+    def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
+        x, dy, plain = given["x"], given["dy"], self.spec.activation is None
         copies = {} if lies_like(dy, x) else {"dy": x.stride()}
         # Without an activation, dy is the residual's gradient.
         through = needs[1] and not plain
         wanted = (needs[0], needs[2], needs[3], through)
-        empties = gradients_of(saved, wanted[:3])
+        empties = gradients_of(given, wanted[:3])
         if through:
             empties["dresidual"] = (x.shape, x.stride(), x.dtype)
-        slots = ("dx", "dy" if plain else "dresidual", "dweight", "dbias", "nothing")
-        results = needed(slots, needs)
+        for_residual = "dy" if plain and needs[1] else "dresidual"
+        results = ("dx", for_residual, "dweight", "dbias", "nothing")
         if not any(wanted):
-            return Program(saved, copies=copies, empties={}, launches=[], results=results)
+            return Program(given, copies=copies, empties={}, results=results)
         geometry = schedule.geometry(*self._shape, 2, *self._machine)
-        launch = launches.backward_launch(
-            geometry, x.dtype, self._flags, wanted, self.spec.target_variance
-        )
+        tv = self.spec.target_variance
+        launch = launches.backward_launch(geometry, self._dtype, self._flags, wanted, tv)
         return Program(
-            {**saved, "dy": dy},
+            given,
+            (launch, {}),
             copies=copies,
             empties=empties,
-            launches=[(launch, {})],
             results=results,
             scratch=launches.scratch(geometry),
         )
@@ -144,12 +153,6 @@ class BatchNormPlan(Plan):
         return Tensors(x, residual, weight, bias, None, mean, var), spec, dy
 
 
-def shape_of(x: Tensor) -> tuple[int, int, int, bool, int]:
-    """A dense x as the schedule sees it: n, c, values per plane, channels_last, bytes per value."""
-    planes = math.prod(x.shape[2:])
-    return x.shape[0], x.shape[1], planes, not x.is_contiguous(), x.element_size()
-
-
 def machine_of(x: Tensor, alone: bool = True) -> tuple[int, bool]:
     """The number of multiprocessors, and whether cooperative launches may be used.
 
@@ -160,19 +163,130 @@ def machine_of(x: Tensor, alone: bool = True) -> tuple[int, bool]:
     return processors(x.device), COOPERATIVE and x.is_cuda and alone
 
 
-class StatisticsPlan(Plan):
+class StatisticsPlan(BatchNormPlan):
     """The launch of `channel_stats` for a dense x; y: the channels' means, then their variances."""
 
     state = ()
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        x = t.x
-        geometry = schedule.geometry(*shape_of(x), 1, *machine_of(x))
-        flags = launches.Flags(weight=False, bias=False, normalize=False, variance=True)
-        launch = launches.forward_launch(geometry, x.dtype, flags, 0.0, 0.0, 1.0)
+        launch, scratch = self._forward(replace(self._flags, normalize=False, variance=True))
+        empties = {"y": ((2 * self._channels,), (1,), self.acc)}
+        renamed = {"stats": "y", "y": "x"}
+        return Program(named(t), (launch, renamed), empties=empties, scratch=scratch)
+
+    def _expect_next(self, *_: Any) -> None:
+        """Nothing: a model's layers need not be called next."""
+
+
+def refusal_to_pool(t: Tensors, pool: Pool) -> str | None:
+    """Why the kernels cannot pool the result of a norm of x; None if they can."""
+    x = t.x
+    if x.dim() != 4 or x.is_contiguous() or not is_channels_last(x.shape, x.stride()):
+        return "the input is not channels_last"
+    n, c, height, width = x.shape
+    largest = max(math.prod(pool.kernel), math.prod(pool.stride))
+    if not pool.is_proper() or largest > windows.LARGEST_WINDOW:
+        return "max-pool windows and strides must span 1 to 25 elements, with valid padding"
+    pooled = pool.size(height, width)
+    if min(pooled) < 1:
+        return "the output is empty"
+    if eligible.is_too_long(n * math.prod(pooled), width * c, pooled[1] * c):
+        return "a row of pixels has nearly 2^31 values or more, or the output as many pixels"
+    return None
+
+
+class PooledPlan(BatchNormPlan):
+    """The launches of a BatchNorm with relu and max pooling. State: stats, peaks and places.
+
+    stats: mean and rstd of the channels, (2 * C,). peaks: the largest input of each window, and
+    places: where in the window it lies, shaped like the output.
+    """
+
+    state = ("stats", "peaks", "places")
+
+    def __init__(self, t: Tensors, spec: Any) -> None:
+        super().__init__(t, spec)
+        pool: Pool = spec.pool
+        self._n, _, height, width = t.x.shape
+        self._size, self._pooled = (height, width), pool.size(height, width)
+        shape = (self._n, self._channels, *self._pooled)
+        self._output = (shape, strides_of(shape, torch.channels_last))
+        self._window = (pool.kernel, pool.stride, pool.padding)
+        self._joined = spec.peers is not None
+
+    def forward_program(self, t: Tensors, keep: bool) -> Program:
+        spec, flags, (height, width) = self.spec, self._flags, self._pooled
+        steps: list[tuple[Launch, dict[str, str]]] = []
+        scratch = (0, 0)
+        if spec.training:
+            alone = replace(flags, weight=False, bias=False, activation=None, normalize=False)
+            launch, scratch = self._forward(alone)
+            steps.append((launch, {"weight": "partial", "bias": "partial", "y": "x"}))
+        forward = self._launch(
+            windows.batch_norm_pool_forward, self._n * height, width, eps=spec.eps,
+            TRAINING=spec.training, WEIGHT=flags.weight, BIAS=flags.bias, KEEP=keep,
+        )  # fmt: skip
+        steps.append((forward, {}))
+        size = 2 * self._channels + self._joined
+        empties = {"stats": ((size,), (1,), self.acc), "y": (*self._output, self._dtype)}
+        if keep:
+            empties["peaks"] = (*self._output, self._dtype)
+            empties["places"] = (*self._output, torch.uint8)
         return Program(
             named(t),
-            empties={"y": ((2 * x.shape[1],), (1,), self.acc)},
-            launches=[(launch, {"stats": "y", "y": "x"})],
-            scratch=launches.scratch(geometry),
+            *steps,
+            empties=empties,
+            saved=("x", "nothing", "weight", "bias", "nothing", *self.state),
+            updates=RUNNING if spec.training else (),
+            counts=flags.cumulative,
+            scratch=scratch,
         )
+
+    def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
+        """The program: the sums by channel, in the dtype of stats, and then dx."""
+        training, tv = self.spec.training, self.spec.target_variance
+        is_laid_out = given["dy"].is_contiguous(memory_format=torch.channels_last)
+        through = needs[0] and training
+        summed = (needs[2] or through, needs[3] or through)
+        steps: list[tuple[Launch, dict[str, str]]] = []
+        scratch = (0, 0)
+        if any(summed):
+            shape = (self._n, self._channels, math.prod(self._pooled), True, self._dtype.itemsize)
+            geometry = schedule.geometry(*shape, 2, *self._machine)
+            scratch = launches.scratch(geometry)
+            flags = replace(self._flags, share=self._joined and through)
+            wanted = (False, *summed, False)
+            launch = launches.backward_launch(geometry, self._dtype, flags, wanted, tv)
+            steps.append((launch, {"x": "peaks", "dx": "message"}))
+        if needs[0]:
+            sh, sw = self._window[1]  # the schedule's pixels are blocks of sh * sw inputs
+            rows, columns = self._n * -(-self._size[0] // sh), -(-self._size[1] // sw)
+            launch = self._launch(
+                windows.batch_norm_pool_backward, rows, columns, TRAINING=training,
+                JOINED=self._joined, WEIGHT=self._flags.weight,
+            )  # fmt: skip
+            sums = {"dweight": "message"} if self._joined and training else {}
+            steps.append((launch, sums))
+        channels = ((self._channels,), (1,), self.acc)
+        empties = gradients_of(given, needs[:1])
+        empties |= {f"d{n}": channels for n, s in zip(("weight", "bias"), summed, strict=True) if s}
+        if self._joined and through:
+            empties["message"] = ((2 * self._channels,), (1,), self.acc)
+        vectors = [  # summed for dx, too
+            (f"d{name}", given[name].dtype) if need else "nothing"
+            for name, need in (("weight", needs[2]), ("bias", needs[3]))
+        ]
+        return Program(
+            given,
+            *steps,
+            empties=empties,
+            results=("dx", "nothing", *vectors, "nothing"),
+            copies={} if is_laid_out else {"dy": self._output[1]},
+            scratch=scratch,
+        )
+
+    def _launch(self, kernel: Any, rows: int, width: int, **given: Any) -> Launch:
+        """The launch of a kernel of `windows` over `rows` rows of `width` pixels."""
+        pixels = schedule.pixels(rows, width, self._channels, self._dtype.itemsize)
+        sizes = (self._window, self._size, self._pooled, self.spec.target_variance)
+        return launches.pool_launch(kernel, pixels, self._dtype, *sizes, **given)

@@ -54,20 +54,13 @@ def batch_norm(
 ) -> tuple[Tensor, Tensor | None]:
     """`functional.batch_norm` in training, over the batches of all processes of `group`.
 
-    Args:
-        t: the tensors of the call.
-        spec: its other arguments.
-        backend: "auto", "triton" or "torch".
-        group: the processes.
-        measured: whether the second result is needed.
-
     Returns:
-        y, and the (C,) biased variance of the joined batch, or None if not `measured`.
+        y, and the (C,) biased variance of the joined batch; this may be None if not `measured`.
 
     Raises:
-        ValueError: mismatched shapes; an unknown activation or backend; on the CPU, one value per
-            channel in the joined batch. On other devices the host would have to wait for the GPU,
-            so y is `bias` (plus `residual`) instead.
+        ValueError: invalid arguments; on the CPU, one value per channel in the joined batch. On
+            other devices the host would have to wait for the GPU, so y is `bias` (plus `residual`)
+            instead.
         TypeError: tensors that are not floating point.
         RuntimeError: a process of the group has stopped.
     """
@@ -117,12 +110,11 @@ def _by_collectives(
     t: Tensors, spec: BatchNormSpec, backend: str, group: Any
 ) -> tuple[Tensor, Tensor]:
     """The norm without residual and activation; the biased variance of the joined batch."""
-    y, mean, var, n = _SyncBatchNorm.apply(
-        t.x, t.weight, t.bias, spec.eps, spec.target_variance, backend, group
-    )
+    numbers = (spec.eps, spec.target_variance)
+    y, mean, var, n = _SyncBatchNorm.apply(t.x, t.weight, t.bias, *numbers, backend, group)
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
         whole = f"the joined batch of {dist.get_world_size(group)} processes"
-        raise _checks.one_value("SyncBatchNorm", whole)
+        raise _checks.one_value(_CALLER, whole)
     if t.running_mean is not None and t.running_var is not None:
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
         unbiased = var * (n / (n - 1).clamp(min=1))
@@ -163,12 +155,16 @@ class _SyncBatchNorm(torch.autograd.Function):
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
         if dy is None:
             dy = torch.zeros_like(x)
-        by_operators = _has_operators(x)
+        by_operators, dims = _has_operators(x), channel_dims(x)
         if by_operators:
             x = dense(x)
             dy = laid_out_like(dy, x)
-        sums = _own_sums(dy, x, mean, rstd, by_operators)
-        sum_dy, sum_dy_centred = sums.chunk(2)
+            given = (dy, x, mean, rstd, None, True, False, False)
+            sums = torch.cat(torch.batch_norm_backward_reduce(*given)[:2])
+        else:
+            dtype, dy = x.dtype, dy.to(mean.dtype)
+            x = x.to(mean.dtype) - per_channel(mean, x)  # from here on, centred
+            sums = torch.cat([dy.sum(dims), (dy * x).sum(dims)])
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             total = sums.clone()
@@ -176,8 +172,17 @@ class _SyncBatchNorm(torch.autograd.Function):
             scale = torch.full_like(rstd, ctx.scale)
             if weight is not None:
                 scale = weight.to(rstd.dtype) * scale
-            means = total / n.clamp(min=1)
-            dx = _input_gradient(dy, x, mean, rstd, scale, means, by_operators)
+            mean_dy, mean_dy_centred = (total / n.clamp(min=1)).chunk(2)
+            if by_operators:
+                # The operator divides sums by int32 counts. These are means already: divide by 1.
+                one = torch.ones(1, dtype=torch.int32, device=x.device)
+                means = (mean_dy, mean_dy_centred, one)
+                dx = torch.batch_norm_backward_elemt(dy, x, mean, rstd, scale, *means)
+            else:
+                slope = per_channel(mean_dy_centred * rstd * rstd, x)
+                dy = dy - per_channel(mean_dy, x)
+                dx = ((dy - x * slope) * per_channel(scale * rstd, x)).to(dtype)
+        sum_dy, sum_dy_centred = sums.chunk(2)
         if ctx.needs_input_grad[1]:
             dweight = (sum_dy_centred * rstd * ctx.scale).to(weight.dtype)
         if ctx.needs_input_grad[2]:
@@ -193,38 +198,6 @@ def _has_operators(x: Tensor) -> bool:
     # They read channels_last of 4 and 5 dimensions only.
     channels_last = x.dim() in (4, 5) and is_channels_last(x.shape, x.stride())
     return channels_last or x.dtype == accumulator_dtype(x.dtype)
-
-
-def _own_sums(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, by_operators: bool) -> Tensor:
-    """(2C,): sum(dy), then sum(dy * (x - mean)), over this process's batch."""
-    if by_operators:
-        sums = torch.batch_norm_backward_reduce(dy, x, mean, rstd, None, True, False, False)[:2]
-        return torch.cat(sums)
-    dy, dims = dy.to(mean.dtype), channel_dims(x)
-    return torch.cat([dy.sum(dims), (dy * (x.to(mean.dtype) - per_channel(mean, x))).sum(dims)])
-
-
-def _input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    scale: Tensor,
-    means: Tensor,
-    by_operators: bool,
-) -> Tensor:
-    """dx, given the means over the joined batch of dy and dy * (x - mean)."""
-    mean_dy, mean_dy_centred = means.chunk(2)
-    if by_operators:
-        # The operator divides sums by int32 counts of values. These are means already: divide by 1.
-        one = torch.ones(1, dtype=torch.int32, device=x.device)
-        return torch.batch_norm_backward_elemt(
-            dy, x, mean, rstd, scale, mean_dy, mean_dy_centred, one
-        )
-    centred = x.to(mean.dtype) - per_channel(mean, x)
-    slope = per_channel(mean_dy_centred * rstd * rstd, x)
-    dx = dy.to(mean.dtype) - per_channel(mean_dy, x) - centred * slope
-    return (dx * per_channel(scale * rstd, x)).to(x.dtype)
 
 
 def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,29 +25,19 @@ _stored: dict[tuple[Hashable, ...], Any] = {}
 
 
 class Way(NamedTuple):
-    """How a call runs.
-
-    run: the function that runs it.
-    t: its tensors, with copies where `run` cannot read a layout.
-    why: why PyTorch's kernels run it, or None.
-    plan: the plan of normplug's kernels, or None.
-    """
+    """How a call runs."""
 
     run: Callable[[Tensors], Any]
-    t: Tensors
-    why: str | None = None
-    plan: Any = None
+    t: Tensors  # with copies where `run` cannot read a layout
+    why: str | None = None  # why PyTorch's kernels run it
+    plan: Any = None  # of normplug's kernels
 
 
 def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = False) -> Any:
-    """Run a call. If its key is stored, the checks are skipped.
+    """Run a call, without the checks if its key is stored.
 
-    Args:
-        caller: the function's name, for errors.
-        t: the call's tensors.
-        spec: the call's other arguments, and the norm: see `normplug._ops.spec`.
-        backend: "auto", "triton" or "torch".
-        isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
+    caller: the function's name, for errors. spec: see `normplug._ops.spec`. isolated: whether a
+        compiler gains nothing by fusing the norm with its neighbours.
 
     Returns:
         y, or (y, total) for a norm of rows with a residual.
@@ -104,9 +94,7 @@ def choose(
     isolated: bool = False,
     key: tuple[Any, ...] = (),
 ) -> Way:
-    """Choose how a checked call runs. The arguments are explained in `call`.
-
-    key: the key of the call, if it is known.
+    """Choose how a checked call runs. key: of the call, if it is known.
 
     Raises:
         NotImplementedError: backend "triton" where the kernels cannot run.
@@ -128,18 +116,16 @@ def choose(
             )
         return Way(spec.by_torch, t, why)
     if eligible.is_compiling():
-        if backend == "triton" or spec.operator_pays(t, isolated):
-            return Way(spec.operator, t)
+        run = spec.operator if backend == "triton" else spec.compiled(t, isolated)
+        if run is not None:
+            return Way(run, t)
         return Way(spec.by_torch, t, "a compiler fuses PyTorch's operations")
     plan, ready = plan_of(t, spec, key)
-    return Way(plan.bound(ready), ready, None, plan)
+    return Way(plan.run, ready, None, plan)
 
 
 def plan_of(t: Tensors, spec: Any, key: tuple[Any, ...] = ()) -> tuple[Any, Tensors]:
-    """The plan of a call, and its tensors in the layouts that the plan reads.
-
-    key: the key of the call, if it is known.
-    """
+    """The plan of a call, and its tensors in the layouts that the plan reads. key: see `choose`."""
     native.start()
     ready = spec.laid_out(t)
     key = key if key and ready is t else key_of(ready, spec, None)
@@ -183,7 +169,11 @@ def _description(way: Way, t: Tensors) -> str:
     """Which kernels run a call, and why, or from where they are launched."""
     if way.plan is None:
         return f"PyTorch's kernels, as {way.why}"
-    kernels = ", ".join(way.plan.kernels(way.t))
+    program = way.plan.forward_program(way.t, torch.is_grad_enabled())
+    kernels = ", ".join(
+        f"{job.kernel.__name__} with num_warps={job.options['num_warps']}"
+        for job in program.jobs(way.plan.acc)
+    )
     copied = "" if way.t is t else "copies to a layout that the kernels read, "
     status = native.status()
     host = "C++" if status.way == "C++" else f"Python, as {status.why}"

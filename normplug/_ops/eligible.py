@@ -64,14 +64,14 @@ def refusal_of_device(x: Tensor, *others: Tensor) -> str | None:
     """Why no kernel can run on the device of x, with these tensors; None if one can."""
     from normplug._kernels.launch import BUILDS, INTERPRETED
 
-    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
+    if not x.is_cuda:
+        if INTERPRETED and x.device.type == "cpu":
+            return None
         return f"the input is on {x.device}, and the kernels need a CUDA device"
-    if x.is_cuda and not BUILDS:
+    if not BUILDS:
         return "the kernels need Triton 3.3, which comes with torch 2.7, or newer"
-    if x.is_cuda:
-        capability = torch.cuda.get_device_capability(x.device)
-        return refusal_of_capability(capability, [each.dtype for each in (x, *others)])
-    return None
+    capability = torch.cuda.get_device_capability(x.device)
+    return refusal_of_capability(capability, [each.dtype for each in (x, *others)])
 
 
 def refusal_of_capability(capability: tuple[int, int], dtypes: Sequence[torch.dtype]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,11 @@ from normplug._activations import ActivationLike
 from normplug._layouts import dense, lies_like
 from normplug._ops import eligible, stock
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import Needs, Plan, Program, gradients_of, named, needed
+from normplug._ops.plans import Needs, Plan, Program, gradients_of, named
 from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype
+
+_OPERATOR_BYTES = 1 << 20  # of input, from which torch.compile calls the operator
 
 
 class GroupNormSpec(NamedTuple):
@@ -77,9 +80,8 @@ class GroupNormSpec(NamedTuple):
     def _group_norm(self, t: Tensors) -> Tensor:
         autocast = None if t.x.dtype == torch.float64 else self.autocast
         vectors, shape = (t.weight, t.bias), (t.x.shape[1],)
-        x, weight, bias = stock.prepared(
-            t.x, *vectors, self.target_variance, shape, promotes=autocast is None
-        )
+        promotes = autocast is None
+        x, weight, bias = stock.prepared(t.x, *vectors, self.target_variance, shape, promotes)
         y = torch.group_norm(x, self.groups, weight, bias, self.eps, torch.backends.cudnn.enabled)
         if t.running_mean is not None and x.numel() > 0:
             values = t.x.detach().to(accumulator_dtype(t.x.dtype))
@@ -99,17 +101,16 @@ class GroupNormSpec(NamedTuple):
 
     def laid_out(self, t: Tensors) -> Tensors:
         """The call with x dense."""
-        x = dense(t.x)
-        return t if x is t.x else t._replace(x=x)
+        return t.reading(dense(t.x), None)
 
     def plan(self, t: Tensors) -> GroupNormPlan:
         return GroupNormPlan(t, self)
 
     # The operator for compilers. Torch operations outside it update the running statistics.
 
-    def operator_pays(self, t: Tensors, isolated: bool) -> bool:
-        """Never: Inductor fuses a norm with its neighbours, and an operator prevents that."""
-        return False
+    def compiled(self, t: Tensors, isolated: bool) -> Callable[[Tensors], Any] | None:
+        """An operator: Inductor's reductions over channels and space are several times as slow."""
+        return self.operator if eligible.size_of(t.x) >= _OPERATOR_BYTES else None
 
     def operator(self, t: Tensors) -> Tensor:
         y, stats = OPERATORS.differentiable(
@@ -181,28 +182,17 @@ class GroupNormPlan(Plan):
         from normplug._kernels.group_norm.launches import Flags
 
         super().__init__(t, spec)
-        x, weight, bias = t.x, t.weight, t.bias
-        dtypes = (each.dtype for each in (x, weight, bias) if each is not None)
-        self.acc = accumulator_dtype(*dtypes)
+        x, (n, c, *space) = t.x, t.x.shape
         self._output_dtype = spec.output_dtype(x.dtype)
-        self._flags = Flags(
-            weight=weight is not None, bias=bias is not None, activation=spec.activation
-        )
-        self._groups = x.shape[0] * spec.groups
+        self._flags = Flags(**t.has("weight", "bias"), activation=spec.activation)
+        self._groups = n * spec.groups
         widest = max(x.dtype.itemsize, self._output_dtype.itemsize)
-        self._shape = (
-            x.shape[0],
-            spec.groups,
-            x.shape[1] // spec.groups,
-            math.prod(x.shape[2:]),
-            not x.is_contiguous(),
-            8 if self.acc.itemsize == 8 else widest,
-        )
+        itemsize = 8 if self.acc.itemsize == 8 else widest
+        sizes = (n, spec.groups, c // spec.groups, math.prod(space))
+        self._shape = (*sizes, not x.is_contiguous(), itemsize)
         self._machine = processors(x.device)
-
-    def bound(self, t: Tensors) -> Any:
-        """`run`; if there are running statistics, torch operations update them after it."""
-        return self.run if t.running_mean is None else self._run_and_update
+        if t.running_mean is not None:  # torch operations have to follow; C++ stores no such call
+            self.run = self._run_and_update  # type: ignore[method-assign]
 
     def _run_and_update(self, t: Tensors) -> Tensor:
         y, (stats,) = self.run_with_state(t)
@@ -214,37 +204,31 @@ class GroupNormPlan(Plan):
 
         x, spec = t.x, self.spec
         geometry = schedule.group_norm_forward(*self._shape, self._machine)
-        launch = launches.forward_launch(
-            geometry, self.acc, self._flags, spec.eps, spec.target_variance
-        )
+        numbers = (spec.eps, spec.target_variance)
+        launch = launches.forward_launch(geometry, self.acc, self._flags, *numbers)
         return Program(
             named(t),
+            (launch, {}),
             empties={
                 "y": (x.shape, x.stride(), self._output_dtype),
                 "stats": ((2 * self._groups,), (1,), self.acc),
             },
-            launches=[(launch, {})],
             saved=("x", "nothing", "weight", "bias", "nothing", "stats"),
             scratch=launches.forward_scratch(geometry),
         )
 
-    def backward_program(
-        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Program:
+    def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
         from normplug._kernels.group_norm import launches, schedule
 
-        assert dy is not None
-        x = saved["x"]
+        x, dy, tv = given["x"], given["dy"], self.spec.target_variance
         wanted = (needs[0], needs[2], needs[3])
         geometry = schedule.group_norm_backward(*self._shape, self._machine)
-        launch = launches.backward_launch(
-            geometry, self.acc, self._flags, wanted, self.spec.target_variance
-        )
+        launch = launches.backward_launch(geometry, self.acc, self._flags, wanted, tv)
         return Program(
-            {**saved, "dy": dy},
+            given,
+            (launch, {}),
             copies={} if lies_like(dy, x) else {"dy": x.stride()},
-            empties=gradients_of(saved, wanted),
-            launches=[(launch, {})],
-            results=needed(("dx", "nothing", "dweight", "dbias", "nothing"), needs),
+            empties=gradients_of(given, wanted),
+            results=("dx", "nothing", "dweight", "dbias", "nothing"),
             scratch=launches.backward_scratch(geometry, wanted),
         )

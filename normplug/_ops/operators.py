@@ -6,10 +6,14 @@ Eager calls do not use them: dispatching an operator costs more than launching a
 gradients, so a dispatch takes twice the time. Here an operator is only a function and its fake
 implementation. Its gradients come from an `autograd.Function` around it. That function is
 registered as a second operator, a composite one, which compilers decompose.
+
+The dispatcher takes the host about 0.3 us for each argument. So the operators that remain in a
+compiled graph take the spec as one string, and run by the host path in C++ where there is one.
 """
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,8 +22,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from normplug import native
 from normplug._ops.call import plan_of
 from normplug._ops.spec import Tensors
+from normplug._torch import is_made_pointwise
 
 _library = torch.library.Library("normplug", "FRAGMENT")
 _TENSORS = len(Tensors._fields)
@@ -32,19 +38,24 @@ _UPDATED = "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? track
 class NormOperators:
     """The operators of one norm: NAME_forward, NAME_backward, and NAME, which has gradients.
 
-        forward(*Tensors, *numbers) -> (y, [total,] *state)
-        backward(dy, dtotal, x, residual, weight, bias, input_bias, *state, has_residual, *numbers,
-                 needs) -> the gradients of these five, empty where not needed
+        forward(*Tensors, spec) -> (y, [total,] *state)
+        backward(dy, dtotal, x, residual, weight, bias, input_bias, *state, has_residual, spec,
+                 needs) -> the gradients of these five that are needed
+        NAME(*Tensors, *numbers, [traced]) -> (y, [total,] *state)
 
-    If a norm has a total, the backward takes it as x, without a residual.
+    If a norm has a total, the backward takes it as x, without a residual. `spec` is the text of the
+    numbers.
 
     Args:
         name: in the namespace "normplug".
         numbers: the schema of the spec's fields.
         state: the names of the tensors that the forward computes for the backward.
-        spec: makes the spec from the numbers that an operator takes.
+        spec: makes the spec from the numbers.
         has_total: whether the forward returns x + residual as well.
         updates_running: whether the forward updates the running statistics.
+        can_trace: whether NAME has the argument `traced`. If it is set, the forward is PyTorch's
+            operations, the spec's `traced(t)`, which a compiler fuses with their neighbours. So is
+            the backward, `traced_gradients`, if a pointwise operator makes dy.
     """
 
     def __init__(
@@ -56,24 +67,27 @@ class NormOperators:
         *,
         has_total: bool = False,
         updates_running: bool = False,
+        can_trace: bool = False,
     ) -> None:
-        self.spec, self.has_total = spec, has_total
+        self.has_total, self.can_trace = has_total, can_trace
         self.results = 2 if has_total else 1  # y, and the total
-        inputs = f"(Tensor x, {_AFFINE}, {_UPDATED if updates_running else _RUNNING}, {numbers})"
+        self._states, self._spec = len(state), spec
+        self._specs: dict[str, Any] = {}
+        tensors = f"Tensor x, {_AFFINE}, {_UPDATED if updates_running else _RUNNING}"
         outputs = ", ".join(["Tensor"] * (self.results + len(state)))
         kept = ", ".join(f"Tensor {name}" for name in state)
-        forward = f"{inputs} -> ({outputs})"
         backward = (
             f"(Tensor dy, Tensor? dtotal, Tensor x, {_AFFINE}, {kept}, bool has_residual, "
-            f"{numbers}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+            "str spec, bool[] needs) -> Tensor[]"
         )
-        self._states = len(state)
+        forward = f"({tensors}, str spec) -> ({outputs})"
         self.forward = self._define(f"{name}_forward", forward, self._forward)
         self.backward = self._define(f"{name}_backward", backward, self._backward)
         torch.library.register_fake(self.forward._name, self._fake_forward, lib=_library)
         torch.library.register_fake(self.backward._name, self._fake_backward, lib=_library)
+        whole = f"({tensors}, {numbers}{', bool traced' if can_trace else ''}) -> ({outputs})"
         apply = partial(_Differentiable.apply, self)
-        self.differentiable = self._define(name, forward, apply, "CompositeImplicitAutograd")
+        self.differentiable = self._define(name, whole, apply, "CompositeImplicitAutograd")
 
     @staticmethod
     def _define(
@@ -83,52 +97,78 @@ class NormOperators:
         _library.impl(name, function, key)
         return getattr(torch.ops.normplug, name).default
 
+    def text_of(self, numbers: Sequence[Any]) -> str:
+        """The numbers as the text that `spec` reads. A compiler may store it on disk."""
+        return repr([str(n) if isinstance(n, torch.dtype) else n for n in numbers])
+
+    def spec(self, text: str) -> Any:
+        """The spec of a text of numbers."""
+        found = self._specs.get(text)
+        if found is None:
+            numbers = (
+                getattr(torch, n.removeprefix("torch.")) if str(n).startswith("torch.") else n
+                for n in literal_eval(text)
+            )
+            found = self._specs[text] = self._spec(*numbers)
+        return found
+
     def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        t, spec = Tensors(*arguments[:_TENSORS]), self.spec(*arguments[_TENSORS:])
-        plan, t = plan_of(t, spec)
-        result, saved = plan.forward(t, True)
+        *tensors, text = arguments
+        t = Tensors(*tensors)
+        outputs = native.operate(text, t)
+        if outputs is not None:
+            return outputs
+        plan, ready = plan_of(t, self.spec(text))
+        native.keep(text, None, t, ready, plan.run)
+        result, saved = plan.forward(ready, True)
         results, state = result if self.has_total else (result,), saved[_INPUTS:]
         none = t.x.new_empty(0, dtype=torch.uint8)
         return (*results, *(none if each is None else each for each in state))
 
     def _fake_forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        return self.spec(*arguments[_TENSORS:]).fake(Tensors(*arguments[:_TENSORS]))
+        *tensors, text = arguments
+        return self.spec(text).fake(Tensors(*tensors))
 
-    def _backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-        (x, residual, *vectors), state, has_residual, spec, needs = self._parts(arguments)
+    def _backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> list[Tensor]:
+        (x, residual, *vectors), state, has_residual, text, needs = self._parts(arguments)
         # The residual is saved only if the backward reads it; otherwise x is its placeholder.
         is_placeholder = has_residual and residual is None
         t = Tensors(x, x if is_placeholder else residual, *vectors)
-        plan, t = plan_of(t, spec)
+        gradients = native.differentiate(text, t, state, dy, dtotal, is_placeholder, needs)
+        if gradients is not None:
+            return gradients
+        plan, ready = plan_of(t, self.spec(text))
+        native.keep(text, None, t, ready, plan.run)
         found = (None if each.numel() == 0 else each for each in state)
-        saved = (t.x, None if is_placeholder else t.residual, *vectors, *found)
+        saved = (ready.x, None if is_placeholder else ready.residual, *vectors, *found)
         gradients = plan.backward(saved, dy, dtotal, tuple(needs))
-        return tuple(x.new_empty(0) if g is None else g for g in gradients)
+        return [g for g in gradients if g is not None]
 
-    def _fake_backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> Any:
-        (x, _, *vectors), _, has_residual, spec, needs = self._parts(arguments)
-        dx = spec.fake_dx(x)
+    def _fake_backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> list[Tensor]:
+        (x, _, *vectors), _, has_residual, text, needs = self._parts(arguments)
+        dx = self.spec(text).fake_dx(x)
         like = (dx, dx if has_residual else None, *vectors)
-        return tuple(
-            torch.empty_like(t) if need and t is not None else x.new_empty(0)
-            for t, need in zip(like, needs, strict=True)
-        )
+        pairs = zip(like, needs, strict=True)
+        return [torch.empty_like(t) for t, need in pairs if need and t is not None]
 
-    def _parts(self, arguments: Sequence[Any]) -> tuple[Any, Any, bool, Any, Sequence[bool]]:
+    def _parts(self, arguments: Sequence[Any]) -> tuple[Any, Any, bool, str, Any]:
         """Inputs, state, has_residual, spec and needs of a backward."""
         after = _INPUTS + self._states
-        inputs, state = arguments[:_INPUTS], arguments[_INPUTS:after]
-        has_residual, *numbers, needs = arguments[after:]
-        return inputs, state, has_residual, self.spec(*numbers), needs
+        return arguments[:_INPUTS], arguments[_INPUTS:after], *arguments[after:]
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operators: NormOperators, *arguments: Any) -> tuple[Tensor, ...]:
-        outputs = operators.forward(*arguments)
+        t, numbers = Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
+        ctx.others = [None] * (len(arguments) - _INPUTS)
+        traced = operators.can_trace and numbers[-1]
+        if operators.can_trace:
+            numbers = numbers[:-1]
+        ctx.operators, ctx.text, ctx.traced = operators, operators.text_of(numbers), traced
+        ctx.spec = operators.spec(ctx.text)
+        outputs = ctx.spec.traced(t) if traced else operators.forward(*t, ctx.text)
         x, residual, *vectors = arguments[:_INPUTS]
-        ctx.operators, ctx.numbers = operators, arguments[_TENSORS:]
-        ctx.spec = operators.spec(*ctx.numbers)
         ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
         ctx.has_residual = residual is not None and not operators.has_total
         kept = residual if ctx.has_residual and ctx.spec.reads_residual else None
@@ -152,16 +192,21 @@ class _Differentiable(torch.autograd.Function):
             asked = [for_x or for_residual, False, *rest]
         else:
             asked = [for_x, for_residual and not alias, *rest]
-        through, dresidual, *gradients = operators.backward(
-            dy, dtotal, *ctx.saved_tensors, ctx.has_residual, *ctx.numbers, asked
-        )
-        dx: Tensor = through
-        if operators.has_total:
+        saved = ctx.saved_tensors
+        if not any(asked):
+            made = []
+        elif ctx.traced and is_made_pointwise(dy):
+            made = ctx.spec.traced_gradients(dy, dtotal, *saved, asked)
+        else:
+            made = operators.backward(dy, dtotal, *saved, ctx.has_residual, ctx.text, asked)
+        found = iter(made)
+        through, dresidual, *gradients = (next(found) if need else None for need in asked)
+        dx = through
+        if operators.has_total and through is not None:
             # One result serves both gradients: an operator's results must not share memory.
             dx = through.to(ctx.dtypes[0])
-            dresidual = through.to(ctx.dtypes[1])
+            dresidual = through.to(ctx.dtypes[1]) if for_residual else None
         elif alias:
             dresidual = dy
-        found = (dx, dresidual, *gradients)
-        wanted = (g if need else None for g, need in zip(found, needs, strict=True))
-        return (None, *wanted, *[None] * (_TENSORS - _INPUTS + len(ctx.numbers)))
+        pairs = zip((dx, dresidual, *gradients), needs, strict=True)
+        return (None, *(g if need else None for g, need in pairs), *ctx.others)

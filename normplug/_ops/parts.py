@@ -38,9 +38,6 @@ def run_sharded(
     shards. Each process updates the running statistics from its own shard.
 
     call: runs the call on plain tensors.
-
-    Raises:
-        ValueError: running statistics that are sharded.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -101,14 +98,8 @@ def _joined(y: Tensor, x: Any, placements: Placements) -> Tensor:
     stride, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (y.stride(d), -d)):  # in y's order
         stride[d], step = step, step * max(shape[d], 1)
-    return DTensor.from_local(
-        _waited(y),
-        x.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
-    )
+    layout: Any = {"shape": torch.Size(shape), "stride": tuple(stride)}
+    return DTensor.from_local(_waited(y), x.device_mesh, placements, run_check=False, **layout)
 
 
 class _Waited(torch.autograd.Function):
@@ -139,11 +130,7 @@ def is_nested(x: Tensor) -> bool:
 
 
 def components(caller: str, x: Tensor) -> tuple[Tensor, ...]:
-    """The components of a nested tensor.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The components of a nested tensor; a ValueError if there are none."""
     parts = x.unbind()
     if not parts:
         raise ValueError(
@@ -165,13 +152,9 @@ def rows(x: Tensor, shape: Sequence[int]) -> Tensor:
 def run_nested(t: Tensors, shape: Sequence[int], call: Callable[[Tensors], Tensor]) -> Any:
     """Run a call whose x is a nested tensor of the older layout, as one call on all its rows."""
     total = t.x if t.residual is None else t.x + t.residual
-    y = _of_rows(call(t._replace(x=rows(total, shape), residual=None)), total)
-    return y if t.residual is None else (y, total)
-
-
-def _of_rows(y: Tensor, like: Tensor) -> Tensor:
-    """The strided nested tensor whose rows are y, with the shapes of the components of `like`."""
-    components, width = like.unbind(), math.prod(y.shape[1:])
-    parts = y.split([component.numel() // width for component in components])
+    all_rows = call(t.reading(rows(total, shape), None))
+    components, width = total.unbind(), math.prod(shape)
+    parts = all_rows.split([component.numel() // width for component in components])
     pairs = zip(parts, components, strict=True)
-    return torch.nested.as_nested_tensor([p.reshape(c.shape) for p, c in pairs])
+    y = torch.nested.as_nested_tensor([p.reshape(c.shape) for p, c in pairs])
+    return y if t.residual is None else (y, total)

@@ -34,21 +34,15 @@ class _Turn:
     Exchanges run one after another, in the order of their calls, also on several streams and in
     several groups. Otherwise two kernels could count the exchanges of a channel at once. Or kernels
     of two streams could fill two processes' GPUs in different orders, and wait for each other.
-
-    Attributes:
-        address: of the stream's handle, for the C++ host path.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.zeros(1, dtype=torch.int64)
-        self.address = self._stream.data_ptr()
+        self.address = self._stream.data_ptr()  # for the host path in C++
 
     def pass_to(self, stream: int) -> None:
-        """Make `stream`, the current one, wait for the exchanges on the latest one.
-
-        A stream inside a CUDA graph's capture and a stream outside cannot wait for each other.
-        """
+        """Make `stream`, the current one, wait for the exchanges on the latest one."""
         latest = int(self._stream)
         if stream == latest:
             return
@@ -58,6 +52,7 @@ class _Turn:
             other = torch.cuda.ExternalStream(latest, self._device)
             with torch.cuda.stream(other):
                 captured = torch.cuda.is_current_stream_capturing()
+        # A stream inside a CUDA graph's capture and a stream outside cannot wait for each other.
         if captured == torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self._device).wait_stream(other)
 
@@ -68,12 +63,8 @@ _turns: dict[torch.device, _Turn] = {}
 class Peers:
     """What the kernels of one process need to join the batches of a group.
 
-    Args:
-        rank: of this process in the group.
-        inboxes: the addresses of all processes' inboxes, zeros at first, in the order of the ranks.
-        device: of this process.
-        timeout: after how many seconds a wait for another process ends.
-        keep: the owners of the addresses.
+    inboxes: the addresses of all processes' inboxes, zeros at first, in the order of the ranks.
+    timeout: after how many seconds a wait for another process ends. keep: what owns the addresses.
     """
 
     def __init__(
@@ -94,20 +85,12 @@ class Peers:
         self.turn = self._turn.address
 
     def take_turn(self, stream: int) -> None:
-        """Prepare a launch on the current stream, whose handle is given.
-
-        Raises:
-            RuntimeError: see `check`.
-        """
+        """Prepare a launch on the current stream, whose handle is given; raises as `check`."""
         self.check()
         self._turn.pass_to(stream)
 
     def check(self) -> None:
-        """Raise an error if a kernel has stopped waiting for another process.
-
-        Raises:
-            RuntimeError: it has. All results since then are nan.
-        """
+        """Raise a RuntimeError if a kernel has stopped waiting for another process."""
         mark = int(self._mark)
         if mark:
             first, tag = mark >> 32, mark & 0xFFFFFFFF
@@ -153,26 +136,25 @@ class _Agreement(NamedTuple):
     why: str
 
 
-_agreements: dict[tuple[Any, torch.device], _Agreement] = {}
+_agreed: dict[tuple[Any, torch.device], Peers | None] = {}
 
 
 def known(group: Any, device: torch.device) -> Peers | None:
     """The peers that `of` has returned before; None before its first call."""
-    found = _agreements.get((group, device))
-    return None if found is None else found.peers
+    return _agreed.get((group, device))
 
 
 def of(group: Any, device: torch.device) -> Peers | None:
-    """The peers of a process; None if its group uses collectives. The first call waits for all.
+    """The peers in a group of several processes; None if it uses collectives.
 
-    group: with more than one process.
+    The first call waits for all processes.
     """
-    found = _agreements.get((group, device))
-    if found is None:
-        found = _agreements[group, device] = _agree(group, device)
-        way = "inside the kernels" if found.peers else f"collectives, as {found.why}"
+    if (group, device) not in _agreed:
+        peers, why = _agree(group, device)
+        way = "inside the kernels" if peers else f"collectives, as {why}"
         native.groups.append(f"{group.size()} processes: {way}")
-    return found.peers
+        _agreed[group, device] = peers
+    return _agreed[group, device]
 
 
 def _agree(group: Any, device: torch.device) -> _Agreement:
@@ -218,7 +200,7 @@ def _host() -> str:
 
 def _apart(facts: list[Any], device: torch.device) -> str | None:
     """Why the GPUs of the processes cannot share memory; None if they may."""
-    hosts, gpus = ([each[place] for each in facts] for place in (1, 2))
+    _, hosts, gpus = zip(*facts, strict=True)
     if len(set(hosts)) > 1:
         return "the group spans several hosts"
     if len(set(gpus)) < len(gpus):

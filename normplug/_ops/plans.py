@@ -67,52 +67,36 @@ _PLACEHOLDERS = {
 Layout = tuple[Sequence[int], Sequence[int], torch.dtype]  # sizes, strides, dtype
 
 
-class Empty(NamedTuple):
-    """A tensor to allocate."""
-
-    slot: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Step(NamedTuple):
     """A launch, the slots of its tensors, and `pick`, which takes these tensors from all slots."""
 
     launch: Launch
-    slots: tuple[int, ...]
+    slots: list[int]
     pick: Callable[[Sequence[Any]], tuple[Tensor, ...]]
-
-
-class Result(NamedTuple):
-    """A slot to return, cast to `dtype` if one is given."""
-
-    slot: int
-    dtype: torch.dtype | None = None
 
 
 class Program:
     """Copies, allocations and launches for tensors of known sizes, strides and dtypes.
 
     Args:
-        given: The tensors that the slots hold at the start, by slot.
-        empties: Shape, strides and dtype of each tensor to allocate, by slot.
-        launches: The launches, in order, each with a map from the kernel's argument to the slot
+        given: the tensors that the slots hold at the start, by slot.
+        launches: the launches, in order, each with a map from the kernel's argument to the slot
             for tensors whose slot has another name.
-        results: The slots that are returned, each alone or with a dtype to cast to.
-        saved: The slots that the backward will need, in the order that `Plan` documents.
-        copies: Slots whose tensors are copied first, and the strides they must have.
-        updates: The slots whose tensors the launches update in place.
-        counts: Whether to increment `tracked` first.
-        scratch: How many counters and how many partial results the launches need.
+        empties: the layout of each tensor to allocate, by slot.
+        results: the slots that are returned, each alone or with a dtype to cast to. A slot that is
+            never filled gives None.
+        saved: the slots that the backward will need, in the order that `Plan` documents.
+        copies: slots whose tensors are copied first, and the strides they must have.
+        updates: the slots whose tensors the launches update in place.
+        counts: whether to increment `tracked` first.
+        scratch: how many counters and how many partial results the launches need.
     """
 
     def __init__(
         self,
         given: Mapping[str, Tensor],
-        *,
+        *launches: tuple[Launch, Mapping[str, str]],
         empties: Mapping[str, Layout],
-        launches: Sequence[tuple[Launch, Mapping[str, str]]],
         results: Sequence[str | tuple[str, torch.dtype | None]] = ("y",),
         saved: Sequence[str] = (),
         copies: Mapping[str, Sequence[int]] | None = None,
@@ -120,20 +104,26 @@ class Program:
         counts: bool = False,
         scratch: tuple[int, int] = (0, 0),
     ) -> None:
-        self.empties = tuple(
-            Empty(SLOT[name], tuple(shape), tuple(stride), dtype)
-            for name, (shape, stride, dtype) in empties.items()
-        )
+        self.empties = [(SLOT[name], *layout) for name, layout in empties.items()]
         dtypes = {name: t.dtype for name, t in given.items()}
         dtypes |= {name: dtype for name, (_, _, dtype) in empties.items()}
-        present = {*dtypes, "partial", "counters"}
-        self.steps = tuple(_step(launch, present, renamed) for launch, renamed in launches)
         self._dtypes = {SLOT[name]: dtype for name, dtype in dtypes.items()}
+        self.steps = []
+        for launch, renamed in launches:
+            slots = []
+            for name in launch.pointers:
+                source = renamed.get(name, name)
+                if source not in (*dtypes, "partial", "counters"):
+                    source = _PLACEHOLDERS.get(name, launch.pointers[0])
+                slots.append(SLOT[source])
+            self.steps.append(Step(launch, slots, itemgetter(*slots)))
         pairs = ((each, None) if isinstance(each, str) else each for each in results)
-        self.results = tuple(Result(SLOT[name], dtype) for name, dtype in pairs)
-        self.saved = tuple(SLOT[name] for name in saved)
-        self.copies = tuple((SLOT[name], tuple(s)) for name, s in (copies or {}).items())
-        self.updates = tuple(SLOT[name] for name in updates if name in given)
+        self.results = [
+            (SLOT[name], None if dtype == dtypes.get(name) else dtype) for name, dtype in pairs
+        ]
+        self.saved = [SLOT[name] for name in saved]
+        self.copies = [(SLOT[name], strides) for name, strides in (copies or {}).items()]
+        self.updates = [SLOT[name] for name in updates if name in given]
         self.counts, self.scratch = counts, scratch
 
     def run(self, slots: list[Any], plan: Plan) -> None:
@@ -176,11 +166,6 @@ def named(t: Tensors) -> dict[str, Tensor]:
     return {name: each for name, each in t._asdict().items() if each is not None}
 
 
-def needed(slots: Sequence[Any], needs: Needs) -> list[Any]:
-    """The results of a backward: the slots of the gradients that are needed."""
-    return [slot if need else "nothing" for slot, need in zip(slots, needs, strict=True)]
-
-
 def gradients_of(saved: Mapping[str, Tensor], wanted: Sequence[bool]) -> dict[str, Layout]:
     """The layouts of the gradients of x, weight, bias and input_bias that are wanted."""
     pairs = zip(("x", "weight", "bias", "input_bias"), wanted, strict=False)
@@ -188,23 +173,11 @@ def gradients_of(saved: Mapping[str, Tensor], wanted: Sequence[bool]) -> dict[st
     return {f"d{name}": (t.shape, t.stride(), t.dtype) for name, t in found.items()}
 
 
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def _step(launch: Launch, present: set[str], renamed: Mapping[str, str]) -> Step:
-    slots = []
-    for name in launch.pointers:
-        source = renamed.get(name, name)
-        if source not in present:
-            source = _PLACEHOLDERS.get(name, launch.pointers[0])
-        slots.append(SLOT[source])
-    return Step(launch, tuple(slots), itemgetter(*slots))
+def strides_of(
+    shape: Sequence[int], memory_format: torch.memory_format = torch.contiguous_format
+) -> tuple[int, ...]:
+    """The strides of a dense tensor."""
+    return torch.empty(shape, memory_format=memory_format, device="meta").stride()
 
 
 class Plan:
@@ -224,41 +197,28 @@ class Plan:
 
     def __init__(self, t: Tensors, spec: Any) -> None:
         self.spec = spec
-        self.acc = accumulator_dtype(t.x.dtype)
+        self.acc = accumulator_dtype(*(None if a is None else a.dtype for a in t[:_INPUTS]))
         self.device = t.x.device
         # The GPU that must be current at a launch; None on the CPU.
         self.gpu = self.device.index if t.x.is_cuda else None
         self.saved_slots = (*range(_INPUTS), *(SLOT[name] for name in self.state))
+        self._given_slots = (*self.saved_slots, _DY, _DTOTAL)  # to a backward
         self._workspaces: dict[tuple[int, int], Workspace] = {}
         self._programs: dict[Any, Program] = {}
-
-    def bound(self, t: Tensors) -> Callable[[Tensors], Any]:
-        """The function that runs calls like t: `run`, unless torch operations have to follow."""
-        return self.run
-
-    def kernels(self, t: Tensors) -> list[str]:
-        """The name and the number of warps of each kernel that a forward launches."""
-        jobs = self.forward_program(t, torch.is_grad_enabled()).jobs(self.acc)
-        return [f"{job.kernel.__name__} with num_warps={job.options['num_warps']}" for job in jobs]
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         """The program of y, or of (y, total). keep: whether to save tensors for a backward."""
         raise NotImplementedError
 
-    def backward_program(
-        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Program:
+    def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
         """The program of the gradients that `needs` selects, in the order of `Gradients`.
 
-        saved: the tensors that the forward saved, by slot, without those that are None.
+        given: the saved tensors, dy and dtotal, by slot, without those that are None.
         """
         raise NotImplementedError
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        """The program that recomputes y, of a plan that `is_recomputable`.
-
-        saved: the tensors that the forward saved, by slot, without those that are None.
-        """
+        """The program that recomputes y, of a plan that `is_recomputable`."""
         raise NotImplementedError
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, Any, Tensor]:
@@ -271,34 +231,35 @@ class Plan:
         """The program of a forward."""
         found = self._programs.get(keep)
         if found is None:
-            found = self._programs[keep] = self.forward_program(Tensors(*t), keep)  # type: ignore[arg-type]
+            call = Tensors(*t)  # type: ignore[arg-type]
+            found = self._programs[keep] = self.forward_program(call, keep)
             is_on_gpu = self.gpu is not None and not recordings
             if is_on_gpu and not torch.cuda.is_current_stream_capturing():
-                self._expect_next(Tensors(*t), found, keep)  # type: ignore[arg-type]
+                self._expect_next(call, found, keep)
         return found
 
     def backward_of(
         self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
     ) -> Program:
         """The program of a backward."""
-        strides = [None if t is None else t.stride() for t in (dy, dtotal)]
-        key = (needs, *strides)
-        return self._made_once(key, self.backward_program, saved, dy, dtotal, needs)
+        strides = None if dtotal is None else dtotal.stride()
+        key = (needs, None if dy is None else dy.stride(), strides)
+        found = self._programs.get(key)
+        if found is None:
+            given = self._by_slot((*saved, dy, dtotal))
+            found = self._programs[key] = self.backward_program(given, needs)
+        return found
 
     def recompute_of(self, saved: Sequence[Any]) -> Program:
         """The program of `recomputed`."""
-        return self._made_once("recompute", self.recompute_program, saved)
-
-    def _made_once(
-        self, key: Any, make: Callable[..., Program], saved: Sequence[Any], *args: Any
-    ) -> Program:
-        """The program of a key. `make` takes the saved tensors by slot, and `args`."""
-        found = self._programs.get(key)
+        found = self._programs.get("recompute")
         if found is None:
-            pairs = zip(self.saved_slots, saved, strict=True)
-            by_slot = {SLOTS[slot]: t for slot, t in pairs if t is not None}
-            found = self._programs[key] = make(by_slot, *args)
+            found = self._programs["recompute"] = self.recompute_program(self._by_slot(saved))
         return found
+
+    def _by_slot(self, given: Sequence[Any]) -> dict[str, Tensor]:
+        pairs = zip(self._given_slots, given, strict=False)
+        return {SLOTS[slot]: t for slot, t in pairs if t is not None}
 
     def _expect_next(self, t: Tensors, forward: Program, keep: bool) -> None:
         """Have worker processes compile what follows the first kernel, which this process compiles.
@@ -369,7 +330,7 @@ class Plan:
         dy = None if dy is None else readable(dy)
         dtotal = None if dtotal is None else readable(dtotal)
         program = self.backward_of(saved, dy, dtotal, needs)
-        return self._computed(program, saved, dy, dtotal)
+        return self._computed(program, (*saved, dy, dtotal))
 
     def recomputed(self, saved: Sequence[Any]) -> Tensor:
         """Recompute the output y."""
@@ -403,18 +364,11 @@ class Plan:
             work = self._workspaces[scratch] = Workspace.get(self.device, self.acc, *scratch)
         return stream, work
 
-    def _computed(
-        self,
-        program: Program,
-        saved: Sequence[Any],
-        dy: Tensor | None = None,
-        dtotal: Tensor | None = None,
-    ) -> list[Any]:
-        """Run a program on the tensors that a forward saved, and return its results."""
+    def _computed(self, program: Program, given: Sequence[Any]) -> list[Any]:
+        """Run a program on saved tensors, dy and dtotal, and return its results."""
         slots: list[Any] = [None] * len(SLOTS)
-        for slot, t in zip(self.saved_slots, saved, strict=True):
+        for slot, t in zip(self._given_slots, given, strict=False):
             slots[slot] = t
-        slots[_DY], slots[_DTOTAL] = dy, dtotal
         program.run(slots, self)
         found = ((slots[slot], dtype) for slot, dtype in program.results)
         return [t if t is None or dtype is None else t.to(dtype) for t, dtype in found]
@@ -422,26 +376,16 @@ class Plan:
 
 def unwrapped(t: Tensors) -> Tensors:
     """The call, without the wrappers that a finished torch.func transform left on its tensors."""
-    x = unwrap_if_dead(t.x)
     residual = None if t.residual is None else unwrap_if_dead(t.residual)
-    if x is t.x and residual is t.residual:
-        return t
-    return t._replace(x=x, residual=residual)
+    return t.reading(unwrap_if_dead(t.x), residual)
 
 
 class _Norm(torch.autograd.Function):
-    # Each tensor argument costs host time, so tensors without gradients are only in `call`.
+    # Its arguments are the tensors that may have gradients, and (plan, all tensors, list or None).
+    # Each tensor argument costs host time.
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        input_bias: Tensor | None,
-        call: tuple[Plan, Tensors, list[Any] | None],
-    ) -> Any:
-        plan, t, found = call
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        plan, t, found = arguments[-1]
         result, saved = plan.forward(t, found is not None or any(ctx.needs_input_grad))
         if found is not None:  # the caller wants the state
             found.extend(saved[_INPUTS:])

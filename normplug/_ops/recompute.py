@@ -41,13 +41,9 @@ def call(y: Tensor, module: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
 
 def will_recompute(y: Any) -> bool:
     """Whether `call` with y would recompute it."""
-    if torch.compiler.is_compiling() or top_saved_tensors_hooks is None:
+    if torch.compiler.is_compiling() or not AVAILABLE or _recomputation(y) is None:
         return False
-    return (
-        _recomputation(y) is not None
-        and saved_tensors_hooks_are_allowed()
-        and isinstance(_hook(), (_Pack, NoneType))
-    )
+    return saved_tensors_hooks_are_allowed() and isinstance(_hook(), (_Pack, NoneType))
 
 
 def _recomputation(y: Any) -> Callable[[], Tensor] | None:
@@ -75,12 +71,7 @@ def _recipe(
 ) -> Callable[[], Tensor]:
     """The function that makes t: the y that `make` returns, a copy of it, or a view of either."""
     view = (t.size(), t.stride(), t.storage_offset())
-
-    def made() -> Tensor:
-        y = make()
-        return (y if copy is None else copy(y)).as_strided(*view)
-
-    return made
+    return lambda: (make() if copy is None else copy(make())).as_strided(*view)
 
 
 def _cast(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, y: Tensor) -> Tensor:
@@ -103,13 +94,11 @@ class _Pack:
     def __call__(self, t: Tensor) -> Callable[[], Tensor] | tuple[Tensor, int]:
         if t.is_leaf:
             return t, t._version
-        if type(t) is Tensor and t.layout is torch.strided:
-            pack: _Pack | None = self
-            while pack is not None:
-                recipe = pack._recipe(t)
-                if recipe is not None:
-                    return recipe
-                pack = pack._outer
+        pack = self if type(t) is Tensor and t.layout is torch.strided else None
+        while pack is not None:
+            if (recipe := pack._recipe(t)) is not None:
+                return recipe
+            pack = pack._outer
         # Detached, since a node that saves its own result would be a reference cycle.
         return t.detach(), t._version
 
@@ -130,24 +119,19 @@ class _Pack:
 
     def _copy(self, source: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """The function that makes `source` from y, whose dtype is `dtype`; None if none does."""
-        made: Any = source.grad_fn
+        nodes = _history(source.grad_fn)
+        names = [node.name() for node in nodes]
         # The cast that autocast makes, of y or of a view of it. A linear layer may save a view of
         # the cast as a matrix of rows.
-        if _is_a(made, "ToCopyBackward0"):
-            view = _before(made)
-            if self._reads_y(made) or (_is_a(view, "ViewBackward0") and self._reads_y(view)):
+        if names[:1] == ["ToCopyBackward0"]:
+            of_view = names[1:2] == ["ViewBackward0"] and self._reads_y(nodes[1])
+            if of_view or self._reads_y(nodes[0]):
                 return partial(_cast, source.size(), source.stride(), source.dtype)
         # The copy that a linear layer makes of a tensor permuted by attention, as a matrix of rows.
-        if _is_a(made, "UnsafeViewBackward0") and source.dtype == dtype and source.is_contiguous():
-            clone: Any = _before(made)
-            permutation = _before(clone)
-            if (
-                _is_a(clone, "CloneBackward0")
-                and _is_a(permutation, "TransposeBackward0")
-                and self._reads_y(permutation)
-            ):
-                dims = (permutation._saved_dim0, permutation._saved_dim1)
-                return partial(_permuted, dims)
+        is_plain = source.dtype == dtype and source.is_contiguous()
+        permuted = ["UnsafeViewBackward0", "CloneBackward0", "TransposeBackward0"]
+        if is_plain and names == permuted and self._reads_y(nodes[2]):
+            return partial(_permuted, (nodes[2]._saved_dim0, nodes[2]._saved_dim1))
         return None
 
     def _reads_y(self, node: Any) -> bool:
@@ -156,13 +140,13 @@ class _Pack:
         return bool(node.next_functions) and node.next_functions[0] == (self._node, 0)
 
 
-def _before(node: Any) -> Any:
-    """The `grad_fn` of an operation's first input, given the operation's own `grad_fn`."""
-    return node.next_functions[0][0] if node is not None and node.next_functions else None
-
-
-def _is_a(node: Any, name: str) -> bool:
-    return node is not None and node.name() == name
+def _history(node: Any) -> list[Any]:
+    """The `grad_fn` of an operation, of its first input, and of that one's first input."""
+    found: list[Any] = []
+    while node is not None and len(found) < 3:
+        found.append(node)
+        node = node.next_functions[0][0] if node.next_functions else None
+    return found
 
 
 def _unpack(kept: Callable[[], Tensor] | tuple[Tensor, int]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,10 +21,9 @@ from normplug._ops.plans import (
     Needs,
     Plan,
     Program,
-    contiguous,
     gradients_of,
     named,
-    needed,
+    strides_of,
 )
 from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype, rms_eps
@@ -34,9 +33,7 @@ if TYPE_CHECKING:
     from normplug._kernels.layer_norm import launches
     from normplug._kernels.layer_norm.launches import Spacing
 
-# Bytes of input from which torch.compile calls the operator, without and with a residual.
-_OPERATOR_BYTES = 16 << 20
-_ADD_OPERATOR_BYTES = 32 << 20
+_OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 
 
 class LayerNormSpec(NamedTuple):
@@ -68,14 +65,10 @@ class LayerNormSpec(NamedTuple):
         """Dimensions along which rows are independent; watched statistics describe one shard."""
         return tuple(range(t.x.dim() - len(self.normalized_shape)))
 
-    def eps_of(self, total: torch.dtype) -> float:
-        """The eps, where `total` is the dtype of the tensor that is normalised."""
-        return rms_eps(total, self.eps)
-
     def rounds_to(self, total: torch.dtype, weight: torch.dtype | None) -> torch.dtype | None:
         """The dtype to round to before the product with the weight; None not to round.
 
-        weight: the dtype of the weight, if there is one.
+        total, weight: the dtypes of what is normalised and of the weight, if there is one.
         """
         if self.rounding == "input":
             return total
@@ -119,9 +112,8 @@ class LayerNormSpec(NamedTuple):
     def _layer_norm(self, total: Tensor, t: Tensors) -> Tensor:
         h = total if t.input_bias is None else total + t.input_bias
         shape, autocast = self.normalized_shape, self._autocast_of(total)
-        h, weight, bias = stock.prepared(
-            h, t.weight, t.bias, self.target_variance, shape, promotes=autocast is None
-        )
+        given = (h, t.weight, t.bias, self.target_variance, shape)
+        h, weight, bias = stock.prepared(*given, promotes=autocast is None)
         assert self.eps is not None
         y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, self.eps)
         if t.running_mean is not None and t.running_var is not None and total.numel() > 0:
@@ -141,7 +133,7 @@ class LayerNormSpec(NamedTuple):
             return composed_rms_norm(total, t.weight, self)
         promotes = autocast is None or self.autocast_output == "low"
         h, weight, _ = stock.prepared(total, t.weight, None, self.target_variance, shape, promotes)
-        eps = self.eps if h.dtype == total.dtype else self.eps_of(total.dtype)
+        eps = self.eps if h.dtype == total.dtype else rms_eps(total.dtype, self.eps)
         y = torch.rms_norm(h, shape, weight, eps)
         return stock.cast(y, total.dtype, autocast, self.autocast_output)
 
@@ -169,8 +161,7 @@ class LayerNormSpec(NamedTuple):
             x, spacing = x.contiguous(), width
         if residual is not None and spacing_after(residual, row_dims, width, spacing) is None:
             residual = residual.contiguous()
-        same = x is t.x and residual is t.residual
-        return t if same else t._replace(x=x, residual=residual)
+        return t.reading(x, residual)
 
     def plan(self, t: Tensors) -> LayerNormPlan:
         return LayerNormPlan(t, self)
@@ -178,19 +169,76 @@ class LayerNormSpec(NamedTuple):
     # The operators for compilers. They update the running statistics. Outside them, a compiler
     # would need further kernels to average the rows' statistics.
 
-    def operator_pays(self, t: Tensors, isolated: bool) -> bool:
-        """Whether an operator was measured faster than what Inductor makes of a LayerNorm."""
-        if not self.centred:
-            return False
-        size = eligible.size_of(t.x)
-        if t.residual is not None:  # Inductor fuses this too, forward as fast, backward slower
-            return size >= _ADD_OPERATOR_BYTES
-        # Inductor fuses a LayerNorm with the residual add before it. Over the channels of
-        # channels_last images its code is still slower than the kernels (docs/speed.md).
-        slow = isolated and t.x.is_contiguous()
-        return (t.input_bias is not None or slow) and size >= _OPERATOR_BYTES
+    def traced(self, t: Tensors) -> tuple[Tensor, ...]:
+        """What the forward operator returns, by PyTorch's operations, which a compiler fuses."""
+        total = t.x if t.residual is None else t.x + t.residual
+        vectors = (t.residual, t.weight, t.bias, t.input_bias)
+        present = (v.dtype for v in (t.x, *vectors) if v is not None)
+        acc, dims = accumulator_dtype(*present), tuple(range(-len(self.normalized_shape), 0))
+        h = total.to(acc)
+        if t.input_bias is not None:
+            h = h + t.input_bias
+        mean = None
+        if self.centred:
+            var, mean = torch.var_mean(h, dims, correction=0, keepdim=True)
+            h = h - mean
+        else:
+            var = h.square().mean(dims, keepdim=True)
+        rstd = torch.rsqrt(var + rms_eps(total.dtype, self.eps))
+        y = _scaled(h * rstd, total.dtype, t.weight, t.bias, self)
+        if t.running_var is not None:
+            stock.update_running(
+                t, self.momentum, None if mean is None else mean.mean(), var.mean()
+            )
+        stats = rstd.flatten() if mean is None else torch.cat((mean.flatten(), rstd.flatten()))
+        return (y, stats) if t.residual is None else (y, total, stats)
+
+    def traced_gradients(
+        self, dy: Tensor, dtotal: Tensor | None, x: Tensor, *others: Any
+    ) -> list[Tensor]:
+        """What the backward operator of a LayerNorm returns, by PyTorch's operations."""
+        _, weight, bias, input_bias, stats, needs = others
+        acc, root, shape = stats.dtype, math.sqrt(self.target_variance), self.normalized_shape
+        lead = x.shape[: x.dim() - len(shape)]
+        mean, rstd = stats.view(2, *lead, *[1] * len(shape))
+        h = x.to(acc) if input_bias is None else x.to(acc) + input_bias
+        dy = dy.to(acc) if weight is not None else dy.to(acc) * root
+        wide = (v if v is None else v.to(acc) for v in (weight, bias))
+        scale, shift = next(wide), next(wide)
+        scale = scale if scale is None else scale * root
+        mask = [needs[0] or needs[4], needs[2], needs[3]]
+        dh, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            dy, h, shape, mean, rstd, scale, shift, mask
+        )
+        found = {}
+        if needs[0]:
+            found[0] = (dh if dtotal is None else dh + dtotal).to(x.dtype)
+        if needs[2]:
+            found[2] = (dweight * root).to(weight.dtype)
+        if needs[3]:
+            found[3] = dbias.to(bias.dtype)
+        if needs[4]:
+            found[4] = dh.sum(tuple(range(len(lead)))).to(input_bias.dtype)
+        return list(found.values())
+
+    def compiled(self, t: Tensors, isolated: bool) -> Callable[[Tensors], Any] | None:
+        """For a LayerNorm, the backward alone by an operator, unless a pointwise operator makes dy.
+
+        Inductor's forwards over rows are as fast as a kernel can be, and fuse what stands around
+        the norm. In its backwards, the gradients of weight and bias are slow. Its RMSNorms have no
+        bias, and a dy that is a sum, which it fuses: there is nothing to gain.
+        """
+        large = eligible.size_of(t.x) >= _OPERATOR_BYTES
+        pays = self.centred and large and t.x.is_contiguous()
+        return self._backward_operator if pays else None
 
     def operator(self, t: Tensors) -> Any:
+        return self._operator(t, traced=False)
+
+    def _backward_operator(self, t: Tensors) -> Any:
+        return self._operator(t, traced=True)
+
+    def _operator(self, t: Tensors, traced: bool) -> Any:
         x, residual, *rest = t
         shape, row_dims = x.shape, len(self.normalized_shape)
         if _is_grid_of_rows(x, row_dims) and (
@@ -199,9 +247,9 @@ class LayerNormSpec(NamedTuple):
             x = x.flatten(0, -1 - row_dims)
             residual = None if residual is None else residual.flatten(0, -1 - row_dims)
         if residual is None:
-            y, _ = _plain(x, None, *rest, *self)
+            y, _ = _plain(x, None, *rest, *self, traced)
             return y.view(shape)
-        y, total, _ = _add(x, residual, *rest, *self)
+        y, total, _ = _add(x, residual, *rest, *self, traced)
         return y.view(shape), total.view(shape)
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
@@ -225,12 +273,21 @@ class LayerNormSpec(NamedTuple):
 
 def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> Tensor:
     """An RMSNorm that torch has no operator for, with its library's order of operations."""
-    dtype = None if weight is None else weight.dtype
-    acc, dims = accumulator_dtype(h.dtype, dtype), tuple(range(-len(spec.normalized_shape), 0))
-    rounded, output = spec.rounds_to(h.dtype, dtype), spec.output_dtype(h.dtype, dtype)
-    eps, root = spec.eps_of(h.dtype), math.sqrt(spec.target_variance)
-    h = h.to(acc)
-    y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
+    acc = accumulator_dtype(h.dtype, None if weight is None else weight.dtype)
+    wide, dims = h.to(acc), tuple(range(-len(spec.normalized_shape), 0))
+    rstd = torch.rsqrt(wide.square().mean(dims, keepdim=True) + rms_eps(h.dtype, spec.eps))
+    return _scaled(wide * rstd, h.dtype, weight, None, spec)
+
+
+def _scaled(
+    y: Tensor, total: torch.dtype, weight: Tensor | None, bias: Tensor | None, spec: LayerNormSpec
+) -> Tensor:
+    """The result of a norm, from normalised values y in the accumulator dtype.
+
+    total: the dtype of the tensor that was normalised.
+    """
+    acc, dtype = y.dtype, None if weight is None else weight.dtype
+    rounded, root = spec.rounds_to(total, dtype), math.sqrt(spec.target_variance)
     if weight is not None:
         weight = weight.to(acc)
         weight = weight + spec.weight_offset if spec.weight_offset else weight
@@ -244,18 +301,17 @@ def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> 
         y = y.to(rounded).to(acc)
     if weight is not None:
         y = y * weight
-    return y.to(output)
+    if bias is not None:
+        y = y + bias
+    return y.to(spec.output_dtype(total, dtype))
 
 
 def _row_statistics(
     h: Tensor, row_dims: int, mean: Tensor, rstd: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The mean and the biased variance of a row, averaged over all rows.
-
-    The variance is computed from rstd, without another read of `h`. For half-precision input the
-    CPU kernel returns rstd in half precision, which is too coarse, so both are computed from `h`.
-    The same holds for a nested tensor, which may have rows that belong to no component.
-    """
+    """The mean and the biased variance of a row, averaged over all rows."""
+    # Without another read of h, unless rstd is too coarse, as the CPU kernel returns it for
+    # half-precision input, or a nested tensor has rows that belong to no component.
     if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
         return mean.mean(), stock.variance_of(rstd, eps).mean()
     h = parts.rows(h, h.shape[-row_dims:])
@@ -282,7 +338,15 @@ _NUMBERS = (
     "ScalarType? autocast, str autocast_output, bool centred, float weight_offset, str? rounding"
 )
 PLAIN, ADD = (
-    NormOperators(name, _NUMBERS, ("stats",), _spec_of, has_total=has_total, updates_running=True)
+    NormOperators(
+        name,
+        _NUMBERS,
+        ("stats",),
+        _spec_of,
+        has_total=has_total,
+        updates_running=True,
+        can_trace=True,
+    )  # fmt: skip
     for name, has_total in (("layer_norm", False), ("add_layer_norm", True))
 )
 # For torch.compile, which guards on each attribute that it reads.
@@ -305,34 +369,26 @@ class LayerNormPlan(Plan):
         from normplug._kernels.layer_norm.launches import Flags
 
         super().__init__(t, spec)
-        x, residual, weight, bias, input_bias, running_mean, running_var, tracked = t
-        self._dtype = x.dtype
-        self._residual_dtype = None if residual is None else residual.dtype
-        self._total_dtype = (
-            x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        )
+        x, residual, weight = t.x, t.residual, t.weight
+        self._dtypes = (x.dtype, x.dtype if residual is None else residual.dtype)
+        self._total_dtype = torch.promote_types(*self._dtypes)
         weight_dtype = None if weight is None else weight.dtype
         self._output_dtype = spec.output_dtype(self._total_dtype, weight_dtype)
-        vectors = (t if t is None else t.dtype for t in (weight, bias, input_bias))
-        self.acc = accumulator_dtype(self._total_dtype, *vectors)
-        self._shape, self._row_dims = x.shape, len(spec.normalized_shape)
-        self._width = math.prod(spec.normalized_shape)
+        self._shape, self._strides = x.shape, strides_of(x.shape)
+        self._row_dims, self._width = len(spec.normalized_shape), math.prod(spec.normalized_shape)
         self._rows = x.numel() // self._width
         self.has_total = self.is_recomputable = residual is not None
-        running = running_var is not None and (running_mean is not None or not spec.centred)
+        running = t.running_var is not None and (t.running_mean is not None or not spec.centred)
         self._flags = Flags(
             centred=spec.centred,
             offset=float(spec.weight_offset),
             rounded=spec.rounds_to(self._total_dtype, weight_dtype),
-            weight=weight is not None,
-            bias=bias is not None,
-            input_bias=input_bias is not None,
-            residual=residual is not None,
+            **t.has("weight", "bias", "input_bias", "residual"),
             running=running,
-            tracked=running and tracked is not None,
+            tracked=running and t.tracked is not None,
             cumulative=running and spec.momentum is None,
         )
-        self._numbers = (spec.eps_of(self._total_dtype), spec.target_variance)
+        self._numbers = (rms_eps(self._total_dtype, spec.eps), spec.target_variance)
         # The widest value that a thread holds decides how a row is tiled.
         widest = max(self._total_dtype.itemsize, self._output_dtype.itemsize)
         self._itemsize = 8 if self.acc == torch.float64 else widest
@@ -359,9 +415,9 @@ class LayerNormPlan(Plan):
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         from normplug._kernels.layer_norm.launches import Strides
 
-        strides = Strides(self._spacing(t.x), residual=self._spacing(t.residual))
+        strides = Strides(self._spacing(t.x), self._spacing(t.residual))
         launch, scratch = self._forward(replace(self._flags, stats=keep), strides)
-        dense = (self._shape, contiguous(self._shape))
+        dense = (self._shape, self._strides)
         empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
         if keep:
             empties["stats"] = (((1 + self.spec.centred) * self._rows,), (1,), self.acc)
@@ -370,8 +426,8 @@ class LayerNormPlan(Plan):
         normalised = "total" if self.has_total else "x"
         return Program(
             named(t),
+            (launch, {}),
             empties=empties,
-            launches=[(launch, {})],
             results=("y", "total") if self.has_total else ("y",),
             saved=(normalised, "nothing", "weight", "bias", "input_bias", "stats"),
             updates=RUNNING,
@@ -386,74 +442,66 @@ class LayerNormPlan(Plan):
             cumulative=False,
         )  # fmt: skip
         launch, _ = self._forward(flags, Strides(self._width))  # of the total
-        return Program(
-            saved,
-            empties={"y": (self._shape, contiguous(self._shape), self._output_dtype)},
-            launches=[(launch, {})],
-        )
+        y = (self._shape, self._strides, self._output_dtype)
+        return Program(saved, (launch, {}), empties={"y": y})
 
-    def backward_program(
-        self, saved: dict[str, Tensor], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
-    ) -> Program:
+    def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
         from normplug._kernels.layer_norm import launches, schedule
 
-        if dy is None:  # y was not used
-            results = self._results("dtotal", needs)
-            return Program(saved, empties={}, launches=[], results=results)
-        x, given = saved["x"], {"dy": dy} if dtotal is None else {"dy": dy, "dtotal": dtotal}
+        if "dy" not in given:  # y was not used
+            return Program(given, empties={}, results=self._results("dtotal", needs))
         copies: dict[str, tuple[int, ...]] = {}
         spacings: dict[str, Spacing] = {}
-        for name, t in given.items():
+        for name in ("dy", "dtotal"):
+            if name not in given:
+                continue
             before = (self._normalised, *spacings.values())
-            spacing = spacing_after(t, self._row_dims, self._width, *before)
+            spacing = spacing_after(given[name], self._row_dims, self._width, *before)
             if spacing is None:
-                copies[name], spacing = contiguous(self._shape), self._width
+                copies[name], spacing = self._strides, self._width
             spacings[name] = spacing
         wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
-        results = self._results("dx", needs)
         flags, strides = self._flags, launches.Strides(self._normalised, **spacings)
         sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
         shape = schedule.layer_norm_backward(*sizes, flags.input_bias, *self._machine)
         tv = self.spec.target_variance
         launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
-        empties = gradients_of(saved, wanted)
+        empties = gradients_of(given, wanted)
         # If the rows of x are dense, in any order, dx has the strides of x.
         if wanted[0] and not lies_dense(self._normalised, self._rows, self._width):
-            empties["dx"] = (x.shape, contiguous(x.shape), x.dtype)
+            empties["dx"] = (self._shape, self._strides, self._total_dtype)
         return Program(
-            {**saved, **given},
+            given,
+            (launch, {}),
             empties=empties,
-            launches=[(launch, {})],
-            results=results,
+            results=self._results("dx", needs),
             copies=copies,
             scratch=launches.backward_scratch(shape, wanted),
         )
 
     def _results(self, through: str, needs: Needs) -> list[Any]:
         """The gradients; x and the residual share the slot `through`."""
-        slots: list[Any] = [
-            (through, None if dtype == self._total_dtype else dtype)
-            for dtype in (self._dtype, self._residual_dtype)
+        both = [
+            (through if need else "nothing", dtype)
+            for need, dtype in zip(needs, self._dtypes, strict=False)
         ]
-        slots += ["dweight", "dbias", "dinput_bias"] if through == "dx" else ["nothing"] * 3
-        return needed(slots, needs)
+        return [*both, "dweight", "dbias", "dinput_bias"]
 
     def composed_backward(
         self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
     ) -> Gradients:
         if not self.has_total:
             return super().composed_backward(saved, dy, None, needs)
-        either = needs[0] or needs[1]  # x and the residual have the same gradient, `through`
-        through: Tensor | None = None
-        vectors: list[Tensor | None] = [None, None, None]
+        # x and the residual have the same gradient, `through`.
+        through, vectors = dtotal, list[Tensor | None]([None] * 3)
         if dy is not None:
-            asked = (either, False, *needs[2:])
-            through, _, *vectors = super().composed_backward(saved, dy, None, asked)
-        if either and dtotal is not None:
-            through = dtotal if through is None else through + dtotal
+            asked = (needs[0] or needs[1], False, *needs[2:])
+            by_y, _, *vectors = super().composed_backward(saved, dy, None, asked)
+            if by_y is not None:
+                through = by_y if dtotal is None else by_y + dtotal
         both = (
             through.to(dtype) if need and through is not None else None
-            for need, dtype in zip(needs, (self._dtype, self._residual_dtype), strict=False)
+            for need, dtype in zip(needs, self._dtypes, strict=False)
         )
         return (*both, *vectors)
 
@@ -480,17 +528,18 @@ def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> S
             levels[-1] = (levels[-1][0] * size, levels[-1][1])
         else:
             levels.append((size, step))
-    if len(levels) == 3:
-        (inner, step), (heads, middle), (_, apart) = levels
+    match levels:
+        case []:
+            return math.prod(shape[outer:])
+        case [(_, step)]:
+            return step
+        case [(inner, step), (_, apart)]:
+            return Levels(inner, apart, step)
         # Only heads within a token: the two are compiled into the kernel, and other layouts may
         # change them from call to call.
-        return Levels(inner, apart, step, heads, middle) if 0 < middle < step else None
-    if len(levels) == 2:
-        (inner, step), (_, apart) = levels
-        return Levels(inner, apart, step)
-    if levels[2:]:
-        return None
-    return levels[0][1] if levels else math.prod(shape[outer:])
+        case [(inner, step), (heads, middle), (_, apart)] if 0 < middle < step:
+            return Levels(inner, apart, step, heads, middle)
+    return None
 
 
 def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
@@ -509,8 +558,7 @@ def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spa
     from normplug._kernels.layer_norm.launches import Levels
 
     spacing = row_spacing(t.shape, t.stride(), row_dims)
-    if isinstance(spacing, Levels):
-        for other in before:
-            if isinstance(other, Levels) and not spacing.goes_with(other):
-                return None
+    others = [each for each in before if isinstance(each, Levels)]
+    if isinstance(spacing, Levels) and not all(map(spacing.goes_with, others)):
+        return None
     return spacing

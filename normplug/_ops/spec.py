@@ -10,8 +10,9 @@ it is part of the key by which calls are stored. Its methods, for a call with th
     refusal(t)                  why the kernels cannot run it; None if they can
     laid_out(t)                 t, with copies of tensors whose layout the kernels cannot read
     plan(t)                     the `plans.Plan` of a call that is laid out
-    operator_pays(t, isolated)  whether a compiler should call the operator where kernels can run
     operator(t)                 run it by the kernels, as an operator: see `operators.NormOperators`
+    compiled(t, isolated)       what a compiler should call where kernels can run: a method, such as
+                                `operator`, or None for PyTorch's operations, which it fuses
     fake(t), fake_dx(x)         the operator's outputs and the gradient of x, without values; sizes
                                 may be symbolic
 
@@ -41,6 +42,16 @@ class Tensors(NamedTuple):
     running_mean: Tensor | None = None
     running_var: Tensor | None = None
     tracked: Tensor | None = None
+
+    def has(self, *names: str) -> dict[str, bool]:
+        """Whether the call has each of these tensors, by name."""
+        return {name: getattr(self, name) is not None for name in names}
+
+    def reading(self, x: Tensor, residual: Tensor | None) -> Tensors:
+        """The call with this x and this residual; itself if they are its own."""
+        if x is self.x and residual is self.residual:
+            return self
+        return self._replace(x=x, residual=residual)
 
 
 class Pool(NamedTuple):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,8 +59,7 @@ def prepared(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The input, scaled weight and bias for a stock norm.
 
-    promotes: whether to cast all three to their common dtype, since not every device's kernel mixes
-        dtypes.
+    promotes: whether to cast them to their common dtype: not every device's kernel mixes dtypes.
     """
     dtype = h.dtype
     if promotes:
@@ -91,15 +89,16 @@ def realigned(y: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or interposed():  # before its sizes are read
         return y
     if 1 in y.shape and y.device.type == "cpu" and y.grad_fn is not None:
-        y.grad_fn.register_prehook(partial(_in_strides, y.stride()))
+        strides = y.stride()
+
+        def in_strides(gradients: Any) -> Any:
+            dy, *rest = gradients
+            if dy is None or dy.stride() == strides:
+                return None
+            return (dy.new_empty_strided(dy.shape, strides).copy_(dy), *rest)
+
+        y.grad_fn.register_prehook(in_strides)
     return y
-
-
-def _in_strides(strides: tuple[int, ...], gradients: Any) -> Any:
-    dy, *rest = gradients
-    if dy is None or dy.stride() == strides:
-        return None
-    return (dy.new_empty_strided(dy.shape, strides).copy_(dy), *rest)
 
 
 def empty_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -114,11 +113,8 @@ def empty_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def variance_of(rstd: Tensor, eps: float) -> Tensor:
-    """The variance, recovered from rstd = 1 / sqrt(var + eps).
-
-    It has an error of about 1e-7 * (var + eps) in float32. So it is clamped at 0: the error could
-    make a variance near 0 negative.
-    """
+    """The variance, recovered from rstd = 1 / sqrt(var + eps)."""
+    # In float32 it has an error of about 1e-7 * (var + eps), which could make it negative.
     return rstd.pow(-2).sub_(eps).clamp_min_(0)
 
 
@@ -134,21 +130,19 @@ def update_running(
     One function does both, since activation checkpointing must not repeat one without the other: it
     recomputes a forward up to the last tensor that is saved for the backward.
 
-    momentum: None for a cumulative average, which needs num_batches_tracked.
-    counts: a boolean tensor, whether the batch counts. If not, nothing is updated.
+    counts: whether the batch counts, as a boolean tensor. If not, nothing is updated.
     """
     running_mean, running_var, tracked = t.running_mean, t.running_var, t.tracked
     assert running_var is not None
     if tracked is not None:
         tracked.add_(1 if counts is None else counts)
-    step: float | Tensor
-    if momentum is not None:
-        step = momentum if counts is None else counts.to(running_var.dtype) * momentum
-    else:
+    step: Any = momentum
+    if step is None:
         # In torch.nn it is a float, for which the host has to wait for the GPU.
         assert tracked is not None
         step = tracked.to(running_var).clamp(min=1).reciprocal()
-        step = step if counts is None else counts * step
+    if counts is not None:
+        step = counts.to(running_var.dtype) * step
     if running_mean is not None and mean is not None:
         _move(running_mean, mean, step)
     _move(running_var, var, step)

@@ -19,7 +19,6 @@ from torch.nn.utils import parametrize
 from normplug import _checks, _convert
 from normplug._ops import parts
 from normplug._swap import record as _record
-from normplug._swap.inventory import Inventory
 from normplug._swap.swap import unswap
 from normplug._table import Rows, counts, shown, table
 from normplug._torch import is_patched, tree_leaves
@@ -108,9 +107,8 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Report:
         1 norm layers verified: 1 in mode standard
     """
     _checks.module("check", model)
-    inventory = Inventory(model)
     layers = list(_convert.normplug_layers(model))
-    if not layers and not _record.is_recorded(inventory):
+    if not layers and not _record.is_recorded(model):
         raise ValueError(
             f"normplug.check: {type(model).__name__} has no normplug layers, and no record of a "
             "swap: it was never swapped, was unswapped, or was rebuilt as a whole by another tool. "
@@ -142,8 +140,7 @@ def refuse(caller: str, model: nn.Module, findings: list[str]) -> None:
 
 def _untestable(layer: TargetVarianceNorm) -> str | None:
     """Why a layer's output cannot be compared; None if it can."""
-    tensors = [*layer._parameters.values(), *layer._buffers.values()]
-    present = [t for t in tensors if t is not None]
+    present = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
     if 0 in layer._affine_shape():
         return "not compared: no shape yet"
     if any(t.is_meta for t in present):
@@ -152,7 +149,10 @@ def _untestable(layer: TargetVarianceNorm) -> str | None:
     odd = weight is not None and weight.shape != layer._affine_shape()
     if odd or any(parts.is_sharded(t) for t in (weight, *present)):
         return "not compared: sharded"
-    if not layer._forward_is_expected():
+    cls, sites = type(layer), layer._fusion_sites
+    owner = next(base for base in cls.__mro__ if "_expected" in vars(base))
+    methods = sites.methods if sites else ("forward",)
+    if any(getattr(cls, name) is not getattr(owner, name) for name in methods):
         return "not compared: a subclass with a forward of its own"
     return None
 
@@ -161,8 +161,6 @@ def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
     """Compare a layer with its formula; return the settings compared, and the mismatches."""
     names, found = [], []
     patched = " (its forward was replaced on the instance)" if is_patched(layer) else ""
-    like = _like(layer)
-    tolerance = max(4 * torch.finfo(like.dtype).eps, 1e-5)
     for name, training, grad in _SETTINGS:
         generator = torch.Generator().manual_seed(0)
         try:
@@ -171,8 +169,9 @@ def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
                     continue
                 names.append(name)
                 x = 1 + 2 * torch.randn(*layer._example_shape(), generator=generator)
-                x = x.to(like.device, like.dtype)
+                x = x.to(_like(layer))
                 expected = twin._expected(x, training)
+                tolerance = max(4 * torch.finfo(x.dtype).eps, 1e-5)
                 off, allowed = _distance(twin.forward(x), expected, tolerance)
         except Exception as error:
             text = str(error).splitlines()[0] if str(error) else ""
@@ -206,10 +205,10 @@ def _stand_in(
             torch.autocast(_like(layer).device.type, enabled=False),
         ):
             twin = _copy(layer)
+            vars(twin).update(training=training, _probe=None)
             if patched:
                 vars(layer).update(vars(twin))
                 twin = layer
-            vars(twin).update(training=training, _probe=None)
             yield twin
     finally:
         if patched:
@@ -261,7 +260,12 @@ def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> li
         found = {}
         for name, training, grad in _SETTINGS:
             with torch.set_grad_enabled(grad):
-                found[name] = _outputs(copied.train(training), args, keywords)
+                leaves = tree_leaves(_call(copied.train(training), args, keywords))
+            tensors = [x.detach() for x in leaves if isinstance(x, Tensor)]
+            found[name] = [x for x in tensors if x.is_floating_point()]
+            if not found[name]:
+                text = "the model's output for these inputs has no float tensor"
+                raise ValueError(f"normplug.check: {text}.")
         return found
 
     # One after another: a second copy may not fit into the memory.
@@ -320,15 +324,6 @@ def _duplicate(thing: Any) -> Any:
             f"normplug.check: the {what} cannot be copied, to compare the model with the unswapped "
             f"one: {text}. Use normplug.check(model), without a batch."
         ) from error
-
-
-def _outputs(model: nn.Module, args: Any, keywords: dict[str, Any]) -> list[Tensor]:
-    """The float tensors that a model returns."""
-    leaves = tree_leaves(_call(model, args, keywords))
-    found = [x.detach() for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-    if not found:
-        raise ValueError("normplug.check: the model's output for these inputs has no float tensor.")
-    return found
 
 
 def _call(model: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:

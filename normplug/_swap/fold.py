@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -25,58 +26,49 @@ Factors: TypeAlias = dict[nn.Module, float]
 
 def is_trained(module: nn.Module) -> bool:
     """Whether a norm has counted batches, or has a parameter whose values differ."""
-    return any(map(_has_moved, (module._buffers.get("num_batches_tracked"), *module.parameters())))
-
-
-def _has_moved(t: Tensor | None) -> bool:
-    """Whether a count is not 0, or the values of a parameter differ."""
-    if t is None:
-        return False
-    t = parts.own_part(t.detach())
-    if type(t) is not Tensor or t.is_meta or not t.numel():  # it has no values
-        return False
-    start = t.flatten()[0] if t.is_floating_point() else 0
-    return bool((t != start).any())
+    for t in (module._buffers.get("num_batches_tracked"), *module.parameters()):
+        own = None if t is None else parts.own_part(t.detach())
+        if type(own) is not Tensor or own.is_meta or not own.numel():
+            continue  # it has no values
+        start = own.flatten()[0] if own.is_floating_point() else 0
+        if (own != start).any():
+            return True
+    return False
 
 
 def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> None:
     """Refuse to scale a weight that is computed, has no shape, or is shared with other factors.
 
-    Raises:
-        ValueError: there is such a weight; the message names the layer and the way out.
-
-    Warns:
-        UserWarning: no tensor tells the dtype of a weight that is to be created.
+    Warns if no tensor tells the dtype of a weight that is to be created.
     """
-    owners: dict[int, list[tuple[str, float]]] = {}
+    owners = defaultdict[int, list[tuple[str, float]]](list)
     for path, module in inventory.model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owner = (shown(path), factors.get(module, 1.0))
-                owners.setdefault(id(parameter), []).append(owner)
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append((shown(path), factors.get(module, 1.0)))
     for module, factor in factors.items():
-        where = f"normplug.{caller}: the weight of {shown(inventory.names[module][0])}"
+        path = shown(inventory.names[module][0])
+        where = f"normplug.{caller}: the weight of {path}"
         if parametrize.is_parametrized(module, "weight"):
             raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
         if 0 in _convert.declared(module)._affine_shape(module):
             raise ValueError(f"{where} has no shape yet; run one forward first.")
-        if module.weight is not None and "weight" not in module._parameters:
+        if module.weight is None:
+            if neighbour(inventory, module) is _NO_TENSOR:
+                _checks.warn(
+                    f"normplug: {path} gets a weight of {torch.get_default_dtype()}, as no tensor "
+                    "of the model tells the dtype of its input. Call .to(dtype) on the model for "
+                    "another one."
+                )
+            continue
+        if "weight" not in module._parameters:
             raise ValueError(
                 f"{where} is not a parameter but computed from one, by a hook (weight_norm, prune) "
                 "or FSDP. Remove the hook first, or work inside FSDP.summon_full_params."
             )
-        shared = owners.get(id(module.weight), []) if module.weight is not None else []
-        others = [name for name, other in shared if other != factor]
-        if others:
+        if others := [name for name, other in owners[id(module.weight)] if other != factor]:
             raise ValueError(
                 f"{where} is shared with {', '.join(others)}, which would change. Untie them "
                 "first, or exclude both."
-            )
-        if module.weight is None and neighbour(inventory, module) is _NO_TENSOR:
-            _checks.warn(
-                f"normplug: {shown(inventory.names[module][0])} gets a weight of "
-                f"{torch.get_default_dtype()}, as no tensor of the model tells the dtype of its "
-                "input. Call .to(dtype) on the model for another one."
             )
 
 
@@ -91,27 +83,39 @@ def scale(inventory: Inventory, factors: Factors) -> None:
             weight: Tensor | None = module.weight  # type: ignore[assignment]
             if id(weight) in done:
                 continue
-            offset = _convert.declared(module)._weight_offset
+            declared = _convert.declared(module)
+            offset = declared._weight_offset
             if weight is None:
-                like = neighbour(inventory, module)
-                shape = _convert.declared(module)._affine_shape(module)
+                like, shape = neighbour(inventory, module), declared._affine_shape(module)
                 made = torch.full(shape, factor - offset, dtype=like.dtype, device=like.device)
                 module.weight = nn.Parameter(made, requires_grad=False)
-            elif _made_here(module) and _is_constant(weight, 1.0 / factor - offset):
+            elif _was_made(module, weight, 1.0 / factor - offset):
                 module.weight = None  # type: ignore[assignment]
             else:
-                with writing_to(weight):
-                    _multiply(weight, factor, offset)
+                _multiply(weight, factor, offset)
                 done.add(id(weight))
+
+
+def _was_made(module: nn.Module, weight: Tensor, value: float) -> bool:
+    """Whether `scale` made the weight of a layer that was built without one, and it is unchanged.
+
+    Then every element is `value`, up to the rounding of a few scalings.
+    """
+    had_one = getattr(module, "affine", True) and getattr(module, "elementwise_affine", True)
+    if had_one or weight.is_meta:
+        return False
+    rounding = 2 * torch.finfo(weight.dtype).eps
+    return torch.allclose(weight, torch.full_like(weight, value), rtol=rounding, atol=0.0)
 
 
 def _multiply(weight: Tensor, factor: float, offset: float) -> None:
     """Multiply weight + offset by a factor, in place."""
-    if offset == 0.0:
-        weight.mul_(factor)
-    else:  # in half precision, weight + offset would round away the weight's low bits
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        weight.copy_((wide + offset) * factor - offset)
+    with writing_to(weight):
+        if offset == 0.0:
+            weight.mul_(factor)
+        else:  # in half precision, weight + offset would round away the weight's low bits
+            wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            weight.copy_((wide + offset) * factor - offset)
 
 
 @contextmanager
@@ -134,23 +138,8 @@ def neighbour(inventory: Inventory, layer: nn.Module) -> Tensor:
     others = [*reversed(modules[:place]), *modules[place + 1 :]]
     parameters = (p for m in others for p in m.parameters(recurse=False))
     buffers = (b for m in others for b in m.buffers(recurse=False))
-    near = chain(layer.parameters(), layer.buffers(), parameters, buffers)
-    return next(filter(_tells_the_dtype, near), _NO_TENSOR)
-
-
-def _tells_the_dtype(t: Tensor) -> bool:
-    """Whether the input of a norm nearby likely has this dtype: no index, scale or code."""
-    return t.is_floating_point() and t.dtype.itemsize > 1 and (is_lazy(t) or t.dim() > 0)
-
-
-def _made_here(module: nn.Module) -> bool:
-    """Whether the layer was built without a weight, so that its weight was made by `scale`."""
-    return not getattr(module, "affine", True) or not getattr(module, "elementwise_affine", True)
-
-
-def _is_constant(weight: Tensor, value: float) -> bool:
-    """Whether every element is `value`, up to the rounding of a few scalings."""
-    if weight.is_meta:
-        return False
-    rounding = 2 * torch.finfo(weight.dtype).eps
-    return torch.allclose(weight, torch.full_like(weight, value), rtol=rounding, atol=0.0)
+    for t in chain(layer.parameters(), layer.buffers(), parameters, buffers):
+        # An index, a scale or a code is unlike the input of a norm.
+        if t.is_floating_point() and t.dtype.itemsize > 1 and (is_lazy(t) or t.dim() > 0):
+            return t
+    return _NO_TENSOR

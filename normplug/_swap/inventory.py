@@ -24,14 +24,9 @@ _TORCH_NORM_MODULES = {c.__module__ for c in (nn.BatchNorm1d, nn.InstanceNorm1d,
 
 
 class Inventory:
-    """Every module of a model, in the order of `named_modules`.
+    """Every module of a model, by path and with all its paths, in the order of `named_modules`.
 
     A swap changes classes and tensors but not the module tree, so one inventory stays valid.
-
-    Attributes:
-        model: the model.
-        names: all paths of each module; "" is the model itself.
-        modules: the module under each path.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,20 +76,9 @@ def name_of(module: nn.Module) -> str:
 
 
 def matching(role: str, filters: Filters, norms: dict[nn.Module, list[str]]) -> set[nn.Module]:
-    """Return the norm layers that match any of the filters under any of their paths.
+    """Return the norms that match any of the filters; role: "include", "exclude" or "mode key".
 
-    Args:
-        role: "include", "exclude" or "mode key", for messages.
-        filters: the user's filters.
-        norms: every norm layer with all its paths.
-
-    Raises:
-        TypeError: a filter has another type.
-        ValueError: an invalid regular expression, or, unless the role is "exclude", a pattern that
-            matches nothing.
-
-    Warns:
-        UserWarning: an `exclude` pattern that matches nothing.
+    A pattern that matches nothing is an error, or a warning if it excludes.
     """
     found: set[nn.Module] = set()
     for one in _checks.filters(role, filters):
@@ -117,10 +101,8 @@ def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:
         return lambda path, module: isinstance(module, one)
     if not isinstance(one, str):
         return one
-    if not one.startswith("re:"):
-        return lambda path, module: fnmatch.fnmatchcase(path, one)
     try:
-        pattern = re.compile(one[3:])
+        pattern = re.compile(one[3:] if one.startswith("re:") else fnmatch.translate(one))
     except re.error as error:
         text = f"normplug: {role}={one[:200]!r} is not a valid regular expression: {error}."
         raise ValueError(text) from None

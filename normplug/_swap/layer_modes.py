@@ -25,7 +25,7 @@ WAY_OUT = (
     "the model at a time, with include."
 )
 _KEY = "mode key"
-
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 # Layer -> its mode, and the number of its block if that decides the mode.
 Modes: TypeAlias = dict[nn.Module, tuple[NormMode, int | None]]
@@ -42,11 +42,7 @@ class LayerModes:
     __repr__ = __str__
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
-        """Return the mode of each layer in `taken`, a subset of the model's norms.
-
-        Raises:
-            ValueError: a layer gets no mode, or an invalid one.
-        """
+        """The mode of each layer in `taken`; an error if a layer gets none, or an invalid one."""
         raise NotImplementedError
 
 
@@ -56,12 +52,7 @@ ModesLike: TypeAlias = (
 
 
 def read(mode: ModesLike) -> LayerModes:
-    """Return the rule that the argument `mode` describes.
-
-    Raises:
-        ValueError: `mode` is neither a mode nor a rule that gives modes.
-        TypeError: a key of a mapping is not a filter.
-    """
+    """Return the rule that the argument `mode` describes."""
     if isinstance(mode, LayerModes):
         return mode
     if isinstance(mode, Mapping):
@@ -218,16 +209,13 @@ def _blocks(inventory: Inventory, taken: Iterable[nn.Module]) -> list[str]:
         all are the same          the inner items are blocks, and the outer ones are stages
         each is another           the inner items are parts, such as attention and MLP
         neither                   refused
-
-    Raises:
-        ValueError: there is no sequence, there are several, or a block may be a stage.
     """
     modules, norms, wanted = inventory.modules, inventory.norms, set(taken)
     items = [
         path
         for path, module in modules.items()
         if path.endswith(tuple(string.digits))
-        and isinstance(modules[_list_of(path)], (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        and isinstance(modules[path.rpartition(".")[0]], _LISTS)
         and module not in norms
         and not norms.keys().isdisjoint(module.modules())
     ]
@@ -251,19 +239,11 @@ def _blocks(inventory: Inventory, taken: Iterable[nn.Module]) -> list[str]:
     raise ValueError(f"normplug.by_depth: {type(inventory.model).__name__} has {text}. {WAY_OUT}")
 
 
-def _list_of(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
 def _are_parts(inner: list[str], outer: list[str], inventory: Inventory) -> bool:
-    """Whether inner items are parts of the outer ones; False if they are blocks.
-
-    Raises:
-        ValueError: they may be either.
-    """
+    """Whether inner items are parts of the outer ones; False if blocks; an error if either."""
     lists: dict[str, list[type]] = {}
     for path in inner:
-        lists.setdefault(_list_of(path), []).append(type(inventory.modules[path]))
+        lists.setdefault(path.rpartition(".")[0], []).append(type(inventory.modules[path]))
     if all(len(set(classes)) == len(classes) > 1 for classes in lists.values()):
         return True
     children = {child for path in outer for child in inventory.modules[path].children()}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from normplug import _checks, _convert, native
 from normplug._swap.inventory import Filters, Inventory, has_tensors, matching, name_of
-from normplug._swap.layer_modes import LayerModes, Modes, ModesLike, read
+from normplug._swap.layer_modes import LayerModes, ModesLike, read
 from normplug._table import Rows, counts, shown, table
 from normplug._torch import is_patched
 from normplug.modes import NormMode
@@ -131,23 +131,19 @@ def make(
     norms = inventory.norms
     included = set(norms) if include is None else matching("include", include, norms)
     excluded = matching("exclude", exclude, norms)
-    found = {}
-    for module in norms:
+    rows = {}
+    for module, (path, *aliases) in norms.items():
         becomes, note = _destination(module, sync)
         if module in excluded:
             becomes, note = None, "excluded"
         elif module not in included:
             becomes, note = None, "not included"
-        found[module] = becomes, note
-    taken = [module for module, (becomes, _) in found.items() if becomes]
-    assigned: Modes = {}
+        rows[module] = PlanRow(path, module, becomes, note, tuple(aliases))
+    taken = [module for module, row in rows.items() if row.becomes]
     if modes is not None and taken:
-        assigned = modes.assign(caller, inventory, taken)
-    rows = []
-    for module, (path, *aliases) in norms.items():
-        mode, block = assigned.get(module, (None, None))
-        rows.append(PlanRow(path, module, *found[module], tuple(aliases), mode, block))
-    return Plan(tuple(rows))
+        for module, (mode, block) in modes.assign(caller, inventory, taken).items():
+            rows[module] = replace(rows[module], mode=mode, block=block)
+    return Plan(tuple(rows.values()))
 
 
 def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
@@ -160,23 +156,20 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
         return becomes.__name__, f"swapped already, mode {module.mode}"
     if isinstance(module, torch.jit.ScriptModule):
         return None, "compiled TorchScript"
-    ours = _convert.replacement(module)
-    if ours is not None and is_patched(module):
+    found = _convert.replacement_or_reason(module)
+    if isinstance(found, type) and is_patched(module):
         return None, "its forward was replaced on the instance, by a patch or accelerate's hooks"
-    if ours is not None:
-        return (_convert.synchronised(ours) if sync else ours).__name__, ""
+    if isinstance(found, type):
+        return (_convert.synchronised(found) if sync else found).__name__, ""
     if "Frozen" in cls.__name__:
         return None, "frozen batch norm: it uses stored statistics, so there is no variance to set"
     if cls not in _convert.REPLACEMENTS and any(map(has_tensors, module.children())):
         return None, "its scale comes from layers of its own"
-    return None, _convert.why_left(module) or _subclassed(cls) or "no normplug counterpart"
-
-
-def _subclassed(cls: type[nn.Module]) -> str | None:
-    """Why a subclass of a class that `swap` knows stays; None for other classes."""
+    if found is not None:
+        return None, found
     stock = next((c for c in cls.__mro__ if c in _convert.REPLACEMENTS), None)
     if stock is None:
-        return None
+        return None, "no normplug counterpart"
     library = stock.__module__.partition(".")[0]
     name = f"{'nn' if library == 'torch' else library}.{stock.__name__}"
-    return f"a subclass of {name}, which may have a forward of its own"
+    return None, f"a subclass of {name}, which may have a forward of its own"

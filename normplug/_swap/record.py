@@ -53,9 +53,9 @@ def renew(inventory: Inventory) -> None:
         vars(owner)[_RECORD] = record
 
 
-def is_recorded(inventory: Inventory) -> bool:
+def is_recorded(model: nn.Module) -> bool:
     """Whether there is a record in a model."""
-    return any(_RECORD in vars(m) for m in inventory.names)
+    return any(_RECORD in vars(m) for m in model.modules())
 
 
 def findings(model: nn.Module) -> list[str]:

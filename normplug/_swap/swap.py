@@ -125,20 +125,22 @@ def swap(
             f"{counts(seen)}. print(normplug.plan(model)) lists them."
         )
         return model
-    factors = {}
+    factors: _fold.Factors = {}
+    trained = []
     for row in taken:
-        now = _convert.settings(row.module).get("target_variance", 1.0)
-        if now != targets[row.path]:
-            factors[row.module] = math.sqrt(now / targets[row.path])
-    changed = [row for row in taken if row.module in factors] if preserve_output is None else []
-    if trained := [shown(row.path) for row in changed if _fold.is_trained(row.module)]:
+        before = _convert.settings(row.module).get("target_variance", 1.0)
+        if before == targets[row.path]:
+            continue
+        if preserve_output:
+            factors[row.module] = math.sqrt(before / targets[row.path])
+        elif preserve_output is None and _fold.is_trained(row.module):
+            trained.append(shown(row.path))
+    if trained:
         _checks.warn(
             f"normplug.swap: trained norms ({some(trained)}) get another target "
             "variance with the same weights, so the model's outputs change: preserve_output=True "
             "keeps them, and preserve_output=False says that this is meant."
         )
-    if not preserve_output:
-        factors = {}
     _fold.refuse_unscalable("swap(preserve_output=True)", inventory, factors)
     _record.warn_of_lost("swap", inventory)
 
@@ -188,32 +190,27 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     _checks.module("unswap", model)
     _checks.flags("unswap", fold=fold)
     inventory = Inventory(model)
-    layers, stuck = [], []
-    for path, layer in _convert.normplug_layers(model):
-        if _convert.is_revertible(layer):
-            layers.append((path, layer))
-        else:
-            stuck.append(shown(path))
-    if stuck:
+    found = {layer: shown(path) for path, layer in _convert.normplug_layers(model)}
+    layers = [layer for layer in found if _convert.is_revertible(layer)]
+    if stuck := [found[layer] for layer in found if not _convert.is_revertible(layer)]:
         text = "subclasses of normplug classes have no stock class to revert to and stay"
         _checks.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.")
-    patched = [shown(path) for path, layer in layers if is_patched(layer)]
-    if patched:
+    if patched := [found[layer] for layer in layers if is_patched(layer)]:
         raise ValueError(
             f"normplug.unswap: the forward of {', '.join(patched)} was replaced on the instance "
             "since normplug.swap, by a patch or by accelerate's hooks. Remove these first, e.g. "
             "with accelerate.hooks.remove_hook_from_module(model, recurse=True)."
         )
-    scaled = [m for _, m in layers if fold and m.target_variance != 1.0]
+    scaled = [m for m in layers if fold and m.target_variance != 1.0]
     factors: _fold.Factors = {m: math.sqrt(m.target_variance) for m in scaled}
     _fold.refuse_unscalable("unswap", inventory, factors)
     from normplug._fuse.fuse import fused_modules, release
 
     fused = fused_modules(model).values()
     _record.warn_of_lost("unswap", inventory)
-    with _all_or_nothing([layer for _, layer in layers]):
+    with _all_or_nothing(layers):
         _fold.scale(inventory, factors)
-        for _, layer in layers:
+        for layer in layers:
             _convert.revert(layer)
         _record.renew(inventory)
     release(fused)

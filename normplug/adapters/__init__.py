@@ -29,8 +29,6 @@ from normplug.modules.row_norms import RowNorm, _RMSNorm
 class ChannelsFirst(RowNorm):
     """A norm of rows that takes (N, C, H, W); the rows are the channels of each position."""
 
-    _channels_first = True
-
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
     ) -> Tensor:
@@ -92,10 +90,8 @@ def _activation_of(*modules: nn.Module) -> _activations.ActivationLike:
         return None
     if any(type(other) is not nn.Identity for other in others):
         return None
-    # timm's GELU is torch's exact GELU; its `inplace` does nothing.
-    is_timms = type(act).__module__ == "timm.layers.activations"
-    if is_timms and type(act).__name__ == "GELU":
-        return "gelu"
+    if (type(act).__module__, type(act).__name__) == ("timm.layers.activations", "GELU"):
+        return "gelu"  # torch's exact GELU; its `inplace` does nothing
     return _activations.of_module(act)
 
 
@@ -108,11 +104,7 @@ class BitGroupNorm(FusedActivation, GroupNorm):
 class TimmRMSNorm(_RMSNorm):
     """An RMSNorm of timm, whose operations autocast leaves alone."""
 
-    normalized_shape: tuple[int, ...]
     _autocasts = False
-
-    def _affine_shape(self) -> tuple[int, ...]:
-        return self.normalized_shape
 
 
 class RoundingRMSNorm(TimmRMSNorm):

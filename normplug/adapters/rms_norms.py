@@ -16,7 +16,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ _DTYPES = [
     (torch.float32, torch.bfloat16),
 ]
 _WIDTH = 24
+_Inputs: TypeAlias = list[tuple[Tensor, Tensor | None]]  # x and weight
 
 
 class AdaptedRMSNorm(_RMSNorm):
@@ -105,7 +106,7 @@ class _Kind(NamedTuple):
     eps_name: str
     weight_offset: float
     rounding: str
-    may_lack_weight: bool
+    may_lack_weight: bool = False
 
 
 @functools.cache
@@ -133,28 +134,20 @@ def _probe(cls: type[nn.Module]) -> _Kind | None:
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         inputs = list(_inputs())
         outputs = [_forward(cls, x, weight) for x, weight in inputs]
-        kinds = [
-            kind
-            for kind in _kinds()
-            if all(map(_agree, outputs, (_computed(kind, *given) for given in inputs)))
-        ]
+        choices = product(_EPS, (0.0, 1.0), ("output", "input", "weight"))
+        kinds = [_Kind(*choice) for choice in choices]
+        kinds = [kind for kind in kinds if _computes(kind, inputs, outputs)]
         if len(kinds) != 1:
             return None
-        bare = [(x, None) for x, _ in inputs]
+        bare: _Inputs = [(x, None) for x, _ in inputs]
         try:
             outputs = [_forward(cls, x, None) for x, _ in bare]
         except (TypeError, AttributeError):
             return kinds[0]
-        found = all(map(_agree, outputs, (_computed(kinds[0], *given) for given in bare)))
-        return kinds[0]._replace(may_lack_weight=found)
+        return kinds[0]._replace(may_lack_weight=_computes(kinds[0], bare, outputs))
 
 
-def _kinds() -> Iterator[_Kind]:
-    for name, offset, rounding in product(_EPS, (0.0, 1.0), ("output", "input", "weight")):
-        yield _Kind(name, offset, rounding, False)
-
-
-def _inputs() -> Iterator[tuple[Tensor, Tensor]]:
+def _inputs() -> Iterator[tuple[Tensor, Tensor | None]]:
     """Input and weight in each pair of dtypes; the input's mean is far from 0."""
     generator = torch.Generator("cpu").manual_seed(0)
     for of_x, of_weight in _DTYPES:
@@ -176,16 +169,16 @@ def _forward(cls: type[nn.Module], x: Tensor, weight: Tensor | None) -> Tensor:
     return y
 
 
-def _computed(kind: _Kind, x: Tensor, weight: Tensor | None) -> Tensor:
-    eps = _EPS[kind.eps_name]
-    numbers = (kind.weight_offset, kind.rounding)
+def _computes(kind: _Kind, inputs: _Inputs, outputs: list[Tensor]) -> bool:
+    """Whether normplug's RMSNorm of this kind gives these outputs."""
+    eps, numbers = _EPS[kind.eps_name], (kind.weight_offset, kind.rounding)
     spec = LayerNormSpec((_WIDTH,), None, eps, 1.0, None, "float32", False, *numbers)
-    return composed_rms_norm(x, weight, spec)
-
-
-def _agree(theirs: Tensor, ours: Tensor) -> bool:
-    if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
-        return False
-    if ours.dtype == torch.float64:  # these libraries compute the root in float32
-        return torch.allclose(theirs, ours, rtol=1e-6, atol=1e-6)
-    return torch.equal(theirs, ours)
+    for (x, weight), theirs in zip(inputs, outputs, strict=True):
+        ours = composed_rms_norm(x, weight, spec)
+        if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
+            return False
+        # In float64, these libraries compute the root in float32.
+        rounding = 1e-6 if ours.dtype == torch.float64 else 0.0
+        if not torch.allclose(theirs, ours, rtol=rounding, atol=rounding):
+            return False
+    return True

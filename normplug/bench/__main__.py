@@ -8,15 +8,16 @@ import copy
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from normplug._checks import needs
-from normplug.bench import models, op, targets, timing
+from normplug.bench import models, op, timing
 from normplug.bench.op import OPS, Problem, cases, measure_op
-from normplug.bench.rows import Rows, add_to_file, read_file, report
+from normplug.bench.rows import Rows, add_to_file, draw, read_file, report
 
 # The shapes of a sweep; on a CPU a few small ones.
 SWEEPS = {
@@ -24,16 +25,18 @@ SWEEPS = {
     "cpu": [(512, 256), (512, 1024), (512, 4096)],
 }
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _model(a: Namespace) -> None:
     size = a.batch or (None if ".py:" in a.target else 8)
-    model, batch, step = targets.load(a.target, size, dict(map(_option, a.option)))
+    words = (word.partition("=") for word in a.option)
+    options = {key: _value(value) for key, _, value in words}
+    model, batch, step = models.load(a.target, size, options)
     if a.channels_last:
         model = model.to(memory_format=torch.channels_last)
     name = a.autocast or ("bfloat16" if a.device.type == "cuda" else "none")
-    autocast = None if name == "none" else getattr(torch, name)
-    how = {"mode": a.mode, "autocast": autocast, "rounds": a.rounds}
+    how = {"mode": a.mode, "autocast": AUTOCAST[name], "rounds": a.rounds}
     measured = models.measure(model.to(a.device), batch, step, **how)
     print(measured)
     add_to_file(a.json, [{"model": a.target, "batch": size, **row} for row in measured])
@@ -45,12 +48,11 @@ def _op(a: Namespace) -> None:
 
 
 def _sweep(a: Namespace) -> None:
-    show = _show(a)  # before hours of measurements
     chosen = cases(["layer_norm"], SWEEPS[a.device.type], [a.dtype])
     file = a.out / "sweep.json"
     file.unlink(missing_ok=True)
     report((measure_op(case, a.device) for case in chosen), file)
-    show.draw(read_file(file), a.out / "sweep.png")
+    draw(read_file(file), a.out / "sweep.png")
     problem = Problem(chosen[-1], a.device)
     ours = op.ours(copy.deepcopy(problem.layer))
     for name, layer in (("normplug", ours), ("torch", problem.layer)):
@@ -67,14 +69,7 @@ def _table(a: Namespace) -> None:
 
 
 def _plot(a: Namespace) -> None:
-    _show(a).draw(read_file(a.file), a.out or a.file.with_suffix(".png"))
-
-
-def _show(a: Namespace) -> Any:
-    """The module of plots, which needs pandas and matplotlib."""
-    with needs(f"normplug.bench {a.command}", "bench", SystemExit):
-        from normplug.bench import show
-    return show
+    draw(read_file(a.file), a.out or a.file.with_suffix(".png"))
 
 
 def _value(text: str) -> Any:
@@ -82,11 +77,6 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-
-
-def _option(text: str) -> tuple[str, Any]:
-    key, _, value = text.partition("=")
-    return key, _value(value)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -111,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add("target", help="a name of torchvision, timm or transformers, or file.py:function")
     add("option", nargs="*", help="NAME=VALUE, for the model or the function")
     add("--batch", metavar="N", type=int, help="samples; default: 8, or the function's own")
-    add("--autocast", choices=("none", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
+    add("--autocast", choices=AUTOCAST, help="default: bfloat16 on a GPU")
     add("--channels-last", action="store_true", help="of weights and convolutions")
     add("--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns of each arm")
     add("--mode", type=_value, default="standard", help="of normplug; default: standard")
@@ -138,6 +128,10 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; a wrong input ends it with one line."""
     a = _parser().parse_args(argv)
+    if a.run in (_sweep, _plot):  # before hours of measurements
+        with needs(f"normplug.bench {a.command}", "bench", SystemExit):
+            for package in ("pandas", "matplotlib"):
+                import_module(package)
     if "device" in a:
         if torch.cuda.is_available():
             a.device = a.device or "cuda"

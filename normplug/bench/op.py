@@ -22,9 +22,9 @@ from normplug._results import stamp
 from normplug._torch import BatchNormBase
 from normplug.bench import timing
 from normplug.bench.rows import ORIGIN, Rows
+from normplug.bench.timing import Change
 from normplug.reference import accumulator_dtype
 
-Change = Callable[[Any], Any]  # takes a layer, and returns it or another
 Tensors = dict[str, Tensor]
 
 RIVALS = ("liger-kernel", "flag-gems", "quack-kernels", "apex")  # on PyPI; a row has their versions
@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 class _Neighbours(nn.Module):
-    """A stock norm with the operations next to it.
+    """A stock norm and the operations next to it: here, an activation of its result.
 
     `passes` are the fewest passes over the input: of a forward, and of a forward and backward. The
     forward reads x and writes y, the backward reads dy and x and writes dx. A residual adds a read,
@@ -52,15 +52,8 @@ class _Neighbours(nn.Module):
         super().__init__()
         self.norm, self.activation = norm, activation
 
-
-class _Before(_Neighbours):
-    """The norm of x + residual, and the sum."""
-
-    passes = 4, 8
-
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + residual
-        return self.norm(x), x
+    def forward(self, x: Tensor) -> Any:
+        return self.activation(self.norm(x))
 
 
 class _After(_Neighbours):
@@ -68,15 +61,18 @@ class _After(_Neighbours):
 
     passes = 3, 7
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Any:  # type: ignore[override]
         return self.activation(self.norm(x) + residual)
 
 
-class _Activated(_Neighbours):
-    """The activation of a norm's result."""
+class _Before(_Neighbours):
+    """The norm of x + residual, and the sum."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.norm(x))
+    passes = 4, 8
+
+    def forward(self, x: Tensor, residual: Tensor) -> Any:  # type: ignore[override]
+        x = x + residual
+        return self.norm(x), x
 
 
 def _of_images(name: str, shape: Sequence[int], **how: Any) -> nn.Module:
@@ -91,10 +87,10 @@ OPS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
     "rms_norm": lambda shape: nn.RMSNorm(shape[-1]),
     "add_rms_norm": lambda shape: _Before(nn.RMSNorm(shape[-1])),
     "batch_norm": _batch_norm,
-    "batch_norm_relu": lambda shape: _Activated(_batch_norm(shape), nn.ReLU(inplace=True)),
+    "batch_norm_relu": lambda shape: _Neighbours(_batch_norm(shape), nn.ReLU(inplace=True)),
     "batch_norm_add_relu": lambda shape: _After(_batch_norm(shape), nn.ReLU(inplace=True)),
     "group_norm": lambda shape: nn.GroupNorm(math.gcd(32, shape[1]), shape[1]),
-    "group_norm_silu": lambda shape: _Activated(OPS["group_norm"](shape), nn.SiLU()),
+    "group_norm_silu": lambda shape: _Neighbours(OPS["group_norm"](shape), nn.SiLU()),
     "instance_norm": partial(_of_images, "InstanceNorm", affine=True),
 }
 ROWS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")  # operations on rows
@@ -147,13 +143,10 @@ def cases(
 
 
 class Problem:
-    """A stock layer and its tensors: random, the same in each process, with a mean away from 0.
+    """A stock layer, its inputs and the gradients of its outputs.
 
-    Attributes:
-        layer: the stock layer; copies of it run.
-        inputs: x, and a residual if the operation adds one.
-        gradients: the gradients of the outputs.
-        stock: the results of the stock layer.
+    The tensors are random, the same in each process, with a mean away from 0. Copies of `layer`
+    run; `stock` are its own results.
     """
 
     def __init__(self, case: Case, device: torch.device, eps: float | None = None) -> None:
@@ -259,17 +252,11 @@ def measure_op(
         found = test() if name == OURS else timing.attempt(f"{case}: {name}", test)
         if found is not None:
             layers[name], results[name] = layer, found
-    facts = {
-        **case.facts(),
-        "eps": problem.eps,
-        "mode": "standard",
-        **stamp(gpu, *RIVALS),
-    }
+    facts = {**case.facts(), "eps": problem.eps, "mode": "standard", **stamp(gpu, *RIVALS)}
     rows = []
     floors = getattr(problem.layer, "passes", _Neighbours.passes)
     for direction, passes in zip(("F", "F+B"), floors, strict=True):
-        calls = {name: problem.calls(layer)[direction] for name, layer in layers.items()}
-        turns = {name: stopwatch(call) for name, call in calls.items()}
+        turns = {name: stopwatch(problem.calls(layer)[direction]) for name, layer in layers.items()}
         for name, timed in timing.in_turns("us", turns).items():
             row = facts | {"direction": direction, "provider": name, "floor_passes": passes} | timed
             row["gbps"] = passes * problem.inputs[0].nbytes / row["us"] / 1e3

@@ -1,4 +1,4 @@
-"""Rows of results: flat dictionaries, which say where they come from, as text, HTML and JSON."""
+"""Rows of results: flat dictionaries that say where they come from, and how they are shown."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from normplug._checks import needs
-from normplug._results import write_file
+from normplug._results import replace_file, write_file
 from normplug._table import table
 
 Row = dict[str, Any]
 ORIGIN = "{device}, torch {torch}, {date:.10}, commit {commit}"
+STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.")  # distinct without colour, too
 
 
 class Rows(list[Row]):
@@ -83,3 +84,39 @@ def add_to_file(path: Path | None, rows: Iterable[Row]) -> None:
         known = read_file(path) if path.exists() else []
         lines = ",\n".join(f" {json.dumps(row)}" for row in [*known, *rows])
         write_file(path, f"[\n{lines}\n]\n")
+
+
+def draw(rows: Sequence[Row], path: Path, title: str | None = None) -> None:
+    """Plot GB/s over the width: a panel for each operation, dtype and direction.
+
+    A panel has a line for each provider, through the medians of its rows, from one run or several.
+    It needs pandas and matplotlib.
+
+    Raises:
+        ValueError: there are no rows of a norm of rows.
+    """
+    import pandas
+    from matplotlib.figure import Figure
+
+    found = pandas.DataFrame([row for row in rows if row.get("layout") == "rows" and "gbps" in row])
+    if found.empty:
+        raise ValueError("it has no rows of LayerNorm or RMSNorm: `op` and `sweep` write them")
+    found[["rows", "width"]] = found["shape"].str.rsplit("x", n=1, expand=True)
+    found = found.astype({"width": int})
+    names = found["provider"].unique()
+    panels = list(found.groupby(["op", "rows", "dtype", "direction"], sort=False))
+    height = -(-len(panels) // 2)
+    figure = Figure((10, 4 * height), layout="constrained")
+    grid = figure.subplots(height, min(len(panels), 2), sharex=True, sharey=True, squeeze=False)
+    for axes, (panel, part) in zip(grid.flat, panels, strict=False):
+        speeds = part.pivot_table("gbps", "width", "provider", aggfunc="median")
+        speeds = speeds.reindex(columns=names)
+        speeds.plot(ax=axes, style=list(STYLES[: len(names)]), title=", ".join(panel))
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="width of a row", ylabel="median GB/s", ylim=(0, None))
+        axes.grid(alpha=0.3)
+        if "copy_gbps" in part:
+            axes.axhline(part["copy_gbps"].iloc[0], color="black", linestyle="--", linewidth=0.8)
+    figure.suptitle(title or ORIGIN.format(**rows[0]), fontsize="small")
+    with replace_file(path) as new:
+        figure.savefig(new, format="png", dpi=150)

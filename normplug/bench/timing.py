@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from normplug._torch import gpu_sleep
 from normplug.bench.rows import Row
 
+Change = Callable[[Any], Any]  # takes a layer or a model, and returns it or another
 Call = Callable[[], Any]
 Turn = Callable[[], list[float]]  # some calls; it returns their times
 
@@ -32,6 +33,7 @@ FEWEST, MOST = 5, 2000  # calls back to back
 # covers a clock of up to 4 GHz.
 LEAD, LEAD_US, CYCLES_PER_US = 2.0, 50.0, 2000
 STEPS = 3  # in a profile
+_BOUNDS = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
 
 
 def ready(device: str) -> torch.device:
@@ -42,9 +44,9 @@ def ready(device: str) -> torch.device:
 
 
 def in_turns(key: str, turns: Mapping[str, Turn], rounds: int | None = None) -> dict[str, Row]:
-    """Name -> the spread of its times, as fields `key` of a row, and the speed over its peers.
+    """Name -> fields of a row: the median of its times, their spread, and the speed over its peers.
 
-    Each round (`TURNS` by default) begins with the next name.
+    Each round (`TURNS` by default) begins with the next name. The field `key` is the median.
     """
     samples: dict[str, list[float]] = {name: [] for name in turns}
     names = deque(turns)
@@ -52,21 +54,24 @@ def in_turns(key: str, turns: Mapping[str, Turn], rounds: int | None = None) -> 
         for name in names:
             samples[name] += turns[name]()
         names.rotate(-1)
-    rows = {name: spread(key, times) for name, times in samples.items()}
+    rows: dict[str, Row] = {}
+    for name, times in samples.items():
+        low, middle, high = torch.tensor(times, dtype=torch.float64).quantile(_BOUNDS).tolist()
+        rows[name] = {key: middle, f"{key}_p20": low, f"{key}_p80": high, f"best_{key}": min(times)}
     for peer in [peer for peer in PEERS if peer in rows]:
         for row in rows.values():
             row[f"over_{peer}"] = rows[peer][key] / row[key]
     return rows
 
 
-def host_us(call: Call, count: int = 5) -> float:
+def host_us(call: Call) -> float:
     """Microseconds until the host is free again after a call, while the GPU may still work."""
     start = at_rest()
-    for _ in range(count):
+    for _ in range(FEWEST):
         call()
     queued = time.perf_counter()
     at_rest()
-    return (queued - start) / count * 1e6
+    return (queued - start) / FEWEST * 1e6
 
 
 def at_rest() -> float:
@@ -76,39 +81,25 @@ def at_rest() -> float:
     return time.perf_counter()
 
 
-def spread(key: str, samples: Sequence[float]) -> Row:
-    """Fields of a row: the median of some times, the bounds of their middle 60%, and the best."""
-    times = torch.tensor(samples, dtype=torch.float64)
-    low, middle, high = times.quantile(times.new_tensor([0.2, 0.5, 0.8])).tolist()
-    return {key: middle, f"{key}_p20": low, f"{key}_p80": high, f"best_{key}": min(samples)}
-
-
-class _Sleep:
-    """Makes the GPU sleep where `do_bench` clears a gradient: before each repetition.
-
-    After that, `do_bench` clears the L2 cache, and then starts the clock.
-    """
-
-    def __init__(self, us: float) -> None:
-        self.cycles = int(us * CYCLES_PER_US)
-
-    grad = property(fset=lambda self, value: gpu_sleep(self.cycles))
-
-
 def gpu_stopwatch(call: Call) -> Turn:
     """Make a turn of calls, each with a cold L2 cache: microseconds of the GPU alone."""
     from triton.testing import do_bench
 
     call()  # compile
-    sleep = _Sleep(LEAD_US + LEAD * host_us(call))
-    bench = partial(do_bench, call, 5, TURN_MS, grad_to_none=[sleep], return_mode="all")
+    cycles = int((LEAD_US + LEAD * host_us(call)) * CYCLES_PER_US)
+
+    class Sleep:
+        # `do_bench` sets it before each repetition, then clears the L2 cache and starts its clock.
+        grad = property(fset=lambda self, value: gpu_sleep(cycles))
+
+    bench = partial(do_bench, call, 5, TURN_MS, grad_to_none=[Sleep()], return_mode="all")
     return lambda: [1e3 * ms for ms in bench()]
 
 
 def back_to_back(call: Call, unit: float = 1e6) -> Turn:
     """Make a turn of calls back to back: the time of one, by the slower of host and GPU.
 
-    unit: how many units of time a second has; by default 1e6, for microseconds.
+    unit: units of time in a second; by default microseconds.
     """
     # Imported here: it looks for compilers, and may print what it finds.
     from torch.utils.benchmark import Timer

@@ -33,11 +33,6 @@ def variance_loggers(trainer: Trainer) -> Iterator[VarianceLogger]:
     yield from (c for c in trainer.callbacks if isinstance(c, VarianceLogger))  # type: ignore[attr-defined]
 
 
-def is_measured(trainer: Trainer, step: int) -> bool:
-    """Whether a `VarianceLogger` measures in this step, which then takes longer."""
-    return any(logger.logged_step == step for logger in variance_loggers(trainer))
-
-
 def ask_seldom(trainer: Trainer) -> None:
     """Check every `ASKED_STEPS` steps, not in each, whether a process has received a SIGTERM.
 
@@ -63,22 +58,18 @@ class StepTimer(Callback):
     """
 
     def __init__(self) -> None:
-        self._gpu = False
         self._start: Any = None  # of the previous step in this epoch
         self._steps: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)
 
     def on_fit_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Choose the clock; reset the peak memory."""
         self._gpu = trainer.strategy.root_device.type == "cuda"
         if self._gpu:
             torch.cuda.reset_peak_memory_stats()
 
     def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Discard the start of the previous step: a validation came in between."""
-        self._start = None
+        self._start = None  # a validation came in between
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Record the start of this step, which is the end of the previous one."""
         now: Any = time.perf_counter()
         if self._gpu:
             now = torch.cuda.Event(enable_timing=True)
@@ -140,21 +131,16 @@ def variance_lines(trainer: Trainer) -> dict[str, str]:
 
 
 def save(content: Any, path: Path) -> None:
-    """`torch.save`; a kill or a full disk during the write leaves the file that was there.
-
-    Lightning itself would write to the system's temporary directory first.
-    """
+    """`torch.save`; a kill or a full disk during the write leaves the file that was there."""
     with replace_file(path) as part, part.open("wb") as file:
         torch.save(content, file)
 
 
 class Checkpoints(TorchCheckpointIO):
-    """Write checkpoints by `save`; load only tensors and plain values."""
+    """Checkpoints without Lightning's temporary directory; they hold tensors and plain values."""
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint` to `path`."""
         save(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read `path` on the host."""
         return torch.load(path, map_location="cpu", weights_only=True)

@@ -9,7 +9,7 @@ import inspect
 import re
 import traceback
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -41,6 +41,7 @@ Number: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Name: TypeAlias = Annotated[str, Field(pattern=NAME)]
+Factors: TypeAlias = dict[Literal["lr", "decay", "start"], Number]
 Group: TypeAlias = dict[str, dict | None] | list | None
 # Decorates what the configuration builds: its arguments must match their annotations.
 checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True))
@@ -72,6 +73,7 @@ class Config(TypedDict):
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     mode: Any
     gamma0: Positive | Literal["inverse_depth", "reversed_depth", "mean_inverse_depth"] | None
+    factors: dict[Literal["norm_weight", "norm_bias", "head"], Factors]
     swap: dict
     seed: Seed
     compile: bool
@@ -96,12 +98,8 @@ class Config(TypedDict):
 
 
 def check(cfg: DictConfig, fuses: bool) -> None:
-    """Refuse a configuration that cannot run, or that asks for something without effect.
-
-    `fuses`: whether the run fuses its swapped norms. `user_sentence` makes one sentence of
-    what this raises.
-    """
-    values = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+    """Refuse a configuration that cannot run, or that asks for something without effect."""
+    values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     try:
         TypeAdapter(Config).validate_python(values, strict=True)
         inspect.signature(normplug.swap).bind(None, cfg.mode, **values["swap"])
@@ -159,7 +157,15 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
             )
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     if isinstance(error, InstantiationException):
-        return _building_sentence(error)
+        key = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
+        where = key[1] if key else "an object of the configuration"
+        if isinstance(error.__cause__, ValidationError):
+            return broken_rule(error.__cause__, where)
+        group = where.split(".")[0]
+        overrides = HydraConfig.get().overrides.task
+        given = ", ".join(text for text in overrides if text.lstrip("+~").startswith(group))
+        why = one_line(error.__cause__ or error)
+        return f"{WHO}: {where} cannot be built: {why}. Change the keys of {group} ({given})."
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         text = re.sub(r" full_key: (\S+)( object_type=\w+)?", r" (\1)", one_line(error))
         if unknown := re.match(r"Could not override '([\w.]+)'", text):
@@ -175,19 +181,6 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
             f"{why}). Give a whole checkpoint of the same run, or change this run to match it."
         )
     return None
-
-
-def _building_sentence(error: InstantiationException) -> str:
-    """Return the message for an object that could not be built, with the overrides of its group."""
-    key = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
-    where = key[1] if key else "an object of the configuration"
-    if isinstance(error.__cause__, ValidationError):
-        return broken_rule(error.__cause__, where)
-    group = where.split(".")[0]
-    overrides = HydraConfig.get().overrides.task
-    given = ", ".join(text for text in overrides if text.lstrip("+~").startswith(group))
-    why = one_line(error.__cause__ or error)
-    return f"{WHO}: {where} cannot be built: {why}. Change the keys of {group} ({given})."
 
 
 def broken_rule(error: ValidationError, group: str = "") -> str:
@@ -223,16 +216,9 @@ def mode_of(mode: str | float) -> normplug.NormMode | ByDepth:
 
 
 def arm_name(mode: str | float, gamma0: float | str | None = None, tag: str | None = None) -> str:
-    """Return the arm's name in directories, results and tables.
-
-    Args:
-        mode: "baseline", one of `BY_DEPTH`, or "golden", "standard" or a number. An invalid mode
-            stays as it is, since directories are named before the mode is checked.
-        gamma0: gives names such as `standard-gamma0_0.786` or `standard-gamma0_inverse_depth`.
-        tag: the last part of the name, if it is neither None nor "".
-    """
+    """Return the arm's name in directories, results and tables, as `standard-gamma0_0.786-tag`."""
     parts: list[Any] = [mode]
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError):  # directories are named before `check`
         parts = [str(normplug.NormMode(mode))]
     if gamma0 is not None:
         number = isinstance(gamma0, (int, float))
@@ -243,11 +229,8 @@ def arm_name(mode: str | float, gamma0: float | str | None = None, tag: str | No
 
 
 def path_name(text: Any) -> str:
-    """Turn any text into the name of a file or directory, of at most 180 characters.
-
-    Letters, digits and `._+-` stay. Everything else becomes `_`: a slash would name a subdirectory,
-    and `=` would break the command with which Lightning starts other processes.
-    """
+    """Turn any text into the name of a file or directory, of at most 180 characters."""
+    # A slash would name a subdirectory, and = would break Lightning's commands for more processes.
     name = re.sub(r"[^\w.+-]+", "_", str(text)).strip("_")[:180]
     return f"_{name}" if name.startswith(".") else name or "_"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,7 @@ from torchvision.transforms.v2 import functional as v2
 from typing_extensions import TypedDict  # pydantic cannot read Python's before 3.12
 
 from normplug.experiment.callbacks import save
-from normplug.experiment.config import WHO, Count, Natural, Number, Seed, UserError
+from normplug.experiment.config import WHO, Count, Natural, Number, Positive, Seed, UserError
 from normplug.experiment.measure import ACCURACY, Measure
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
@@ -36,6 +38,8 @@ TEST_FRACTION = 0.2  # held out from a source without a test set
 GPU_SHARE = 0.25  # of a GPU's free memory; device="auto" keeps larger data on the host
 # Evaluation keeps no activations for a backward, so its batches can be larger than in training.
 EVALUATION_BATCHES = 4  # times batch_size
+# Directories of the standard library whose sources are left out of a text.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def stream_seed(purpose: int, seed: int, time: int = 0, shard: int = 0) -> int:
@@ -59,14 +63,10 @@ class Source(LightningDataModule, ABC):
     augmentation in each step. Neither depends on where the data are. An evaluation step takes 4
     times `batch_size` samples. `device` is where the data are stored: "cuda" (the run's GPU, if
     any) or "cpu"; "auto" is "cuda" if the data take at most a quarter of its free memory.
-
-    Attributes:
-        measure: what a run on these data is judged by.
-        gives: names of the attributes that a model takes as arguments; known before `setup`.
     """
 
     measure: ClassVar[Measure] = ACCURACY
-    gives: ClassVar[tuple[str, ...]]
+    gives: ClassVar[tuple[str, ...]]  # attributes that a model takes, known before `setup`
     seed: Seed = 0
     batch_size: Count = 128
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -78,11 +78,6 @@ class Source(LightningDataModule, ABC):
     def sizes(self) -> dict[str, int]:
         """The arguments of a model that come from the data."""
         return {name: getattr(self, name) for name in self.gives}
-
-    @property
-    def items_per_batch(self) -> int:
-        """Images, or tokens, in a batch of one device, for the speed in items/s."""
-        return self.batch_size * self.sizes.get("block_size", 1)
 
     def facts(self, score: float) -> dict[str, Any]:
         """The data's part of `result.json`; `score` is the measure of the test part."""
@@ -99,8 +94,12 @@ class Source(LightningDataModule, ABC):
             parts = tuple(Part(*(tensor.to(device) for tensor in part.tensors)) for part in parts)
         self.train_part, self.val_part, self.test_part = parts
 
+    def shards(self) -> tuple[int, int]:
+        """Return the number of data-parallel processes, and the rank of this one."""
+        shards = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return (1, 0) if shards is None else (shards["num_replicas"], shards["rank"])
+
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Return the loader of the training part, which reshuffles it every epoch."""
         shards, shard = self.shards()
         # It is a DistributedSampler even for one shard, so that Lightning does not replace it.
         sampler: DistributedSampler[int] = DistributedSampler(
@@ -109,17 +108,10 @@ class Source(LightningDataModule, ABC):
         return self._loader(sampler, self.batch_size, drop_last=len(sampler) > self.batch_size)
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """Return the loader of the validation part, in a fixed order."""
         return self._evaluation_loader(self.val_part)
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """Return the loader of the test part, in a fixed order."""
         return self._evaluation_loader(self.test_part)
-
-    def shards(self) -> tuple[int, int]:
-        """Return the number of data-parallel processes, and the rank of this one."""
-        shards = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        return (1, 0) if shards is None else (shards["num_replicas"], shards["rank"])
 
     def _evaluation_loader(self, part: Part) -> DataLoader[Batch]:
         shards, shard = self.shards()
@@ -164,12 +156,6 @@ class ImageData(Source):
     """Labelled images, normalised and augmented on the device; a subclass implements `load`.
 
     `val_fraction` of each class's training images is held out for validation.
-
-    Attributes:
-        num_classes: number of labels; known before `setup`.
-        image_size: height and width in pixels; known before `setup`.
-        mean: (3,), float32, of the training images' pixels, scaled to [0, 1].
-        std: (3,), float32, of the same pixels, at least 1/255: a constant channel becomes 0.
     """
 
     gives = ("num_classes", "image_size")
@@ -181,7 +167,10 @@ class ImageData(Source):
         """Return the training images, validation included, and the test images."""
 
     def setup(self, stage: str) -> None:
-        """Load and split the images and compute `mean` and `std`, once for all stages."""
+        """Load and split the images, and compute the mean and std of their channels, once.
+
+        A std is at least 1/255, so that a constant channel becomes 0.
+        """
         if hasattr(self, "mean"):
             return
         images, test = self.load()
@@ -196,11 +185,7 @@ class ImageData(Source):
         self.set_parts(train, val, test)
 
     def hold_out(self, images: Part, fraction: float) -> tuple[Part, Part]:
-        """Split off `fraction` of every class, the same images in every run.
-
-        Raises:
-            ValueError: a class has too few images to be in both parts.
-        """
+        """Split off `fraction` of every class, the same images in every run."""
         from sklearn.model_selection import train_test_split  # slow to import
 
         labels = images.tensors[1]
@@ -237,9 +222,6 @@ def crop_and_flip(
     Pixels from outside the image are 0, which is the mean of normalised images. torchvision's
     transforms apply one crop to a whole batch. `generator` is a CPU generator, so the numbers do
     not depend on the device. They are drawn for the whole batch at once, and copied asynchronously.
-
-    Returns:
-        A new tensor, (B, C, H, W).
     """
     batch, _, height, width = images.shape
 
@@ -264,7 +246,6 @@ class Digits(ImageData):
     image_size = 8
 
     def load(self) -> tuple[Part, Part]:
-        """Read them from the scikit-learn package."""
         from sklearn.datasets import load_digits  # slow to import
 
         digits = load_digits()
@@ -275,10 +256,7 @@ class Digits(ImageData):
 
 @dataclass(eq=False, kw_only=True, config=STRICT)
 class Torchvision(ImageData):
-    """A class of `torchvision.datasets` that holds its images in memory, such as "CIFAR10".
-
-    It is downloaded to `root`, and has an official test set.
-    """
+    """A class of `torchvision.datasets` with its images in memory and a test set, as "CIFAR10"."""
 
     dataset: str
     num_classes: Count
@@ -286,7 +264,6 @@ class Torchvision(ImageData):
     root: str = "data"
 
     def prepare_data(self) -> None:
-        """Download the data set if it is absent; a failed download is a RuntimeError."""
         try:
             for train in (True, False):
                 getattr(datasets, self.dataset)(self.root, train=train, download=True)
@@ -297,7 +274,6 @@ class Torchvision(ImageData):
             ) from error
 
     def load(self) -> tuple[Part, Part]:
-        """Read both official parts."""
         official = (getattr(datasets, self.dataset)(self.root, train=t) for t in (True, False))
         train, test = (
             Part(_rgb(torch.as_tensor(part.data)), torch.as_tensor(part.targets))
@@ -325,7 +301,6 @@ class Fake(ImageData):
     num_images: Count = 1000
 
     def load(self) -> tuple[Part, Part]:
-        """Draw the patterns and the images."""
         generator = torch.Generator().manual_seed(SPLIT_SEED)
         labels = torch.arange(self.num_images) % self.num_classes
         # Coarse: a pattern stays recognisable when a crop moves it by a few pixels.
@@ -350,11 +325,6 @@ class ImageFolder(ImageData):
     are decoded into at most `memory_gib` of memory. `cache` is a file that keeps them for later
     runs: one for training and one for test. Its name gets a hash of the path, size and modification
     time of each image, so changed images get a new file.
-
-    Raises:
-        FileNotFoundError: the tree has another layout.
-        UserError: the test images have other classes than the training images, or the images take
-            too much memory.
     """
 
     root: str
@@ -381,7 +351,6 @@ class ImageFolder(ImageData):
             )
 
     def load(self) -> tuple[Part, Part]:
-        """Decode all files, or read their images from the cache."""
         size = sum(map(len, self.folders)) * 3 * self.image_size**2 / 2**30
         if size > self.memory_gib:
             raise UserError(
@@ -407,11 +376,7 @@ class ImageFolder(ImageData):
 
 
 def decode(paths: Sequence[str], image_size: int) -> Tensor:
-    """Read image files as RGB, (N, 3, image_size, image_size), uint8.
-
-    Raises:
-        ValueError: a file is not a readable image.
-    """
+    """Read image files as RGB, (N, 3, image_size, image_size), uint8."""
     images = torch.empty(len(paths), 3, image_size, image_size, dtype=torch.uint8)
 
     def read(image: Tensor, path: str) -> None:
@@ -425,6 +390,70 @@ def decode(paths: Sequence[str], image_size: int) -> Tensor:
         image.copy_(v2.pil_to_tensor(square))
 
     with ThreadPoolExecutor() as pool:  # Pillow releases the GIL to decode and resize
-        for _ in pool.map(read, images, paths):
-            pass  # this raises the error of a file
+        list(pool.map(read, images, paths))  # the list raises the error of a file
     return images
+
+
+@dataclass(eq=False, kw_only=True, config=STRICT)
+class Text(Source):
+    """A text: the first 80% is for training, the next 10% for validation, the rest for the test.
+
+    Without a `path`, it is the sources of Python's standard library, without its tests, one after
+    another in the order of their paths. Its first `megabytes` are used; None for all of it. A token
+    is a byte. `block_size` is the context length, in tokens.
+    """
+
+    measure = Measure("loss", "nats/byte", "lower", "tokens")
+    gives = ("vocabulary", "block_size")
+    vocabulary = 256
+
+    path: str | None = None
+    block_size: Count = 128
+    megabytes: Positive | None = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        text = _read(self.path, None if self.megabytes is None else round(self.megabytes * 1e6))
+        self.sha256 = hashlib.sha256(text).hexdigest()
+        self.tokens = torch.tensor(np.frombuffer(text, np.uint8))
+        tenth = round(0.1 * len(self.tokens))
+        if tenth <= self.block_size:
+            raise UserError(
+                f"{WHO}: each part of the text must be longer than block_size={self.block_size}; "
+                f"the smallest has {tenth} tokens. Use a longer text or a smaller data.block_size."
+            )
+        self.parts = self.tokens.split([len(self.tokens) - 2 * tenth, tenth, tenth])
+
+    def setup(self, stage: str) -> None:
+        """Cut the parts into blocks; the target of each token is the next token."""
+        size = self.block_size
+        pairs = [(part[:-1], part[1:]) for part in self.parts]
+        self.set_parts(*(Part(*(t.unfold(0, size, size) for t in pair)) for pair in pairs))
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Widen the tokens, which are stored as bytes, on their device."""
+        inputs, targets = batch
+        return inputs.long(), targets.long()
+
+    def facts(self, score: float) -> dict[str, Any]:
+        """Identify the text, and convert the test's loss to bits per character of UTF-8."""
+        test = self.parts[-1]
+        # The bytes 0b10xxxxxx continue a character.
+        characters = int(((test & 0xC0) != 0x80).sum())
+        return {
+            "text_sha256": self.sha256,
+            "text_tokens": len(self.tokens),
+            "test_bits_per_character": score * len(test) / max(characters, 1) / math.log(2),
+        }
+
+
+def _read(path: str | None, limit: int | None) -> bytes:
+    """Return the first `limit` bytes of a file, or of Python's standard library."""
+    if path is None:
+        found: list[Path] = []
+        for folder, inner, files in os.walk(sysconfig.get_path("stdlib")):
+            inner[:] = [name for name in inner if name not in LEFT_OUT]
+            found += [Path(folder, name) for name in files if name.endswith(".py")]
+        return b"".join(file.read_bytes() for file in sorted(found))[:limit]
+    with Path(path).expanduser().open("rb") as file:
+        return file.read(limit)

@@ -19,9 +19,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class GraphedLoss:
     """A training loss whose forward and backward are replayed as CUDA graphs.
 
-    The graphs run the same kernels as a step without them. `torch.cuda.make_graphed_callables`
-    captures them as one autograd node, so the rest of Lightning's automatic optimisation works as
-    usual: precision, clipping, any optimizer, and callbacks that read the loss or the gradients.
+    `torch.cuda.make_graphed_callables` captures them as one autograd node, so the rest of
+    Lightning's automatic optimisation works as usual. The parameters of `net` get the gradients.
 
     The first call captures the graphs. It runs the step a few times to warm up, and then restores
     the buffers, such as running statistics, and the GPU's random state. From then on, weights and
@@ -30,10 +29,6 @@ class GraphedLoss:
     In several processes, all must capture at the same step: SyncBatchNorms exchange statistics in
     the steps that warm up, and in the graphs. `DistributedDataParallel` averages the gradients
     after each replay.
-
-    Args:
-        loss: (inputs, targets) -> the loss of a batch; it reads the parameters of `net`.
-        net: the module whose parameters get gradients.
     """
 
     def __init__(self, loss: Loss, net: nn.Module) -> None:
@@ -44,12 +39,7 @@ class GraphedLoss:
         self._peers: set[peers.Peers] = set()
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss; the next call overwrites its memory.
-
-        Raises:
-            UserError: at the first call, if a layer of `net` sends collectives.
-            RuntimeError: another process has stopped.
-        """
+        """Return the loss; the next call overwrites its memory."""
         shapes = (inputs.shape, targets.shape)
         if self._step is None:
             self._peers = _peers_of(self._net, inputs.device)
@@ -74,7 +64,6 @@ class GraphedLoss:
         return step
 
     def release(self) -> None:
-        """Free the graphs and their memory."""
         if self._step is not None:
             vars(self._step).pop("forward")  # breaks a reference cycle, on torch < 2.15
             self._step = None

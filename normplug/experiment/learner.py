@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -11,50 +11,52 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hydra.utils import instantiate
 from lightning.pytorch import LightningModule
+from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler
 
-from normplug.experiment.callbacks import is_measured, say
+from normplug._swap.inventory import Inventory
+from normplug.experiment.callbacks import say, variance_loggers
 from normplug.experiment.config import WHO
 from normplug.experiment.data import MODEL, Batch, stream_seed
 from normplug.experiment.graph import GraphedLoss
 from normplug.experiment.measure import ACCURACY, Measure
-from normplug.experiment.models import GPT, Block
+from normplug.experiment.models import GPT, Block, heads
 
-# Test tokens, per process, on which the loss without each block is measured; rounded up to whole
-# batches.
-DROP_TOKENS = 2**15
+DROP_TOKENS = 2**15  # test tokens, per process, on which the loss without each block is measured
 
 
-def decay_groups(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
-    """Split parameters into groups for an optimizer: weight decay is for matrices only.
-
-    Norm weights and biases have one dimension and no decay. Frozen parameters are skipped.
-    """
-    trainable = [p for p in parameters if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trainable if p.dim() > 1]},
-        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def make_optimizer(net: nn.Module, cfg: DictConfig) -> Optimizer:
+    """Norms and the head get the `factors` of their own. Of the others, only matrices decay."""
+    own: dict[Tensor, Mapping[str, float]] = {
+        p: cfg.factors["norm_bias" if name.endswith("bias") else "norm_weight"]
+        for norm in Inventory(net).norms
+        for name, p in norm.named_parameters()
+    }
+    own |= {head.weight: cfg.factors["head"] for head in heads(net)}
+    groups: dict[tuple[float, float], list[Tensor]] = {}
+    for p in filter(lambda p: p.requires_grad, net.parameters()):
+        of_p = own.get(p, {"lr": 1.0, "decay": float(p.dim() > 1)})
+        groups.setdefault((of_p["lr"], of_p["decay"]), []).append(p)
+    make = instantiate(cfg.optimizer, _convert_="all")  # checkpoints have plain lists only
+    optimizer: Optimizer = make([{"params": params} for params in groups.values()])
+    for group, (rate, decay) in zip(optimizer.param_groups, groups, strict=True):
+        group["lr"] *= rate
+        group["weight_decay"] = decay * group.get("weight_decay", 0.0)
+    return optimizer
 
 
 def make_scheduler(
     optimizer: Optimizer, steps: int, name: str, warmup: float, cycle_momentum: bool = False
-) -> LRScheduler:
-    """Return a learning-rate schedule, to be stepped after every optimizer step.
+) -> lr_scheduler.LRScheduler:
+    """Return a schedule of `steps` optimizer steps, whose peaks are the optimizer's learning rates.
 
-    Args:
-        optimizer: its learning rates are the peaks of the schedule.
-        steps: optimizer steps of the whole training. Below 4, "one_cycle" falls back to "cosine".
-        name: "one_cycle" (Smith 2018, arXiv:1803.09820), or a linear warm-up followed by "cosine"
-            annealing to 0 or a "constant" rate.
-        warmup: fraction of all steps, 0 to 1, in which the learning rate rises.
-        cycle_momentum: let "one_cycle" move the momentum, or Adam's first beta, from 0.95 to 0.85
-            and back, whatever the optimizer's own is.
+    It is "one_cycle" (Smith 2018, arXiv:1803.09820; below 4 steps "cosine"), or a linear warm-up
+    followed by "cosine" annealing to 0 or a "constant" rate. In the fraction `warmup` of all steps
+    the learning rate rises. With `cycle_momentum`, "one_cycle" moves the momentum, or Adam's first
+    beta, from 0.95 to 0.85 and back, whatever the optimizer's own is.
     """
     if name == "one_cycle" and steps >= 4:
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -64,7 +66,7 @@ def make_scheduler(
             optimizer, rates, steps, pct_start=rising, cycle_momentum=cycle_momentum
         )
     rising = round(warmup * steps)
-    after: LRScheduler = lr_scheduler.ConstantLR(optimizer, 1.0)
+    after: lr_scheduler.LRScheduler = lr_scheduler.ConstantLR(optimizer, 1.0)
     if name != "constant":
         after = lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - rising))
     if rising == 0:
@@ -84,60 +86,36 @@ class Learner(LightningModule):
 
     A run that resumes takes the weights, the optimizer's moments and the step from its checkpoint.
     Its hyperparameters come from its own command. If it has more epochs than the earlier run, its
-    learning rate continues on the schedule of the new total.
-
-    Args:
-        net: (N, ...) -> (N, ..., classes), the logits.
-        measure: what the run is evaluated by.
-        optimizer: parameter groups -> optimizer, e.g. a partial `torch.optim.SGD`.
-        seed: with the epoch and the process, seeds what the model draws (dropout) in an epoch, so a
-            run that resumes draws the same numbers.
-        schedule, warmup, cycle_momentum: see `make_scheduler`.
-        label_smoothing: 0 to 1.
-        graph: replay forward and backward of the training steps as CUDA graphs; see `GraphedLoss`.
-        identity: what distinguishes the run, e.g. its arm; stored in checkpoints as "run".
+    learning rate continues on the schedule of the new total. `cfg` has the keys of
+    configs/train.yaml. `identity` distinguishes the run; checkpoints store it as "run".
     """
 
     def __init__(
-        self,
-        net: nn.Module,
-        measure: Measure,
-        optimizer: Callable[[Iterable[Any]], Optimizer],
-        *,
-        seed: int = 0,
-        schedule: str = "one_cycle",
-        warmup: float = 0.2,
-        cycle_momentum: bool = False,
-        label_smoothing: float = 0.1,
-        graph: bool = False,
-        identity: Mapping[str, Any] | None = None,
+        self, net: nn.Module, measure: Measure, cfg: DictConfig, identity: dict[str, Any]
     ) -> None:
         super().__init__()
         self.net = net
         self.measure = measure
-        self.optimizer = optimizer
-        self.seed = seed
-        self.schedule = (schedule, warmup, cycle_momentum)
-        self.label_smoothing = label_smoothing
-        self.graph = graph
-        self.identity = dict(identity or {})
+        self._test_key, self._curve_key, _ = measure.keys
+        self.cfg = cfg
+        self.identity = identity
         self.scores_by_epoch: list[float] = []  # on the validation part
-        self._losses, self._steps = torch.zeros(()), 0  # the epoch's sum, and steps in it
+        self._dropped_tokens = 0  # of the test, on which blocks are dropped
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The logits."""
         outputs = self.net(inputs)
         return getattr(outputs, "logits", outputs)  # of a ModelOutput of transformers
 
     def loss(self, inputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """The mean cross-entropy over all targets."""
-        return _cross_entropy(self(inputs), targets, label_smoothing)
+        logits = self(inputs).flatten(0, -2)
+        return F.cross_entropy(logits, targets.flatten(), label_smoothing=label_smoothing)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss of a batch, and log it."""
         step: int = self.trainer.global_step
-        if self._graphed is None or is_measured(self.trainer, step):
-            loss = self.loss(*batch, self.label_smoothing)
+        is_measured = any(each.logged_step == step for each in variance_loggers(self.trainer))
+        if self._graphed is None or is_measured:
+            loss = self._smoothed(*batch)
         else:
             loss = self._graphed(*batch)
         # Each call of `log` costs the host as much as dozens of launches, and a value for the bar
@@ -145,28 +123,22 @@ class Learner(LightningModule):
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._is_logged = batch_idx == 0 or self.trainer.is_last_batch
         self._is_logged |= every > 0 and (step + 1) % every == 0
-        self._losses, self._steps = self._losses + loss.detach().float(), self._steps + 1
+        self._losses += loss.detach().float()
+        self._steps += 1
         if self._is_logged:
             bar = self.trainer.progress_bar_callback is not None
             self.log("train/loss", loss, prog_bar=bar)
         return loss
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Stop, in every process, before the optimizer uses a loss that is not finite.
-
-        On a GPU, only a logged loss is read: the host waits for it anyway.
-        """
+        """Stop, in every process, before the optimizer uses a loss that is not finite."""
+        # On a GPU, only a logged loss is read: the host waits for it anyway.
         if self._is_logged or self.device.type == "cpu":
             total = self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")
             self._check_finite("training", total)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss and measure on the validation part."""
         self._evaluate("val", batch)
-
-    def on_test_start(self) -> None:
-        """Begin to count the tokens on which blocks are dropped."""
-        self._dropped_tokens = 0
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log loss and measure on the test part; on its first tokens, drop each block of a GPT."""
@@ -197,43 +169,31 @@ class Learner(LightningModule):
             self._say_epoch()
 
     def on_test_epoch_end(self) -> None:
-        """Stop if the mean loss is not finite."""
         self._check_finite("test", self.trainer.callback_metrics["test/loss"])
 
     def score(self, stage: str) -> float:
         """The latest value of the measure; `stage` is "val" or "test"."""
         return float(self.trainer.callback_metrics[f"{stage}/{self.measure.name}"])
 
-    def describe(self, value: float) -> str:
-        """Format a value of the measure, with its unit."""
-        return f"{self.measure.number(value)} {self.measure.unit}"
-
-    def headlines(self) -> dict[str, str]:
-        """Return the first lines that a finished run prints: title -> text."""
-        name, curve = self.measure.name, self.scores_by_epoch
-        lines = {f"validation {name}": self.describe(curve[-1])} if curve else {}
-        return lines | {f"test {name}": self.describe(self.score("test"))}
-
     def result(self) -> dict[str, Any]:
         """The task's part of `result.json`; of a GPT, the test loss without each block too."""
-        values = {
+        values: dict[str, Any] = {
             "measure": asdict(self.measure),
-            self.measure.test_key: self.score("test"),
-            self.measure.curve_key: self.scores_by_epoch,
+            self._test_key: self.score("test"),
+            self._curve_key: self.scores_by_epoch,
         }
         metrics = self.trainer.callback_metrics
         losses = [float(metrics[name]) for name in metrics if name.startswith("block_drop/")]
         if losses:
-            whole, *without = losses
-            drop = {"tokens": self._dropped_tokens, "loss": whole, "loss_without": without}
+            drop = {"tokens": self._dropped_tokens, "loss": losses[0], "loss_without": losses[1:]}
             values["block_drop"] = drop
         return values
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer, with weight decay on matrices only, and its schedule by step."""
-        optimizer = self.optimizer(decay_groups(self.net.parameters()))
+        optimizer = make_optimizer(self.net, self.cfg)
         steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = make_scheduler(optimizer, steps, *self.schedule)
+        how = (self.cfg.schedule, self.cfg.warmup, self.cfg.cycle_momentum)
+        scheduler = make_scheduler(optimizer, steps, *how)
         self._groups = [dict(group) for group in optimizer.param_groups]
         if getattr(self.trainer.precision_plugin, "scaler", None) is None:
             # There is nothing to unscale; else Lightning would not clip for a fused optimizer.
@@ -241,16 +201,11 @@ class Learner(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the run's identity, and the values of the measure so far."""
         checkpoint["run"] = self.identity
-        checkpoint[self.measure.curve_key] = list(self.scores_by_epoch)
+        checkpoint[self._curve_key] = list(self.scores_by_epoch)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the values; drop the schedule's state, which `on_train_start` recomputes.
-
-        Raises:
-            ValueError: the checkpoint has no optimizer, is of another run, or of a longer one.
-        """
+        """Restore the values; drop the schedule's state, which `on_train_start` recomputes."""
         for key, own in self.identity.items():
             if (other := checkpoint["run"].get(key)) != own:
                 raise ValueError(f"it has {key} {other!r}, this run has {own!r}")
@@ -260,13 +215,12 @@ class Learner(LightningModule):
         if limit is not None and 0 <= limit < epochs:
             raise ValueError(f"it has {epochs} epochs, more than trainer.max_epochs={limit}")
         # A run that has trained tests its best checkpoint, which may be of an earlier epoch.
-        self.scores_by_epoch = self.scores_by_epoch or list(checkpoint[self.measure.curve_key])
+        self.scores_by_epoch = self.scores_by_epoch or list(checkpoint[self._curve_key])
         checkpoint["lr_schedulers"] = []
 
     def on_fit_start(self) -> None:
-        """Prepare the graphs, which the first step captures."""
-        loss = partial(self.loss, label_smoothing=self.label_smoothing)
-        self._graphed = GraphedLoss(loss, self.net) if self.graph else None
+        self._smoothed = partial(self.loss, label_smoothing=self.cfg.label_smoothing)
+        self._graphed = GraphedLoss(self._smoothed, self.net) if self.cfg.graph else None
 
     def on_fit_end(self) -> None:
         """Free the graphs: the model moves to the host next, and they read its old addresses."""
@@ -290,7 +244,7 @@ class Learner(LightningModule):
         """Seed torch's global generators, from which dropout draws; start the mean loss."""
         self._losses, self._steps = torch.zeros((), device=self.device), 0
         epoch, rank = self.trainer.current_epoch, self.trainer.global_rank
-        torch.manual_seed(stream_seed(MODEL, self.seed, epoch, rank))
+        torch.manual_seed(stream_seed(MODEL, self.cfg.seed, epoch, rank))
 
     def _say_epoch(self) -> None:
         """Print a line, in place of a progress bar that would flood a log."""
@@ -298,7 +252,7 @@ class Learner(LightningModule):
         words = [
             f"epoch {done:3d}" + (f" of {total}" if total > 0 else ""),
             f"training loss {float(self._losses) / self._steps:.4f}",
-            f"validation {self.measure.name} {self.describe(self.scores_by_epoch[-1])}",
+            f"validation {self.measure.name} {self.measure.text(self.scores_by_epoch[-1])}",
             f"lr {self.trainer.optimizers[0].param_groups[0]['lr']:.2g}",
         ]
         if done < total:
@@ -321,13 +275,8 @@ class Learner(LightningModule):
     def _evaluate(self, stage: str, batch: Batch) -> None:
         inputs, targets = batch
         logits = self(inputs)
-        self.log_mean(f"{stage}/loss", _cross_entropy(logits, targets), len(targets))
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        self.log_mean(f"{stage}/loss", loss, len(targets))
         if self.measure == ACCURACY:
             accuracy = (logits.argmax(-1) == targets).float().mean()
             self.log_mean(f"{stage}/accuracy", accuracy, len(targets), prog_bar=True)
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    return F.cross_entropy(
-        logits.flatten(0, -2), targets.flatten(), label_smoothing=label_smoothing
-    )

@@ -19,19 +19,12 @@ ARM_ORDER = (*REFERENCES, "golden")  # in tables; other arms follow
 
 @dataclass(frozen=True)
 class Measure:
-    """The metric that judges a run; `result.json` stores these four fields under "measure".
-
-    Attributes:
-        name: `result.json` has the values as `test_<name>` and `<name>_by_epoch`.
-        unit: the unit for display; values in "%" are stored as fractions.
-        better: "higher" or "lower".
-        items: what the speed counts; `result.json` has the speed as `<items>_per_s`.
-    """
+    """The metric that judges a run; `result.json` stores these four fields under "measure"."""
 
     name: str
-    unit: str
-    better: str
-    items: str
+    unit: str  # for display; values in "%" are stored as fractions
+    better: str  # "higher" or "lower"
+    items: str  # what the speed counts
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Measure:
@@ -39,19 +32,9 @@ class Measure:
         return cls(**result["measure"]) if result.get("measure") else ACCURACY
 
     @property
-    def test_key(self) -> str:
-        """The key of the test value in `result.json`."""
-        return f"test_{self.name}"
-
-    @property
-    def curve_key(self) -> str:
-        """The key of the validation values by epoch in `result.json`."""
-        return f"{self.name}_by_epoch"
-
-    @property
-    def speed_key(self) -> str:
-        """The key of the speed in `result.json`."""
-        return f"{self.items}_per_s"
+    def keys(self) -> tuple[str, str, str]:
+        """The keys in `result.json` of the test, of the validation by epoch, and of the speed."""
+        return f"test_{self.name}", f"{self.name}_by_epoch", f"{self.items}_per_s"
 
     @property
     def scale(self) -> float:
@@ -60,7 +43,6 @@ class Measure:
 
     @property
     def difference_unit(self) -> str:
-        """The unit of the difference of two displayed values."""
         return "points" if self.unit == "%" else self.unit
 
     def number(self, value: float, sign: str = "") -> str:
@@ -68,6 +50,9 @@ class Measure:
         digits = 2 if self.unit == "%" else 4
         rounded = round(self.scale * value, digits) + 0.0  # which turns -0.0 into 0.0
         return f"{rounded:{sign}.{digits}f}"
+
+    def text(self, value: float) -> str:
+        return f"{self.number(value)} {self.unit}"
 
 
 ACCURACY = Measure("accuracy", "%", "higher", "images")

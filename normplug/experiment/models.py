@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models import VisionTransformer, get_model
@@ -17,6 +18,7 @@ import normplug
 from normplug._checks import needs
 from normplug._swap.inventory import Filters
 from normplug.experiment.config import WHO, Count, Fraction, checked, mode_of
+from normplug.experiment.measure import BASELINE
 
 SMALL_IMAGE = 64  # pixels; up to here, an ImageNet stem (stride 4) would discard too much
 
@@ -50,10 +52,9 @@ def vit(
     """A VisionTransformer of torchvision (arXiv:2010.11929): (N, 3, H, W) -> (N, num_classes).
 
     Its blocks are pre-norm, and call their LayerNorms in eval too, unlike
-    `nn.TransformerEncoderLayer`, whose fast path skips them. `hidden_dim` is the width of the
-    residual stream; the MLP is twice as wide. `dropout` is in attention and MLP. The default of
-    `patch_size`, in pixels, is the divisor of `image_size`, at least 2, that is nearest to an
-    eighth of it.
+    `nn.TransformerEncoderLayer`, whose fast path skips them. The MLP is twice as wide as the
+    residual stream (`hidden_dim`). By default, `patch_size` is the divisor of `image_size`, at
+    least 2, that is nearest to an eighth of it.
     """
     if patch_size is None:
         divisors = [d for d in range(2, image_size + 1) if image_size % d == 0]
@@ -119,7 +120,6 @@ class Block(nn.Module):
         return self.attention.out, self.mlp[2]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, L, width) -> (N, L, width)."""
         x = x + self.attention(self.norm_1(x))
         return x + self.mlp(self.norm_2(x))
 
@@ -144,9 +144,6 @@ class GPT(nn.Module):
     embedding, in attention and in the MLP. `norm` is `nn.LayerNorm` or `nn.RMSNorm`, eps 1e-5. With
     `scaled_init`, the layers that write to the residual stream start with a standard deviation
     of 0.02 / sqrt(2 * depth) instead of 0.02, as in GPT-2.
-
-    Raises:
-        ValueError: `heads` does not divide `width`.
     """
 
     @checked
@@ -196,13 +193,28 @@ def scale_norm_weights(
     This makes the control arm of a target variance tv: mode standard with gamma0 = sqrt(tv) starts
     as the same function, so the two arms differ only in their parametrisation. A mode by depth,
     such as "inverse_depth", stands for the square root of the target variance of each layer.
-
-    Raises:
-        ValueError: an `include` pattern matches no norm.
     """
     mode = mode_of(gamma0) if isinstance(gamma0, str) else gamma0**2
     swapped = normplug.swap(net, mode, include=include, exclude=exclude)
     normplug.unswap(swapped)  # this folds sqrt(tv) into each weight
+
+
+def apply_arm(net: nn.Module, cfg: DictConfig, fuses: bool) -> None:
+    """Swap, fuse and scale a stock network as the configuration says."""
+    if cfg.gamma0 is not None:
+        filters = {name: cfg.swap.get(name) for name in ("include", "exclude")}
+        scale_norm_weights(net, cfg.gamma0, **filters)
+    for head in heads(net):
+        head.weight.data *= cfg.factors.head.start
+    if cfg.mode != BASELINE:  # after init, so that all arms start with the same weights
+        normplug.swap(net, mode_of(cfg.mode), **cfg.swap)
+        if fuses:
+            normplug.fuse(net, recompute=cfg.recompute)
+
+
+def heads(net: nn.Module) -> list[nn.Linear]:
+    """The last linear layer: the classifier of each of these networks. [] if there is none."""
+    return [module for module in net.modules() if isinstance(module, nn.Linear)][-1:]
 
 
 @checked
@@ -240,8 +252,7 @@ def hf_causal_lm(
     """A causal language model of transformers, from its configuration.
 
     `name` is a model type, such as "gpt2" or "llama", and `block_size` the maximum context length.
-    The MLP is 4 times as wide as the residual stream, if the configuration has a key for its width.
-    `options` are other keys of the configuration.
+    The MLP is 4 times as wide as the residual stream. `options` are other keys.
     """
     with needs(f"{WHO}: model=hf_causal_lm", "zoo"):
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""One run of train.py: its directory, its Trainer, and the `result.json` that it leaves."""
+"""One run of train.py: from its command line to the `result.json` that it leaves."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import hydra
 import torch
 from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -47,6 +49,12 @@ from normplug.experiment.data import Source
 from normplug.experiment.graph import refuse_graph
 from normplug.experiment.learner import Diverged, Learner
 from normplug.experiment.measure import METRICS, RESULT, VARIANCE, Measure
+from normplug.experiment.models import apply_arm
+
+# The packed copy of a wheel, or the directory of a checkout.
+PACKED, CHECKOUT = (Path(__file__).with_name("configs"), Path(__file__).parents[2] / "configs")
+CONFIGS = str(PACKED if PACKED.is_dir() else CHECKOUT)
+SHOWS_ALL = "HYDRA_FULL_ERROR" in os.environ  # Hydra's setting for whole tracebacks
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
@@ -71,64 +79,26 @@ QUIET = (
 write = rank_zero_only(write_file)
 
 
-def is_sweep() -> bool:
-    """Whether this run is part of a sweep (`-m`)."""
-    return HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def task(train: Callable[[DictConfig, Run], None]) -> Callable[[DictConfig], float | None]:
-    """Decorate `train(cfg, run)`: skip a run that has finished, and record how a run ends.
-
-    It returns the last validation score, the objective of a search over hyperparameters.
-    """
-
-    @functools.wraps(train)
-    def wrapper(cfg: DictConfig) -> float | None:
-        for message in QUIET:
-            warnings.filterwarnings("ignore", message)
-        gc.collect()  # objects of a sweep's previous run form cycles, and may hold GPU memory
-        run = Run(cfg)
-        try:
-            if not run.has_finished():
-                train(cfg, run)
-            curve = run.result.get(Measure.of(run.result).curve_key)
-            return curve[-1] if curve else None
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
-            run.stopped(error)
-            return None
-        finally:
-            run.lock.release()
-
-    return wrapper
-
-
 class Run:
-    """One run of a configuration in Hydra's output directory, where nothing is ever removed.
-
-    Attributes:
-        lock: held by rank 0; the operating system releases it if the process is killed.
-        result: the content of `result.json`; {} before the training begins.
-        labels: the keys of `result` that name the run, and that `normplug.compare --best` reads.
-        gpu: whether the Trainer will use a GPU.
-        fuses: whether swapped norms are fused: the key `fuse`, or `gpu` if that is null.
-        checkpoint: the file that the run resumes from or tests; None before `begin`, or for none.
-    """
+    """One run of a configuration in Hydra's output directory, where nothing is ever removed."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
+        self.in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         self.directory = Path(HydraConfig.get().runtime.output_dir)
+        # Held by rank 0; the operating system releases it if the process is killed.
         self.lock = FileLock(str(self.directory / LOCK), timeout=0)
-        self.result: dict[str, Any] = {}
-        self.checkpoint: Path | None = None
+        self.result: dict[str, Any] = {}  # of `result.json`, from the start of the training on
+        self.checkpoint: Path | None = None  # that `begin` resumes from or tests
         # A key whose interpolation fails is None here: `check` refuses it.
         find = functools.partial(OmegaConf.select, cfg, throw_on_resolution_failure=False)
-        kinds = ("auto", "gpu", "cuda")
-        self.gpu = torch.cuda.is_available() and find("trainer.accelerator") in kinds
+        accelerator = find("trainer.accelerator")
+        self.gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         self.fuses = self.gpu if find("fuse") is None else cfg.fuse
         choices = HydraConfig.get().runtime.choices
-        data = str(choices.get("data"))
-        rate = find("optimizer.lr")
+        data, rate = str(choices.get("data")), find("optimizer.lr")
         path = find({"image_folder": "data.root", "text": "data.path"}.get(data, "none"))
+        # What names the run, and what `normplug.compare --best` reads.
         self.labels: dict[str, Any] = {
             "arm": arm_name(*map(find, ("mode", "gamma0", "tag"))),
             "seed": find("seed"),
@@ -141,12 +111,7 @@ class Run:
         self._timer = StepTimer()
 
     def has_finished(self) -> bool:
-        """Lock the directory and check the configuration; return whether its result is there.
-
-        Raises:
-            UserError: the directory is a live run's, the user's own, or has the result of another
-                configuration; or the configuration cannot run.
-        """
+        """Lock the directory and check the configuration; return whether its result is there."""
         self._take()
         former = self._former()
         self._records = former.get("status") != "finished"
@@ -195,13 +160,10 @@ class Run:
         return result
 
     def _config(self) -> str:
-        """What makes a run the same one: all but the checkpoint that it resumes from.
-
-        Interpolations stay unresolved, so it does not depend on the output directory.
-        """
+        """What makes a run the same one: all but the checkpoint that it resumes from."""
         kept = self.cfg.copy()
         kept.ckpt_path = None
-        return OmegaConf.to_yaml(kept)
+        return OmegaConf.to_yaml(kept)  # unresolved, so the output directory is not in it
 
     def _has_same_config(self) -> bool:
         path = self.directory / CONFIG
@@ -218,7 +180,7 @@ class Run:
             callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
         auto = {
             "precision": "bf16-mixed" if self.gpu else "32-true",
-            "enable_progress_bar": sys.stdout.isatty() and not is_sweep(),
+            "enable_progress_bar": sys.stdout.isatty() and not self.in_sweep,
             "enable_checkpointing": any(isinstance(c, Checkpoint) for c in callbacks),
         }
         settings.update({k: value for k, value in auto.items() if settings.get(k) == "auto"})
@@ -228,7 +190,7 @@ class Run:
         )
         launcher = trainer.strategy.launcher
         reruns = not getattr(launcher, "is_interactive_compatible", True)
-        if is_sweep() and reruns and trainer.num_devices > 1:
+        if self.in_sweep and reruns and trainer.num_devices > 1:
             raise UserError(
                 f"{WHO}: {trainer.num_devices} devices with {type(trainer.strategy).__name__} "
                 "start each process by running the command again, and with -m that is the whole "
@@ -252,13 +214,13 @@ class Run:
             self.checkpoint = continues = last
         self._set_aside([METRICS] if continues else PRODUCTS)
         write(self.directory / CONFIG, self._config())
+        self.result = {"config": OmegaConf.to_container(self.cfg, resolve=True)}
         self._write(status="running", process=f"{os.getpid()} on {socket.gethostname()}")
-        values = self.labels | {"config": OmegaConf.to_container(self.cfg, resolve=True)}
         for logger in trainer.loggers:
             # config.yaml is beside the files of a CSVLogger; for TensorBoard, see `report`.
             if not isinstance(logger, (CSVLogger, TensorBoardLogger)):
-                logger.log_hyperparams(values)
-        say(f"{self.directory}")
+                logger.log_hyperparams(self.labels | {"config": self.result["config"]})
+        say(str(self.directory))
         if self.checkpoint is None:
             return None
         say(f"{'resuming' if self.cfg.train else 'testing'}: {self.checkpoint}")
@@ -294,24 +256,29 @@ class Run:
 
     def finish(self, trainer: Trainer, model: Learner, data: Source) -> None:
         """Write the result, and print a summary."""
+        measure = model.measure
         gpu = trainer.strategy.root_device.type == "cuda"  # the model itself is back on the CPU
         fusions = normplug.fusions(model) if fused_modules(model) else ()
         fused = sum(row.label is not None for row in fusions)
         layers = dict(_convert.normplug_layers(model))
         step_ms = self._timer.median_ms()
-        items = data.items_per_batch * trainer.world_size
+        items = data.batch_size * data.sizes.get("block_size", 1) * trainer.world_size
+        speed = step_ms and items * 1e3 / step_ms  # images, or tokens, a second
+        # On the host, the peak of a process would include the earlier runs of a sweep.
+        peak = torch.cuda.max_memory_allocated() if gpu else None
         # In a pre-norm model, the variances of the residual stream by depth.
         rows = [row for logger in variance_loggers(trainer) for row in logger.last]
-        variances = {r.layer: r.input_variance for r in rows if math.isfinite(r.input_variance)}
         self._write(
             **model.result(),
             **data.facts(model.score("test")),
-            **{"step_ms": step_ms, model.measure.speed_key: step_ms and items * 1e3 / step_ms},
-            # On the host, the peak of a process would include the earlier runs of a sweep.
-            peak_memory_bytes=torch.cuda.max_memory_allocated() if gpu else None,
+            **{measure.keys[-1]: speed},
+            step_ms=step_ms,
+            peak_memory_bytes=peak,
             norms_swapped=len(layers),
             target_variances={path: layer.target_variance for path, layer in layers.items()},
-            input_variances=variances,
+            input_variances={
+                r.layer: r.input_variance for r in rows if math.isfinite(r.input_variance)
+            },
             norms_fused=fused,
             recompute=self.cfg.recompute and fused > 0,
             channels_last=self.cfg.channels_last,
@@ -322,7 +289,23 @@ class Run:
             gpus=trainer.world_size * gpu,
         )
         report(trainer, self.labels, self.result)
-        self._say_summary(model, variance_lines(trainer))
+
+        r, curve, epochs = self.result, model.scores_by_epoch, trainer.current_epoch
+        files = (f"{p.name}/" if p.is_dir() else p.name for p in self.directory.glob("[!.]*"))
+        titled = {
+            f"validation {measure.name}": measure.text(curve[-1]) if curve else "",
+            f"test {measure.name}": measure.text(model.score("test")),
+            "trained": f"{epochs} epoch{'s' * (epochs != 1)}" if self.cfg.train else "",
+            "speed": "not timed: too few steps",
+            "peak GPU memory": f"{peak / 2**20:,.0f} MiB" if peak else "",
+            "norm layers": f"{len(layers)} swapped, {fused} fused",
+            **variance_lines(trainer),
+            "written to": f"{self.directory}: {', '.join(sorted(files))}",
+        }
+        if step_ms:
+            titled["speed"] = f"{speed:,.0f} {measure.items}/s ({step_ms:.2f} ms a step)"
+        say(f"\n{r['model']} on {r['data']}, arm {r['arm']}, seed {r['seed']}: {r['hardware']}")
+        say("\n".join(f"{title:<19}  {text}" for title, text in titled.items() if text))
 
     def _write(self, *, gpus: int = 0, **values: Any) -> None:
         versions = stamp(gpus > 0, "scikit-learn", gpus=max(gpus, 1))
@@ -333,33 +316,10 @@ class Run:
             self.result.pop("process", None)
         write(self.directory / RESULT, json.dumps(self.result, indent=2) + "\n")
 
-    def _say_summary(self, model: Learner, variances: dict[str, str]) -> None:
-        r, measure = self.result, model.measure
-        peak, speed, epochs = r["peak_memory_bytes"], r[measure.speed_key], r["epochs"]
-        files = (f"{p.name}/" if p.is_dir() else p.name for p in self.directory.glob("[!.]*"))
-        titled = {
-            **model.headlines(),
-            "trained": f"{epochs} epoch{'s' * (epochs != 1)}" if self.cfg.train else "",
-            "speed": "not timed: too few steps",
-            "peak GPU memory": f"{peak / 2**20:,.0f} MiB" if peak else "",
-            "norm layers": f"{r['norms_swapped']} swapped, {r['norms_fused']} fused",
-            **variances,
-            "written to": f"{self.directory}: {', '.join(sorted(files))}",
-        }
-        if speed is not None:
-            titled["speed"] = f"{speed:,.0f} {measure.items}/s ({r['step_ms']:.2f} ms a step)"
-        say(f"\n{r['model']} on {r['data']}, arm {r['arm']}, seed {r['seed']}: {r['hardware']}")
-        say("\n".join(f"{title:<19}  {text}" for title, text in titled.items() if text))
-
     def stopped(self, error: BaseException) -> None:
         """Record what stopped the run. Then a sweep goes on, except after a signal.
 
         A sweep stops too where `result.json` is not this run's to write, or cannot be written.
-
-        Raises:
-            SystemExit: with the message for the user on stderr; after a signal, the exit code is
-                128 plus its number.
-            Exception: in a single run, an error without a message for the user.
         """
         outcome: dict[str, Any] = {"status": "failed"}
         if isinstance(error, Diverged):
@@ -369,17 +329,17 @@ class Run:
             signum = signal.SIGTERM if isinstance(error, SIGTERMException) else signal.SIGINT
             outcome, code = {"status": "interrupted"}, 128 + signum
             advice = f"Go on with the same command and hydra.run.dir={self.directory}"
-            if is_sweep():
+            if self.in_sweep:
                 advice = "The same sweep skips what has finished and resumes this run"
             sentence = f"interrupted: {self.directory}: {signum.name}. {advice}."
         text = sentence or f"{type(error).__name__}: {error}"
-        recorded = self._records and (bool(self.result) or is_sweep())
+        recorded = self._records and (bool(self.result) or self.in_sweep)
         if recorded:
             try:
                 self._write(**outcome, error=text)
             except OSError:  # a full disk
                 recorded = False
-        if is_sweep() and recorded and code == 1:
+        if self.in_sweep and recorded and code == 1:
             if not sentence:
                 traceback.print_exception(error)
             log.error(f"{outcome['status']}: {self.directory}: {' '.join(text.split())}")
@@ -388,3 +348,88 @@ class Run:
             raise error
         print(sentence, file=sys.stderr)
         raise SystemExit(code) from None
+
+
+def train(cfg: DictConfig, run: Run) -> None:
+    """Train and test one arm."""
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    data = instantiate(cfg.data, _convert_="all")
+    net = instantiate(cfg.model, **data.sizes, _convert_="all")
+    apply_arm(net, cfg, run.fuses)
+    if cfg.channels_last:
+        net.to(memory_format=torch.channels_last)
+    if cfg.compile:
+        net.compile()
+
+    identity = {key: run.labels[key] for key in ("arm", "seed", "model", "data")}
+    identity |= {"optimizer": cfg.optimizer._target_, "batch_size": data.batch_size}
+    model = Learner(net, data.measure, cfg, identity)
+    trainer = run.trainer()
+    checkpoint = run.begin(trainer)
+    if cfg.train:
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+        kept = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        checkpoint = next((c.best_model_path for c in kept if c.monitor), None) or None
+    trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+    run.finish(trainer, model, data)
+
+
+def command(application: Callable[[], Any]) -> Callable[[], Any]:
+    """Decorate a Hydra application: a mistake in its command line gives one sentence.
+
+    The command line also accepts `GROUP=null` for Hydra's `GROUP=[]`. With `data=text` and no
+    model, it selects a language model.
+    """
+
+    @functools.wraps(application)
+    def wrapper() -> Any:
+        groups = {path.name for path in Path(CONFIGS).iterdir() if path.is_dir()}
+        given = [text.partition("=") for text in sys.argv[1:]]
+        if "data=text" in sys.argv and not {"model", "experiment"} & {key for key, *_ in given}:
+            given.append(("model", "=", "gpt_tiny"))
+        sys.argv[1:] = [
+            f"{key}=[]" if key in groups and value == "null" else f"{key}{sign}{value}"
+            for key, sign, value in given
+        ]
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
+        try:
+            return application()
+        except Exception as error:
+            sentence = user_sentence(error)
+            if sentence is None or SHOWS_ALL:
+                raise
+            print(sentence, file=sys.stderr)
+            sys.exit(1)
+
+    return wrapper
+
+
+@command
+@hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
+def main(cfg: DictConfig) -> float | None:
+    """Train and test one arm, unless it has finished; return its last validation score."""
+    for message in QUIET:
+        warnings.filterwarnings("ignore", message)
+    gc.collect()  # objects of a sweep's previous run form cycles, and may hold GPU memory
+    run = Run(cfg)
+    try:
+        if not run.has_finished():
+            train(cfg, run)
+        curve = run.result.get(Measure.of(run.result).keys[1])
+        return curve[-1] if curve else None
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        run.stopped(error)
+        return None
+    finally:
+        run.lock.release()
+
+
+class CompareArms(Callback):
+    """Compare the arms of a sweep when it ends."""
+
+    @rank_zero_only
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from normplug.experiment.compare import main  # which training need not import
+
+        if code := main([str(config.hydra.sweep.dir)]):
+            sys.exit(code)

@@ -28,23 +28,14 @@ _ROOTS: dict[tuple[float, bool], Tensor] = {}
 
 
 class Settings(NamedTuple):
-    """The settings that normplug stores in a layer, as one attribute: `_normplug`.
-
-    Attributes:
-        target_variance: a float above 0.
-        backend: "auto", "triton" or "torch".
-        autocast_output: "float32" or "low".
-        eps: the eps of the formula. The layer may show a `HiddenEps`.
-        momentum: the weight of a new batch in statistics that are only watched.
-        unsynced_class: the layer's class before it was synchronised; None if it was not.
-    """
+    """The settings that normplug stores in a layer, as one attribute: `_normplug`."""
 
     target_variance: float = 1.0
     backend: str = "auto"
     autocast_output: str = "float32"
-    eps: Any = None  # a number; RMSNorm's may be None
-    momentum: float | None = 0.1
-    unsynced_class: type[nn.Module] | None = None
+    eps: Any = None  # a number; RMSNorm's may be None. The layer may show a `HiddenEps`.
+    momentum: float | None = 0.1  # of statistics that are only watched
+    unsynced_class: type[nn.Module] | None = None  # the class before a synchronised one
 
 
 def _setting(name: str, check: Callable[[str, Any], object]) -> Any:
@@ -125,22 +116,17 @@ def eps_property(name: str) -> Any:
 
 
 class FusionSites(NamedTuple):
-    """The operations that `normplug.fuse` may run in one call with a layer: `_fusion_sites`.
+    """The operations that `normplug.fuse` may run in one call with a layer: `_fusion_sites`."""
 
-    Attributes:
-        methods: the methods that the forward consists of, by name. A subclass that overrides one
-            of them is not fused.
-        after: operations after the layer: any of "activation", "addition" (of a residual, before
-            the activation) and "max_pool" (after relu). The layer's `_fused` runs them.
-        before: operations before the layer: "sum" (of two tensors), which `_fused_add` runs, and
-            "convolution_bias", which `_fused_bias` runs. The latter is for layers with a
-            `normalized_shape`.
-        measures: whether the fused methods, too, measure for a `VarianceLogger`.
-    """
-
+    # The methods of the forward, by name. A subclass that overrides one of them is not fused.
     methods: dict[str, Callable[..., Any]]
+    # What `_fused` runs after the layer: any of "activation", "addition" (of a residual, before the
+    # activation) and "max_pool" (after relu).
     after: tuple[str, ...] = ()
+    # What runs before it: "sum" (of two tensors, by `_fused_add`), and "convolution_bias" (by
+    # `_fused_bias`, for layers with a `normalized_shape`).
     before: tuple[str, ...] = ()
+    # Whether the fused methods, too, measure for a `VarianceLogger`.
     measures: bool = False
 
 
@@ -232,10 +218,7 @@ class TargetVarianceNorm(nn.Module):
     def _adopt(cls, module: nn.Module, track_running_stats: bool | None, device: Any) -> None:
         """Give a stock layer what its class lacks, before a swap changes the class.
 
-        Args:
-            module: the stock layer.
-            track_running_stats: whether to watch statistics; None leaves it to the class.
-            device: the device of new tensors if the layer has no weight.
+        device: the device of new tensors if the layer has no weight.
         """
 
     @classmethod
@@ -245,13 +228,6 @@ class TargetVarianceNorm(nn.Module):
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         """The formula in plain torch, for `check`; a class with another forward overrides it."""
         raise NotImplementedError
-
-    @classmethod
-    def _forward_is_expected(cls) -> bool:
-        """Whether this class has the forward of the class that defines its `_expected`."""
-        names = cls._fusion_sites.methods if cls._fusion_sites else ("forward",)
-        owner = next(base for base in cls.__mro__ if "_expected" in vars(base))
-        return all(getattr(cls, name) is getattr(owner, name) for name in names)
 
     def _example_shape(self) -> tuple[int, ...]:
         """The shape of a small input, for `check`."""
@@ -291,10 +267,8 @@ class TargetVarianceNorm(nn.Module):
     def _run(self, *reading: Any, isolated: bool = False) -> Any:
         """Run a call: as C++ has stored it, or by PyTorch's function, or by `call`.
 
-        Args:
-            *reading: what a call depends on besides `_call_reads`: the input, the residual, the
-                input bias, and others.
-            isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
+        reading: what it depends on besides `_call_reads`: input, residual, input bias, and others.
+        isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
         """
         y = None if torch.compiler.is_compiling() else native.forward(self, *reading)
         if y is None:
@@ -343,9 +317,15 @@ class TargetVarianceNorm(nn.Module):
         tv = self._normplug.target_variance
         if weight is None or tv == 1.0:
             return weight
-        key = (tv, weight.dtype == torch.float64)
-        root = _ROOTS.get(key)
-        return weight * (_new_root(key) if root is None else root)
+        double = weight.dtype == torch.float64
+        root: Tensor | float | None = _ROOTS.get((tv, double))
+        if root is None:
+            root = math.sqrt(tv)
+            if not interposed():  # a transform or a mode would make another kind of tensor
+                with torch.inference_mode(False):
+                    dtype = torch.float64 if double else torch.float32
+                    root = _ROOTS[tv, double] = torch.tensor(root, dtype=dtype, device="cpu")
+        return weight * root
 
     @property
     def _eps(self) -> Any:
@@ -438,14 +418,3 @@ class TargetVarianceNorm(nn.Module):
                     stacklevel=2,
                 )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **named)
-
-
-def _new_root(key: tuple[float, bool]) -> Tensor | float:
-    target_variance, double = key
-    root = math.sqrt(target_variance)
-    if interposed():  # a transform or a mode would make another kind of tensor
-        return root
-    with torch.inference_mode(False):
-        dtype = torch.float64 if double else torch.float32
-        _ROOTS[key] = torch.tensor(root, dtype=dtype, device="cpu")
-    return _ROOTS[key]

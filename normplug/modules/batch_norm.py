@@ -38,16 +38,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     ) -> Tensor:
         """Compute `activation(forward(input) + residual)`, then max pooling, in one call.
 
-        While a `VarianceLogger` measures, this measures as well.
-
-        Args:
-            input: the input of `forward`.
-            residual: added before the activation; shaped like `input`, or None.
-            activation: a name or a pair of `normplug.functional.batch_norm`, or None.
-            pool: max pooling, only after relu and without a residual.
-            isolated: whether a compiler has nothing to fuse the norm with.
-            keeps_residual: whether to save the residual, so that the backward can recompute the
-                output.
+        pool: only after relu and without a residual.
+        keeps_residual: whether to save the residual, so that the backward can recompute the output.
         """
         # Read first: another thread may unswap the layer. A joined call measures itself.
         measures = self._probe is not None and self.group_to_join() is None

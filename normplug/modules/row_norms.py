@@ -22,13 +22,16 @@ class RowNorm(WatchedRows):
     A subclass declares `_function`, `_stock`, and all that `TargetVarianceNorm` asks for.
     """
 
+    normalized_shape: tuple[int, ...]
     # Where an RMSNorm rounds: see `LayerNormSpec.rounding`.
     _rounding: ClassVar[str | None] = None
     # Whether autocast has the stock layer compute and return float32.
     _autocasts: ClassVar[bool] = True
-    _channels_first = False  # whether the input is a view of channels-first images
 
     _call_reads = (*WatchedRows._call_reads, "normalized_shape")
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        return self.normalized_shape
 
     def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:
         """The non-tensor arguments of a call with the input x."""
@@ -73,8 +76,7 @@ class RowNorm(WatchedRows):
         measures = self._probe is not None  # read first: another thread may unswap the layer
         # A subclass may override this method; C++ would then bypass its version.
         stores = type(self)._normalise is RowNorm._normalise
-        spec, isolated = self._spec(input, autocast_output), self._channels_first
-        y = self._new_call(t, spec, input, None, None, isolated=isolated, stores=stores)
+        y = self._new_call(t, self._spec(input, autocast_output), input, None, None, stores=stores)
         if measures:
             self._record(*(parts.rows(each, self._affine_shape()) for each in (input, y)))
         return y
@@ -161,9 +163,6 @@ class LayerNorm(RowNorm, nn.LayerNorm):
         _watch(watched, own.momentum, mean, rstd, own.eps)
         return y
 
-    def _affine_shape(self) -> tuple[int, ...]:
-        return self.normalized_shape
-
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         affine = self.weight, self.bias
         return reference.layer_norm(x, self.normalized_shape, *affine, **self._numbers()).y
@@ -238,9 +237,6 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
         >>> RMSNorm(8, mode=0.5)
         RMSNorm((8,), eps=None, elementwise_affine=True, ..., mode=0.5)
     """
-
-    def _affine_shape(self) -> tuple[int, ...]:
-        return self.normalized_shape
 
 
 def _watch(statistics: list[Any], momentum: Any, mean: Tensor, rstd: Tensor, eps: float) -> None:

@@ -13,6 +13,7 @@ from normplug._ops.parts import is_sharded
 from normplug._torch import in_autocast, transforms_active
 from normplug.modes import ModeLike
 from normplug.modules.base import TargetVarianceNorm
+from normplug.reference import accumulator_dtype
 
 # Each statistic, and its value before the first batch.
 _START = {"watched_mean": 0, "watched_var": 1, "watched_count": 0}
@@ -64,9 +65,8 @@ class WatchedRows(TargetVarianceNorm):
         if not (cls._watches if track_running_stats is None else track_running_stats):
             return
         weight: Tensor | None = module.weight  # type: ignore[assignment]
-        double = weight is not None and weight.dtype == torch.float64
         for name in cls._watched:
-            fresh = _fresh(name, double, device if weight is None else weight.device)
+            fresh = _fresh(name, weight, device if weight is None else weight.device)
             module.register_buffer(name, None if fresh.is_meta else fresh, persistent=False)
 
     @classmethod
@@ -127,14 +127,12 @@ class WatchedRows(TargetVarianceNorm):
     def _move_watched(self, device: torch.device) -> None:
         """Move the statistics to a device; they start there if they have no values."""
         weight = self._parameters.get("weight")
-        double = weight is not None and weight.dtype == torch.float64
         with torch.inference_mode(False):
             for name in self._watched:
                 t = self._buffers[name]
                 if t is None or t.is_meta:
-                    self._buffers[name] = _fresh(name, double, device)
-                else:
-                    self._buffers[name] = t.to(device)
+                    t = _fresh(name, weight, device)
+                self._buffers[name] = t.to(device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> WatchedRows:
         # On the meta device nothing has values, and `to_empty` would give arbitrary ones.
@@ -166,8 +164,8 @@ class WatchedRows(TargetVarianceNorm):
         super()._load_from_state_dict(own, prefix, *args, **named)
 
 
-def _fresh(name: str, double: bool, device: Any) -> Tensor:
-    floating = torch.float64 if double else torch.float32
-    dtype = torch.long if name == "watched_count" else floating
+def _fresh(name: str, weight: Tensor | None, device: Any) -> Tensor:
+    dtype = accumulator_dtype(None if weight is None else weight.dtype)
+    dtype = torch.long if name == "watched_count" else dtype
     with torch.inference_mode(False):  # training writes to it
         return torch.full((), _START[name], device=device, dtype=dtype)

@@ -82,10 +82,15 @@ keep: Any = _nothing  # (spec, backend, t, ready, run): store a call, if `run` i
 forward: Any = _nothing  # (module, input, residual, input_bias, *others): as `call`, for `learn`
 learn: Any = _nothing  # (spec, backend, t, module, input, ...): store a module's call
 run: Any = _nothing  # (plan, t): run a call by its plan
+operate: Any = _nothing  # (spec, t): run a call that `keep` has stored, with all that it saves
+differentiate: Any = _nothing  # (spec, t, state, dy, ...): its gradients
 forget: Any = _nothing  # (): drop all stored calls, since the Python cache has dropped its own
 recomputable_node: Any = _nothing  # (y): the C++ node that can recompute y, or None
 recompute: Any = _nothing  # (node): recompute the first result of such a node
-_FUNCTIONS = ("call", "keep", "forward", "learn", "run", "forget", "recomputable_node", "recompute")
+_FUNCTIONS = (
+    *("call", "keep", "forward", "learn", "run", "operate", "differentiate", "forget"),
+    *("recomputable_node", "recompute"),
+)
 
 
 def _use(extension: ModuleType | None) -> None:

@@ -56,6 +56,30 @@ inline Slots slots_of(const Plan& plan, const variable_list& saved) {
   return slots;
 }
 
+// The needed gradients of a call, from the tensors that its forward saved. `needs`: of each input.
+// Undefined where not needed. Call this without the GIL.
+inline variable_list run_backward(Plan& plan, const variable_list& saved, const Tensor& dy,
+                                  const Tensor& dtotal, const std::array<bool, kInputs>& needs) {
+  std::string key(needs.begin(), needs.end());
+  for (const Tensor* t : {&dy, &dtotal}) {
+    key.push_back(t->defined() ? static_cast<char>(t->dim()) : -1);
+    if (!t->defined()) continue;
+    auto strides = t->strides();
+    key.append(reinterpret_cast<const char*>(strides.data()), strides.size() * sizeof(int64_t));
+  }
+  auto program = find_program(plan, key, [&] {
+    return plan.python.attr("backward_of")(saved, dy, dtotal, py::tuple(py::cast(needs)));
+  });
+  Slots slots = slots_of(plan, saved);
+  slots[kDy] = dy;
+  slots[kDtotal] = dtotal;
+  run(plan, *program, slots);
+  variable_list gradients;
+  gradients.reserve(kInputs);
+  for (const auto& result : program->results) gradients.push_back(result_of(result, slots));
+  return gradients;
+}
+
 inline variable_list NormBackward::apply(variable_list&& grads) {
   at::DeviceGuard device(plan->device);
   variable_list found = unpacked(), gradients;
@@ -65,30 +89,12 @@ inline variable_list NormBackward::apply(variable_list&& grads) {
   dtotal = readable(dtotal);
   std::array<bool, kInputs> needs;
   for (size_t i = 0; i < kInputs; ++i) needs[i] = next_edge(i).is_valid();
-  auto ask = [&](const char* method) -> py::object {
-    return plan->python.attr(method)(found, dy, dtotal, py::tuple(py::cast(needs)));
-  };
-  if (at::GradMode::is_enabled()) {  // create_graph=True
-    py::gil_scoped_acquire gil;
-    for (py::handle each : ask("composed_backward")) {
-      gradients.push_back(each.is_none() ? Tensor() : each.cast<Tensor>());
-    }
-    return gradients;
+  if (!at::GradMode::is_enabled()) return run_backward(*plan, found, dy, dtotal, needs);
+  py::gil_scoped_acquire gil;  // create_graph=True
+  for (py::handle each : plan->python.attr("composed_backward")(found, dy, dtotal,
+                                                               py::tuple(py::cast(needs)))) {
+    gradients.push_back(each.is_none() ? Tensor() : each.cast<Tensor>());
   }
-  std::string key(needs.begin(), needs.end());
-  for (const Tensor* t : {&dy, &dtotal}) {
-    key.push_back(t->defined() ? static_cast<char>(t->dim()) : -1);
-    if (!t->defined()) continue;
-    auto strides = t->strides();
-    key.append(reinterpret_cast<const char*>(strides.data()), strides.size() * sizeof(int64_t));
-  }
-  auto program = find_program(*plan, key, [&] { return ask("backward_of"); });
-  Slots slots = slots_of(*plan, found);
-  slots[kDy] = dy;
-  slots[kDtotal] = dtotal;
-  run(*plan, *program, slots);
-  gradients.reserve(kInputs);
-  for (const auto& result : program->results) gradients.push_back(result_of(result, slots));
   return gradients;
 }
 
@@ -142,6 +148,22 @@ inline void make_history(const std::shared_ptr<Plan>& plan, const Program& progr
 #endif
 }
 
+// Run the forward of a plan; `keep` what its backward needs. Call this without the GIL.
+inline std::shared_ptr<Program> run_kernels(Plan& plan, Slots& slots, bool keep) {
+  auto program = find_program(plan, keep ? "1" : "0", [&] {
+    return plan.python.attr("forward_of")(variable_list(slots.begin(), slots.begin() + kTensors),
+                                          keep);
+  });
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    run(plan, *program, slots);
+  }
+  for (uint8_t slot : program->updates) {  // in place, by the kernels
+    if (!slots[slot].is_inference()) slots[slot].unsafeGetTensorImpl()->bump_version();
+  }
+  return program;
+}
+
 // Run a call by its plan, and record it for autograd. Call this without the GIL.
 inline std::shared_ptr<Program> run_forward(const std::shared_ptr<Plan>& plan, Slots& slots) {
   at::DeviceGuard device(plan->device);
@@ -149,17 +171,7 @@ inline std::shared_ptr<Program> run_forward(const std::shared_ptr<Plan>& plan, S
   for (size_t i = 0; i < kInputs; ++i) inputs[i] = slots[i];
   bool keep = torch::autograd::compute_requires_grad(inputs[0], inputs[1], inputs[2], inputs[3],
                                                      inputs[4]);
-  auto program = find_program(*plan, keep ? "1" : "0", [&] {
-    return plan->python.attr("forward_of")(variable_list(slots.begin(), slots.begin() + kTensors),
-                                           keep);
-  });
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    run(*plan, *program, slots);
-  }
-  for (uint8_t slot : program->updates) {  // in place, by the kernels
-    if (!slots[slot].is_inference()) slots[slot].unsafeGetTensorImpl()->bump_version();
-  }
+  auto program = run_kernels(*plan, slots, keep);
   if (keep) make_history(plan, *program, slots, inputs);
   return program;
 }

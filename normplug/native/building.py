@@ -26,6 +26,7 @@ SOURCE = Path(__file__).with_name("host_path.cpp")
 _NAME = "normplug_host_path"
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+_FAILED = ".failed.txt"  # of the file that says why a compilation failed
 _A_DAY = 24 * 3600.0  # seconds after which a failure is retried
 _DIGEST = 68  # bytes at the end of a compiled file: what `sha256sum` prints of the rest
 # "$@" is the compiler. A complete output is renamed to TARGET, so that nobody loads half of it.
@@ -73,7 +74,7 @@ def start_compiler(target: Path, *, again: bool = True) -> subprocess.Popen[byte
     Raises:
         RuntimeError: there is no compiler, it failed lately, or the result cannot be written.
     """
-    note = _failure_file(target)
+    note = target.with_suffix(_FAILED)
     if not again and note.exists() and time.time() - note.stat().st_mtime < _A_DAY:
         raise RuntimeError(
             f"{failure(target)}. `python -m normplug.native build` tries again, and shows why"
@@ -116,7 +117,7 @@ def failure(target: Path) -> str | None:
 
     The reason is the first line of output that mentions an error. The file has all lines.
     """
-    note = _failure_file(target)
+    note = target.with_suffix(_FAILED)
     try:
         lines = [line.strip() for line in note.read_text(errors="replace").splitlines()]
     except OSError:
@@ -178,23 +179,10 @@ def command(output: Path) -> list[str]:
         raise RuntimeError(f"no C++ compiler was found ({tried})")
     root = Path(torch.__file__).parent
     return [
-        *found,
-        *_FLAGS,
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{root / 'include'}",
-        f"-I{sysconfig.get_paths()['include']}",
-        str(SOURCE),
-        "-o",
-        str(output),
-        f"-L{root / 'lib'}",
-        "-ltorch_python",
-        "-ltorch_cpu",
-        "-lc10",
-    ]
-
-
-def _failure_file(target: Path) -> Path:
-    return target.with_suffix(".failed.txt")
+        *found, *_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{root / 'include'}", f"-I{sysconfig.get_paths()['include']}", str(SOURCE),
+        "-o", str(output), f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10",
+    ]  # fmt: skip
 
 
 def _make_folder(folder: Path) -> None:

@@ -167,14 +167,6 @@ inline bool read_call(PyObject* spec, PyObject* backend, PyObject* tensors, Read
   return true;
 }
 
-// Append the autocast dtype of the tensor's device, or -1 where autocast is off.
-inline void describe_autocast(const Tensor& t, Signature& signature) {
-  auto device = t.device().type();
-  bool is_on =
-      (device == at::kCUDA || device == at::kCPU) && at::autocast::is_autocast_enabled(device);
-  signature.push_back(is_on ? static_cast<int64_t>(at::autocast::get_autocast_dtype(device)) : -1);
-}
-
 // A tensor in one of a module's tables. None if the module has no such tensor; nullptr if it is a
 // plain attribute, such as a weight that a hook computes.
 inline PyObject* find_tensor(PyObject* table, PyObject* own, PyObject* name) {
@@ -217,7 +209,11 @@ inline bool read_module(PyObject* const* args, Py_ssize_t count, Reading& readin
   for (PyObject* each : tensors) {
     if (each == nullptr || !describe(each, reading.signature)) return false;
   }
-  describe_autocast(THPVariable_Unpack(input), reading.signature);
+  auto device = THPVariable_Unpack(input).device().type();
+  bool casts =
+      (device == at::kCUDA || device == at::kCPU) && at::autocast::is_autocast_enabled(device);
+  reading.signature.push_back(
+      casts ? static_cast<int64_t>(at::autocast::get_autocast_dtype(device)) : -1);
   for (Py_ssize_t i = 3; i < PyTuple_GET_SIZE(names.ptr()); ++i) {
     PyObject* value = PyDict_GetItemWithError(own.ptr(), PyTuple_GET_ITEM(names.ptr(), i));
     reading.values.push_back(value == nullptr ? Py_None : value);

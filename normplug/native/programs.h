@@ -48,10 +48,6 @@ inline void load() {
   find(torch, "aoti_torch_get_current_cuda_stream", current_stream);
 }
 
-inline bool complete() {
-  return launch && launch_cooperative && param_info && current_stream;
-}
-
 }  // namespace driver
 
 // A compiled kernel, with the values of its parameters.
@@ -234,7 +230,9 @@ inline void find_workspace(Plan& plan, Program& program, void* stream, Slots& sl
 
 // The compiled kernel of a step; null if it cannot be launched without Python.
 inline std::shared_ptr<const Compiled> compiled_of(const Step& step) {
-  if (!driver::complete() || step.slots.size() > Compiled::kMostTensors) return nullptr;
+  bool has_driver = driver::launch && driver::launch_cooperative && driver::param_info &&
+                    driver::current_stream;
+  if (!has_driver || step.slots.size() > Compiled::kMostTensors) return nullptr;
   py::object found = step.launch.attr("compiled")();
   if (found.is_none()) return nullptr;
   auto compiled = std::make_shared<Compiled>();

@@ -1,39 +1,18 @@
 """The way of a call: how long it is, what it asks once, and what is logged of it."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-import normplug
+from calls import walked
 from normplug import functional
-from normplug._ops import call as calls
+from normplug._ops import call
 
-ROOT = str(Path(normplug.__file__).parent)
 X = torch.linspace(-1, 2, 24).view(4, 6)
-
-
-def walked(function, *args, **kwargs):
-    """The functions of normplug that a call enters, in order: (file, name)."""
-    found = []
-
-    def note(frame, event, argument):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(ROOT):
-            found.append((code.co_filename.removeprefix(ROOT), code.co_name))
-
-    sys.setprofile(note)
-    try:
-        function(*args, **kwargs)
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 @pytest.fixture
 def nothing_stored(monkeypatch):
-    monkeypatch.setattr(calls, "_stored", {})
+    monkeypatch.setattr(call, "_stored", {})
 
 
 def test_the_first_call_passes_few_files_and_makes_its_key_once(nothing_stored):

@@ -3,13 +3,17 @@
 import math
 from functools import partial
 from importlib.util import find_spec
+from math import gcd
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import normplug
 from accuracy import leaf
+from batch_norm_cases import DTYPES, LAYOUTS, compare, make
 from calls import check_one_graph
 from normplug import _activations, functional, reference, target_variance
 
@@ -69,6 +73,46 @@ def test_forward_and_gradients_match_the_reference(case, affine):
         expected = {"input": dx, **dict(zip(("weight", "bias"), dvectors, strict=True))}
         expected |= {"residual": dpre, "input_bias": dx.sum((0, 1))}
         torch.testing.assert_close(got, {name: expected[name] for name in got})
+
+
+@given(
+    name=st.sampled_from(["batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm"]),
+    shape=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    dims=st.integers(1, 4),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(LAYOUTS),
+    affine=st.sampled_from(["", "weight", "bias", "weight+bias"]),
+    full_parameters=st.booleans(),
+    mode=st.one_of(st.sampled_from(["golden", "standard"]), st.floats(0.01, 10)),
+    training=st.booleans(),
+    offset=st.sampled_from([0.0, 3.0, 1e3]),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=400, deadline=None)
+def test_any_call_is_as_close_to_float64_as_torch(
+    name, shape, dims, dtype, layout, affine, full_parameters, mode, training, offset, seed
+):
+    torch.manual_seed(seed)
+    of_rows = name in ("layer_norm", "rms_norm")
+    values = torch.Size(shape[2:] if name == "instance_norm" else [shape[0], *shape[2:]]).numel()
+    assume(of_rows or (len(shape) > 1 and values > 1))
+    if name == "instance_norm":  # torch's gradient is wrong for one sample in channels_last
+        assume(shape[0] > 1 or layout != "channels_last")
+    options, params, vector = {}, None, shape[1:2]
+    if of_rows:
+        vector = shape[-dims:]
+        options = {"normalized_shape": vector, "eps": 1e-5}
+        layout = "contiguous" if layout == "channels_last" else layout
+    elif name == "group_norm":
+        options = {"num_groups": gcd(shape[1], dims)}
+    elif name == "batch_norm":
+        options = {"training": training}
+        params = torch.promote_types(dtype, FLOAT) if full_parameters else dtype
+        running = (torch.randn(vector).to(params), torch.rand(vector).to(params) + 0.5)
+        options["running"] = running
+    x, weight, bias = make(shape, vector, dtype, layout, affine, params, offset)
+    y = compare(name, x, weight, bias, mode, **options)["y"]
+    assert y.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float16, FLOAT, DOUBLE], ids=str)

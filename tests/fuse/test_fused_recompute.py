@@ -9,8 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import recompute_cases
 import routes
-from accuracy import assert_same_bits
-from fuse_cases import Block, X, assert_same_step, outcome, swapped, torchvision_model
+from fuse_cases import Block, X, assert_same_step, swapped, torchvision_model
 from graphs import captured
 from normplug import fuse
 from normplug._fuse.fuse import fused_modules
@@ -32,11 +31,6 @@ def test_recompute_is_refused_if_torch_cannot_report_saved_tensor_hooks(monkeypa
     with pytest.raises(NotImplementedError, match="normplug.fuse: recompute needs torch 2.8"):
         fuse(model, recompute=True)
     assert not fused_modules(model)
-
-
-def check_same(ours, plain, x, low):
-    for _ in range(2):
-        assert_same_bits(*(outcome(model, x, low=low) for model in (ours, plain)))
 
 
 def memory_of_a_step(model, x, low):
@@ -67,7 +61,7 @@ def test_recomputed_outputs_are_not_held_on_the_gpu_and_change_no_bit(
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     ours, plain = recompute_cases.twins(resnet18(memory_format))
     x = torch.randn(32, 3, 32, 32, device="cuda").contiguous(memory_format=memory_format)
-    check_same(ours, plain, x, low)
+    recompute_cases.check_same(ours, plain, x, low, steps=2)
     recomputed = [n for n, m in plain.named_modules() if isinstance(m, nn.Conv2d) and "conv2" in n]
     every = recompute_cases.kept(plain, x, low)
     assert every - recompute_cases.kept(ours, x, low) >= set(recomputed)
@@ -92,7 +86,7 @@ def test_every_second_blocks_output_is_recomputed_on_the_gpu(memory_format, low,
     blocks = nn.Sequential(*(recompute_cases.Residual(width=64) for _ in range(4)))
     ours, plain = recompute_cases.twins(blocks.to("cuda", memory_format=memory_format))
     x = torch.randn(8, 64, 28, 28, device="cuda").contiguous(memory_format=memory_format)
-    check_same(ours, plain, x, low)
+    recompute_cases.check_same(ours, plain, x, low, steps=2)
     if low is None:
         recomputed = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
         assert recomputed == {"1.conv1", "3.conv1", *(f"{i}.conv2" for i in range(4))}
@@ -105,7 +99,7 @@ def test_recomputing_a_layer_norms_output_on_the_gpu_changes_no_bit(make, low):
     ours, plain = recompute_cases.twins(make(256).cuda())
     x = torch.randn(16, 100, 256, device="cuda")
     with sdpa_kernel(SDPBackend.MATH):  # other backends may sum in any order
-        check_same(ours, plain, x, low)
+        recompute_cases.check_same(ours, plain, x, low, steps=2)
     held, our_held = (memory_of_a_step(model, x, low)[0] for model in (plain, ours))
     output_bytes = x.numel() * (4 if low is None else 2)
     assert held - our_held >= output_bytes

@@ -8,17 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import normplug
-from fuse_cases import (
-    ROWS,
-    ZOO,
-    Depthwise,
-    Encoder,
-    Parts,
-    X,
-    assert_same_step,
-    swapped,
-    twins,
-)
+from fuse_cases import ROWS, Depthwise, Encoder, Parts, X, assert_same_step, swapped, twins
 from normplug import fuse, fusions
 from normplug._fuse.edit import REASON
 
@@ -308,19 +298,3 @@ def test_a_norm_that_another_module_calls_in_between_keeps_its_order():
     with pytest.warns(UserWarning, match=REASON):
         model, plain = twins(Shared(conv=nn.Conv2d(8, 8, 1), norm=norm, act=nn.ReLU(), down=down))
     assert_same_step(model, plain, X)
-
-
-def test_a_norm_that_only_a_fused_addition_reads_is_called_as_isolated(monkeypatch, calls):
-    isolated = []
-    fused = normplug.BatchNorm2d._fused
-
-    def noted(layer, *arguments, **options):
-        isolated.extend([layer] * options.get("isolated", False))
-        return fused(layer, *arguments, **options)
-
-    model = fuse(swapped(ZOO["resnet18"][0]()))
-    monkeypatch.setattr(normplug.BatchNorm2d, "_fused", noted)
-    model(torch.randn(2, 3, 32, 32, dtype=torch.double))
-    shortcuts = [m for n, m in model.named_modules() if n.endswith("downsample.1")]
-    assert len(isolated) == len(shortcuts) > 0
-    assert set(isolated) <= set(shortcuts)

@@ -1,9 +1,12 @@
-"""What holds after every test that Triton interprets."""
+"""What tests of kernels that Triton interprets share."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
+
+import routes
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +28,15 @@ def workspaces_are_left_in_order(monkeypatch):
         if type(counters) is torch.Tensor:  # and not a fake one
             assert not counters.any()
             assert after.isnan().all()
+
+
+@pytest.fixture
+def prepared(request, monkeypatch):
+    """A function from the name of one of the file's SETUPS to its case, with its schedules."""
+
+    def prepare(name, **options):
+        case, schedules = request.module.SETUPS[name]
+        routes.reschedule(monkeypatch, **schedules)
+        return replace(case, **options)
+
+    return prepare

@@ -14,11 +14,12 @@ import torch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 from launches import (  # noqa: E402
+    H100,
+    Driver,
     batch_norm_launches,
     group_norm_launches,
     pool_launches,
@@ -32,20 +33,6 @@ pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
     pytest.mark.skipif(not ahead.KEYED, reason="workers need Triton 3.5 on Linux"),
 ]
-H100 = GPUTarget("cuda", 90, 32)
-
-
-class Driver:
-    """A driver that reports an H100, which need not exist."""
-
-    def get_current_target(self):
-        return H100
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,18 +30,6 @@ from normplug._kernels import merging  # noqa: E402
 from normplug._kernels.batch_norm import columns, schedule  # noqa: E402
 
 pytestmark = interpreted.MARKS
-
-
-class Setup(NamedTuple):
-    """A shape, its layout, and a change to the schedule chosen for it."""
-
-    shape: tuple[int, ...]
-    layout: str
-    change: Callable[[Any], Any]
-
-
-def as_is(shape):
-    return shape
 
 
 def in_tiles(shape):
@@ -73,22 +59,28 @@ def solo(rows_a_tile):
     return change
 
 
-SETUPS = {
-    "planes": Setup((3, 3, 11, 13), "contiguous", as_is),
-    "planes in tiles": Setup((2, 2, 11, 13), "contiguous", in_tiles),
-    "rows": Setup((37, 19), "contiguous", as_is),
-    "rows, phased": Setup((7, 9), "contiguous", phased(2, 4)),
-    "rows, solo": Setup((7, 9), "contiguous", solo(2)),
-    "channels_last": Setup((3, 19, 2, 4), "channels_last", as_is),
-    "small planes": Setup((5, 5, 7, 7), "contiguous", solo(2)),
-    "small planes, phased": Setup((3, 5, 6, 7), "contiguous", phased(1, 2)),
+def setup_of(shape, layout="contiguous", change=lambda shape: shape):
+    """A case, and a change to the schedule chosen for it."""
+    return Case(shape, layout=layout), {"geometry": change}
+
+
+FEW_ITEMS = {
+    "planes": setup_of((3, 3, 11, 13)),
+    "planes in tiles": setup_of((2, 2, 11, 13), change=in_tiles),
+    "rows": setup_of((37, 19)),
+    "rows, phased": setup_of((7, 9), change=phased(2, 4)),
+    "rows, solo": setup_of((7, 9), change=solo(2)),
+    "channels_last": setup_of((3, 19, 2, 4), "channels_last"),
+    "small planes": setup_of((5, 5, 7, 7), change=solo(2)),
+    "small planes, phased": setup_of((3, 5, 6, 7), change=phased(1, 2)),
 }
 MANY_ITEMS = {
-    "rows, in groups": Setup((7, 17), "contiguous", phased(2, 4, group=2, head=3)),
-    "rows, many items": Setup((17, 5), "contiguous", phased(2, 2)),
-    "small planes, many items": Setup((9, 3, 2, 3), "contiguous", phased(2, 1)),
+    "rows, in groups": setup_of((7, 17), change=phased(2, 4, group=2, head=3)),
+    "rows, many items": setup_of((17, 5), change=phased(2, 2)),
+    "small planes, many items": setup_of((9, 3, 2, 3), change=phased(2, 1)),
 }
-EVERY_SETUP = pytest.mark.parametrize("setup", SETUPS)
+SETUPS = FEW_ITEMS | MANY_ITEMS
+EVERY_SETUP = pytest.mark.parametrize("setup", FEW_ITEMS)
 SOME_SETUPS = pytest.mark.parametrize("setup", ["planes in tiles", "rows, phased", "small planes"])
 VARIANTS = [
     {"dtype": torch.float16, "activation": "relu", "affine": "bias", "running": False},
@@ -102,18 +94,6 @@ VARIANTS = [
     {**HALF, "activation": "hardswish", "mode": 10},
     {"activation": ("leaky_relu", 0.2), "residual": "contiguous", "offset": 1e3},
 ]
-
-
-@pytest.fixture
-def prepared(monkeypatch):
-    """A function from the name of a setup to a `Case` in it."""
-
-    def prepare(name, **options):
-        setup = {**SETUPS, **MANY_ITEMS}[name]
-        routes.reschedule(monkeypatch, geometry=setup.change)
-        return Case(setup.shape, layout=setup.layout, **options)
-
-    return prepare
 
 
 @EVERY_SETUP
@@ -130,7 +110,7 @@ def test_64_bit_offsets_are_accurate(setup, prepared, monkeypatch):
 
 # Every setup with three variants, and every variant with two setups or more.
 RECOMPUTED = [
-    (s, VARIANTS[(i + k) % len(VARIANTS)]) for i, s in enumerate(SETUPS) for k in (0, 3, 6)
+    (s, VARIANTS[(i + k) % len(VARIANTS)]) for i, s in enumerate(FEW_ITEMS) for k in (0, 3, 6)
 ]
 
 

@@ -15,6 +15,7 @@ from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from launches import (  # noqa: E402
+    H100,
     SHARED,
     SMS,
     batch_norm_launches,
@@ -30,7 +31,6 @@ pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
     pytest.mark.skipif(not launch.BUILDS, reason="on this Triton the kernels are not used"),
 ]
-H100 = GPUTarget("cuda", 90, 32)
 T4 = GPUTarget("cuda", 75, 32)
 T4_SMS, T4_SHARED = 40, 64 << 10
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -103,19 +103,12 @@ BATCH_NORMS = {
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
 @pytest.mark.parametrize("name", BATCH_NORMS)
-def test_batch_norm_compiles(name, dtype):
+def test_batch_norm_compiles_alone_and_exchanging_its_statistics(name, dtype):
     leaky = dtype == FLOAT64 and name in ("columns, own rows", "small planes")
-    activation = ("leaky_relu", 0.2) if leaky else "relu"
-    for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, activation=activation):
-        check(made, dtype)
-
-
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
-@pytest.mark.parametrize("name", BATCH_NORMS)
-def test_batch_norm_that_exchanges_its_statistics_compiles(name, dtype):
-    others = {"world": 2, "peers": 1 << 40, "activation": "relu"}
-    for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, **others):
-        check(made, dtype)
+    alone = {"activation": ("leaky_relu", 0.2) if leaky else "relu"}
+    for options in (alone, {"world": 2, "peers": 1 << 40, "activation": "relu"}):
+        for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, **options):
+            check(made, dtype)
 
 
 @pytest.mark.parametrize(

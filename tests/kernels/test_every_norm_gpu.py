@@ -15,7 +15,7 @@ import routes
 import row_cases
 from accuracy import assert_same_bits, error
 from calls import case_id
-from graphs import check_replays, check_streams
+from graphs import check_replays
 from kernel_cases import HALF
 from normplug import functional
 
@@ -101,8 +101,20 @@ def test_a_subset_of_the_gradients_can_be_requested(cases, case):
         assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
 
 
-def test_streams_do_not_disturb_each_other():
-    check_streams(SMALL)
+def test_calls_at_the_same_time_on_several_streams_give_the_usual_bits():
+    tensors = [cases.make(case, GPU) for cases, case in SMALL]
+    given = [(*call, each) for call, each in zip(SMALL, tensors, strict=True)]
+    expected = [cases.run(case, each, "triton") for cases, case, each in given]
+    streams = [torch.cuda.Stream() for _ in SMALL]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(10):
+        for stream, (cases, case, each), truth in zip(streams, given, expected, strict=True):
+            with torch.cuda.stream(stream):
+                results.append((cases.run(case, each, "triton"), truth))
+    torch.cuda.synchronize()
+    for ours, truth in results:
+        assert_same_bits(ours, truth)
 
 
 @EACH
@@ -160,6 +172,8 @@ GRAPHS = [
         (nn.LayerNorm, (width,), (count, width), torch.contiguous_format, added)
         for count, width in [(512, 768), (256, 16384), (16, 70_000)]
     ),
+    (nn.RMSNorm, (96,), (512, 96), torch.contiguous_format, None),
+    (nn.BatchNorm1d, (96,), (512, 96), torch.contiguous_format, None),
 ]
 
 
@@ -173,7 +187,7 @@ def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(
 
     def step(layer):
         y = layer(x) if call is None else call(layer, x)
-        leaves = (x, layer.weight, layer.bias)
+        leaves = (x, *layer.parameters())
         return (y, *torch.autograd.grad(y.square().sum(), leaves))
 
     check_replays(step, graphed, eager, x)
@@ -188,7 +202,7 @@ OPERATORS = [
 
 @pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=case_id)
 def test_the_operators_pass_opcheck(cases, case):
-    cases.check_operators(case, GPU)
+    routes.check_operators(cases, case, GPU)
 
 
 COMPILED = [
@@ -206,9 +220,11 @@ def test_one_compiled_graph_serves_other_numbers_of_rows(cases, arguments, compi
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_host_never_waits_for_the_gpu():
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_the_host_never_waits_for_the_gpu(momentum):
     norms = [nn.BatchNorm2d(320), nn.GroupNorm(32, 320), nn.InstanceNorm2d(320), nn.LayerNorm(64)]
     layer = normplug.swap(nn.Sequential(*norms).to(GPU))
+    layer[0].momentum = layer[3].momentum = momentum
     x = torch.randn(4, 320, 64, 64, device=GPU, requires_grad=True)
 
     def step():

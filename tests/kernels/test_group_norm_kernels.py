@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -15,7 +12,8 @@ from torch import nn
 import interpreted
 import routes
 from accuracy import assert_same_bits, leaf
-from group_kernel_cases import HALF, Case, assert_accurate, make, run
+from group_kernel_cases import Case, assert_accurate, make, run
+from kernel_cases import HALF
 from normplug import fuse, swap
 from swap_cases import one_graph
 
@@ -26,22 +24,27 @@ from normplug._kernels.group_norm import schedule  # noqa: E402
 pytestmark = interpreted.MARKS
 
 
-class Setup(NamedTuple):
-    """A shape, its layout, and what to change in the schedules of forward and backward."""
+def cut(**changes):
+    """Small sizes for a schedule, and these changes."""
 
-    shape: tuple[int, ...]
-    groups: int
-    layout: str
-    forward: dict[str, int]
-    backward: dict[str, int]
+    def change(shape):
+        names = {field.name for field in fields(shape)}
+        small = {"warps": 1, "lag": 0, "r": 1, "finish": 4}
+        if isinstance(shape, schedule.PlanesBackward):
+            small["splits"] = shape.n
+        return replace(shape, **{n: v for n, v in (small | changes).items() if n in names})
+
+    return change
 
 
 def planes(shape, groups, backward=None, **forward):
-    return Setup(shape, groups, "contiguous", forward, backward or {})
+    cuts = {"group_norm_forward": cut(**forward), "group_norm_backward": cut(**backward or {})}
+    return Case(shape, groups), cuts
 
 
-def columns(shape, groups, **cut):
-    return Setup(shape, groups, "channels_last", cut, cut)
+def columns(shape, groups, **changes):
+    cuts = dict.fromkeys(("group_norm_forward", "group_norm_backward"), cut(**changes))
+    return Case(shape, groups, layout="channels_last"), cuts
 
 
 SETUPS = {
@@ -73,7 +76,7 @@ VARIANTS = [
     {**HALF, "activation": "silu", "offset": 100.0},
     {"offset": 1e3, "affine": "weight", "dy": "strided"},
     {"dtype": torch.float64, "affine": "", "activation": "gelu", "eps": 0.1, "offset": 1e3},
-    {"dtype": torch.float16, "activation": "relu", "affine": "bias", "variance": 1.0},
+    {"dtype": torch.float16, "activation": "relu", "affine": "bias", "mode": 1.0},
     {"dtype": torch.float64, "activation": ("leaky_relu", 0.2), "offset": 1e3},
 ]
 # Each setup in two of the variants, and those with many programs in one.
@@ -84,52 +87,23 @@ PAIRS = [
 ]
 
 
-@pytest.fixture
-def cut(monkeypatch):
-    """A function from the name of a setup to a `Case` that is cut like it."""
-
-    def cut(name: str, **options: Any) -> Case:
-        setup = SETUPS[name]
-        _reschedule(monkeypatch, setup.forward, setup.backward)
-        return Case(setup.shape, setup.groups, **{"layout": setup.layout, **options})
-
-    return cut
-
-
-def _reschedule(monkeypatch, *cuts):
-    for name, changes in zip(("group_norm_forward", "group_norm_backward"), cuts, strict=True):
-        chosen: Callable[..., Any] = getattr(schedule, name)
-
-        def changed(*sizes, chosen=chosen, changes=changes):
-            shape = chosen(*sizes)
-            names = {field.name for field in dataclasses.fields(shape)}
-            small = {"warps": 1, "lag": 0, "r": 1, "finish": 4}
-            if isinstance(shape, schedule.PlanesBackward):
-                small["splits"] = shape.n
-            every = {name: value for name, value in {**small, **changes}.items() if name in names}
-            return replace(shape, **every)
-
-        monkeypatch.setattr(schedule, name, changed)
-    routes.forget(monkeypatch)
-
-
 @pytest.mark.parametrize(("setup", "options"), PAIRS, ids=str)
-def test_as_close_to_float64_as_torch(cut, setup, options):
-    case = cut(setup, **options)
+def test_as_close_to_float64_as_torch(prepared, setup, options):
+    case = prepared(setup, **options)
     out = assert_accurate(case)
     assert out["y"].stride() == out["dx"].stride() == make(case).x.stride()
 
 
 @EACH_KERNEL
 @pytest.mark.parametrize("needs", [("x",), ("weight",), ("x", "bias")], ids="+".join)
-def test_a_subset_of_the_gradients_can_be_requested(cut, setup, needs):
-    out = assert_accurate(cut(setup, needs=needs, activation="silu"))
+def test_a_subset_of_the_gradients_can_be_requested(prepared, setup, needs):
+    out = assert_accurate(prepared(setup, needs=needs, activation="silu"))
     assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
 
 
 @EACH_KERNEL
-def test_64_bit_offsets_give_the_same_bits(cut, setup, monkeypatch):
-    case = cut(setup, activation="relu")
+def test_64_bit_offsets_give_the_same_bits(prepared, setup, monkeypatch):
+    case = prepared(setup, activation="relu")
     tensors = make(case)
     expected = run(case, tensors, "triton")
     routes.use_64_bit_offsets(monkeypatch)
@@ -138,15 +112,7 @@ def test_64_bit_offsets_give_the_same_bits(cut, setup, monkeypatch):
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_the_output_and_the_input_gradient_may_differ_in_dtype(layout):
-    case = Case(
-        (2, 6, 5),
-        3,
-        layout=layout,
-        dtype=torch.bfloat16,
-        params=torch.float32,
-        output=torch.float32,
-    )
-    out = assert_accurate(case)
+    out = assert_accurate(Case((2, 6, 5), 3, **HALF, layout=layout, output=torch.float32))
     assert (out["y"].dtype, out["dx"].dtype) == (torch.float32, torch.bfloat16)
 
 

@@ -16,20 +16,7 @@ def _scale(x_ptr, y_ptr, N, root, BLOCK: tl.constexpr, ACC: tl.constexpr):
     tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N) * root, mask=places < N)
 
 
-SHAPE, FLAGS = SimpleNamespace(n=5, block=8), SimpleNamespace(block=16)
-
-
-def test_arguments_are_given_or_the_attributes_of_the_first_source_that_has_them():
-    launch = Launch(_scale, 1, 4, SHAPE, FLAGS, root=2, ACC=tl.float32)
-    assert launch.pointers == ("x", "y")
-    assert launch._tail == (5, 2.0, 8, tl.float32)
-    assert launch._constants["num_warps"] == 4
-    assert Launch(_scale, 1, 4, SHAPE, N=1, root=2.0, ACC=tl.float32)._tail[0] == 1
-
-
-def test_a_float64_is_passed_as_its_bits():
-    launch = Launch(_scale, 1, 1, SHAPE, root=2.0, ACC=tl.float64)
-    assert launch._numbers == (5, 2**62)
+SHAPE = SimpleNamespace(n=5, block=8)
 
 
 @pytest.mark.parametrize(

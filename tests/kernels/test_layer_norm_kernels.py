@@ -6,8 +6,6 @@ run on a GPU only, in `test_layer_norm_kernels_gpu`.
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from accuracy import assert_same_bits, leaf
 from calls import DTYPES, HALVES
 from normplug import functional, reference
 from normplug._kernels import power_of_2
-from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
+from normplug._kernels.layer_norm.schedule import Rows, Wide
 from normplug._ops.call import call as call_spec
 from normplug._ops.row_norms import LayerNormSpec
 from row_cases import (
@@ -41,18 +39,6 @@ pytest.importorskip("triton")
 pytestmark = interpreted.MARKS
 
 
-class Setup(NamedTuple):
-    """The shape of x, and the schedules of its forward and backward."""
-
-    shape: tuple[int, ...]
-    forward: Callable[[Any], Any]
-    backward: Callable[[Any], Any]
-
-
-def as_is(shape):
-    return shape
-
-
 def held(r, bc, programs, **rest):
     """Tiles of r rows, in blocks of bc columns, that so many programs take in turn."""
 
@@ -67,27 +53,32 @@ def held(r, bc, programs, **rest):
 
 def tiled(block, lag):
     """Tiles of a row, written `lag` programs after they were read."""
-    return lambda shape: WideForward(shape.rows, shape.width, block, 1, lag)
+    return lambda shape: Wide(shape.rows, shape.width, 1, block, 1, lag)
 
 
 def blocks(rb, cw, lag):
     """Tiles of a block of rows, written `lag` programs after they were read."""
-    return lambda shape: WideBackward(shape.rows, shape.width, rb, cw, 1, lag)
+    return lambda shape: Wide(shape.rows, shape.width, rb, cw, 1, lag)
+
+
+def setup_of(shape, forward=lambda shape: shape, backward=lambda shape: shape):
+    """A case, and changes to the schedules chosen for it."""
+    return Case(shape), {"layer_norm_forward": forward, "layer_norm_backward": backward}
 
 
 SETUPS = {
-    "rows": Setup((7, 24), as_is, as_is),
-    "rows, uneven": Setup((9, 12), held(2, 8, 2), held(2, 8, 2)),
-    "rows, side by side": Setup((7, 24), held(4, 32, 1), held(4, 32, 1, keep=True)),
-    "rows, even": Setup((8, 16), held(2, 8, 2, keep=True, stages=2), held(2, 8, 2, keep=True)),
-    "rows, folded": Setup((9, 16), held(1, 4, 3, keep=True), held(2, 4, 3, lanes=1, stages=3)),
-    "rows, even and folded": Setup((8, 16), held(4, 16, 2), held(4, 8, 2, lanes=1, finish=16)),
-    "rows, folded in part": Setup((9, 12), held(2, 8, 2), held(4, 8, 2, lanes=2, keep=True)),
-    "wide": Setup((5, 40), tiled(16, 4), blocks(2, 16, 5)),
-    "wide, even": Setup((4, 32), tiled(8, 4), blocks(2, 8, 4)),
-    "wide, one block": Setup((3, 40), tiled(32, 5), blocks(4, 16, 3)),
-    "wide, all late": Setup((3, 20), tiled(8, 9), blocks(1, 8, 9)),
-    "wide, one tile": Setup((3, 20), tiled(32, 1), blocks(2, 32, 1)),
+    "rows": setup_of((7, 24)),
+    "rows, uneven": setup_of((9, 12), held(2, 8, 2), held(2, 8, 2)),
+    "rows, side by side": setup_of((7, 24), held(4, 32, 1), held(4, 32, 1, keep=True)),
+    "rows, even": setup_of((8, 16), held(2, 8, 2, keep=True, stages=2), held(2, 8, 2, keep=True)),
+    "rows, folded": setup_of((9, 16), held(1, 4, 3, keep=True), held(2, 4, 3, lanes=1, stages=3)),
+    "rows, even and folded": setup_of((8, 16), held(4, 16, 2), held(4, 8, 2, lanes=1, finish=16)),
+    "rows, folded in part": setup_of((9, 12), held(2, 8, 2), held(4, 8, 2, lanes=2, keep=True)),
+    "wide": setup_of((5, 40), tiled(16, 4), blocks(2, 16, 5)),
+    "wide, even": setup_of((4, 32), tiled(8, 4), blocks(2, 8, 4)),
+    "wide, one block": setup_of((3, 40), tiled(32, 5), blocks(4, 16, 3)),
+    "wide, all late": setup_of((3, 20), tiled(8, 9), blocks(1, 8, 9)),
+    "wide, one tile": setup_of((3, 20), tiled(32, 1), blocks(2, 32, 1)),
 }
 EVERY_SETUP = pytest.mark.parametrize("setup", SETUPS)
 SOME_SETUPS = pytest.mark.parametrize("setup", ["rows, uneven", "rows, folded", "wide"])
@@ -100,19 +91,6 @@ VARIANTS = [
     {"residual": "apart", "offset": 1e3, "vectors": "weight"},
     {"dtype": torch.bfloat16, "residual": "contiguous", "residual_dtype": torch.float32},
 ]
-
-
-@pytest.fixture
-def prepared(monkeypatch):
-    """A function from the name of a setup to a `Case` that is cut like it."""
-
-    def prepare(name, **options):
-        shape, forward, backward = SETUPS[name]
-        cuts = {"layer_norm_forward": forward, "layer_norm_backward": backward}
-        routes.reschedule(monkeypatch, **cuts)
-        return Case(**{"shape": shape, **options})
-
-    return prepare
 
 
 @EVERY_SETUP
@@ -146,20 +124,27 @@ def test_64_bit_offsets_are_accurate(setup, residual, prepared, monkeypatch):
     assert_accurate(prepared(setup, residual=residual, vectors=vectors, running=torch.float32))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 3, 24, 96, 100, 257])
-def test_every_width_and_dtype_is_accurate(dtype, width):
-    for offset in (3.0, 1e3):
-        assert_accurate(Case((5, width), dtype, offset=offset))
+SIZES = [(4, 1), (4, 3), (2, 4097), (1, 9000), (3, 2, 2500), (150, 5)]
+CASES = [
+    *(
+        Case((5, width), dtype, offset=offset)
+        for width in (1, 3, 24, 96, 100, 257)
+        for dtype, offset in itertools.product(DTYPES, (3.0, 1e3))
+    ),
+    *(Case(size, vectors=MIXED["vectors"], running=torch.float32) for size in SIZES),
+    *(Case(size, vectors="weight", running=torch.float32, centred=False) for size in SIZES),
+    # Parameters of another dtype.
+    Case((6, 24), torch.float16, params=torch.float32),
+    Case((6, 24), torch.bfloat16, params=torch.float32, mode="standard"),
+    Case((6, 24), torch.float32, params=torch.float16, mode=0.25),
+    Case((6, 24), torch.float32, params=torch.float64),
+    Case((6, 24), torch.float16, params=torch.float64, mode="standard"),
+]
 
 
-@pytest.mark.parametrize("centred", [True, False])
-@pytest.mark.parametrize(
-    "shape", [(4, 1), (4, 3), (2, 4097), (1, 9000), (3, 2, 2500), (150, 5)], ids=str
-)
-def test_the_schedules_own_choices_are_accurate(shape, centred):
-    vectors = "weight+bias+input_bias" if centred else "weight"
-    assert_accurate(Case(shape, running=torch.float32, vectors=vectors, centred=centred))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_schedules_own_choices_are_accurate(case):
+    assert_accurate(case)
 
 
 @pytest.mark.parametrize("vectors", ["", "weight", "bias", "input_bias", "weight+bias+input_bias"])
@@ -168,21 +153,6 @@ def test_an_input_may_be_a_single_row(setup, vectors, prepared):
     for dims, shape in ((1, (24,)), (2, (4, 6))):
         assert_accurate(prepared(setup, shape=shape, dims=dims, vectors=vectors))
     assert_accurate(prepared(setup, shape=(24,), residual="contiguous"))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "params", "mode"),
-    [
-        (torch.float16, torch.float32, "golden"),
-        (torch.bfloat16, torch.float32, "standard"),
-        (torch.float32, torch.float16, 0.25),
-        (torch.float32, torch.float64, "golden"),
-        (torch.float16, torch.float64, "standard"),
-    ],
-    ids=str,
-)
-def test_parameters_may_have_another_dtype(dtype, params, mode):
-    assert_accurate(Case((6, 24), dtype, params=params, mode=mode))
 
 
 @pytest.mark.parametrize(
@@ -237,23 +207,6 @@ def test_only_one_of_the_two_outputs_may_be_used(setup, prepared):
 def test_running_statistics_are_accurate(setup, momentum, running, prepared):
     case = prepared(setup, needs=(), running=running, momentum=momentum, offset=1e3)
     assert assert_accurate(case)["num_batches_tracked"] == 4
-
-
-def test_each_call_has_its_own_momentum_and_counter():
-    for momentum, tracked in ((0.25, True), (0.25, False), (None, True)):
-        assert_accurate(Case((6, 12), running=torch.float32, momentum=momentum, tracked=tracked))
-
-
-@SOME_SETUPS
-def test_equal_calls_give_equal_bits_with_and_without_gradients(setup, prepared):
-    for options in ({"running": torch.float32, "vectors": "bias+input_bias"}, {"residual": "odd"}):
-        case = prepared(setup, **options)
-        tensors = make(case)
-        with torch.no_grad():
-            bare = run(dataclasses.replace(case, needs=()), tensors, "triton")
-        full = run(case, tensors, "triton")
-        assert_same_bits(bare, {name: full[name] for name in bare})
-        assert_same_bits(run(case, tensors, "triton"), full)
 
 
 @SOME_SETUPS
@@ -349,29 +302,12 @@ def test_rows_may_have_any_layout(layout, dims):
     assert_accurate(Case(shape, dims=dims, residual=layout, dtotal=layout))
 
 
-# Whether x, residual, dy and dtotal are permuted, and the indices of the shape and the setup, which
-# follow from them. Any three of the six take all combinations; without a residual, any two of four.
-FOUR = list(itertools.product([0, 1], repeat=4))
-PERMUTED_CASES = [(x, r, dy, dt, x ^ r ^ dy, r ^ dy ^ dt) for x, r, dy, dt in FOUR]
-PERMUTED_CASES += [
-    (x, None, dy, None, s, x ^ dy ^ s) for x, dy, s in itertools.product([0, 1], repeat=3)
-]
-
-
-@pytest.mark.parametrize(("x", "residual", "dy", "dtotal", "shape", "setup"), PERMUTED_CASES)
-def test_any_of_the_tensors_may_be_permuted(x, residual, dy, dtotal, shape, setup, prepared):
-    layouts = {"layout": x, "residual": residual, "dy": dy, "dtotal": dtotal}
-    names = {0: "contiguous", 1: "permuted", None: None}
-    options = {name: names[is_permuted] for name, is_permuted in layouts.items()}
-    shape = [(2, 3, 12), (2, 2, 2, 12)][shape]
-    assert_accurate(prepared(["rows, uneven", "wide"][setup], shape=shape, **options))
-
-
 PERMUTED_VARIANTS = [
     {"vectors": "weight+bias+input_bias", "running": torch.float32, "offset": 1e3},
     {"dtype": torch.float64, "running": torch.float64},
     {"dtype": torch.bfloat16, "params": torch.float32, "residual": "permuted"},
     {"dtype": torch.float16, "residual": "permuted", "dy": "permuted apart"},
+    {"layout": "heads", "vectors": "weight", "centred": False},
 ]
 
 
@@ -380,14 +316,14 @@ PERMUTED_VARIANTS = [
 def test_permuted_rows_have_the_same_bits_with_32_and_64_bit_offsets(
     setup, options, prepared, monkeypatch
 ):
-    shape = (2, 3, SETUPS[setup].shape[-1])
+    shape = (2, 3, SETUPS[setup][0].shape[-1])
     case = prepared(setup, **{"shape": shape, "layout": "permuted", **options})
     ours = assert_accurate(case)
     routes.use_64_bit_offsets(monkeypatch)
     assert_same_bits(run(case, make(case), "triton"), ours)
 
 
-@pytest.mark.parametrize("layout", ["apart", *PERMUTED])
+@pytest.mark.parametrize("layout", ["apart", "heads", *PERMUTED])
 @pytest.mark.parametrize("shape", [(3, 4, 12), (2, 3, 1, 2, 12)], ids=str)
 def test_rows_addressed_by_two_strides_are_not_copied(layout, shape, monkeypatch):
     launches = routes.watch_launches(monkeypatch)
@@ -479,40 +415,6 @@ def test_a_norm_that_rounds_before_the_weight_matches_torch(setup, rounding, par
     torch.testing.assert_close(y, theirs[0], rtol=2**-9, atol=0)
     torch.testing.assert_close(dx, theirs[1], rtol=2**-8, atol=2**-9)
     torch.testing.assert_close(dweight, theirs[2], rtol=2**-8, atol=2**-8)
-
-
-QKV = [
-    ("packed by kind", lambda B, S, H, D: torch.randn(B, S, 3, H, D)[:, :, 1]),
-    ("packed by head", lambda B, S, H, D: torch.randn(B, S, H, 3 * D).chunk(3, -1)[1]),
-    ("transposed", lambda B, S, H, D: torch.randn(B, S, H, D).transpose(1, 2)),
-    (
-        "packed and transposed",
-        lambda B, S, H, D: torch.randn(B, S, 3, H, D).permute(2, 0, 3, 1, 4)[1],
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "make_heads"), QKV, ids=[name for name, _ in QKV])
-@pytest.mark.parametrize("setup", ["rows, uneven", "wide"])
-def test_heads_of_queries_and_keys_are_not_copied(name, make_heads, setup, prepared, monkeypatch):
-    prepared(setup)
-    if setup == "wide":
-        routes.use_64_bit_offsets(monkeypatch)
-    launches = routes.watch_launches(monkeypatch)
-    x, dy = (make_heads(2, 2, 3, 12).detach() for _ in range(2))
-    weight = torch.rand(12)
-    results = []
-    for backend in ("triton", "torch"):
-        given, own = x.detach().requires_grad_(), leaf(weight)
-        y = functional.rms_norm(given, (12,), own, backend=backend)
-        results.append((y, *torch.autograd.grad(y, (given, own), dy)))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-    forward, backward = launches
-    assert (forward["x"], backward["x"]) == (x.data_ptr(), x.data_ptr())
-    assert backward["dy"] == dy.data_ptr()
-    y, dx, _ = results[0]
-    assert y.is_contiguous()
-    assert dx.stride() == x.stride() if name == "transposed" else dx.is_contiguous()
 
 
 LAYOUT = st.sampled_from(LAYOUTS)

@@ -11,7 +11,7 @@ torchvision = pytest.importorskip("torchvision")
 
 import normplug  # noqa: E402
 from fuse_cases import skip_if_not_followed  # noqa: E402
-from normplug import _activations, functional, native  # noqa: E402
+from normplug import functional, native  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
 from normplug._ops import batch_norm_plan, call, eligible, likely, plans  # noqa: E402
 
@@ -187,10 +187,3 @@ def test_a_model_that_is_gone_is_not_guessed(kernels):
     del model
     gc.collect()
     assert not likely._layers
-
-
-def test_a_report_names_the_activation_to_guess():
-    for name, activation in _activations.ACTIVATIONS.items():
-        expected = (name, 0.01) if activation.slope else name
-        assert _activations.of_label(f"add, {_activations.label(name)} (in training)") == expected
-    assert _activations.of_label("add before it") is None

@@ -13,18 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import interpreted
 import routes
-from accuracy import assert_same_bits
 from fuse_cases import Block, outcome
 from normplug import functional, fuse, unfuse
 from normplug._ops import recompute
-from recompute_cases import (
-    Attend,
-    Feed,
-    Residual,
-    convolutions,
-    kept,
-    twins,
-)
+from recompute_cases import Attend, Feed, Residual, check_same, convolutions, kept, twins
 
 pytestmark = [*interpreted.MARKS, routes.NEEDS_RECOMPUTE]
 
@@ -33,11 +25,6 @@ PLANES = torch.randn(2, 4, 11, 10)
 ROWS = torch.randn(4, 3, 8) * 2 + 3
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
-
-
-def check_same(ours, plain, x, low=None):
-    how = {"training": ours.training, "low": low}
-    assert_same_bits(outcome(ours, x, **how), outcome(plain, x, **how))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from normplug._kernels.batch_norm import schedule as bn
 from normplug._kernels.batch_norm.schedule import Columns, Planes
 from normplug._kernels.group_norm import schedule as gn
 from normplug._kernels.layer_norm import schedule as ln
-from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
+from normplug._kernels.layer_norm.schedule import Rows, Wide
 
 # (N, C, HW), and whether channels are adjacent in memory.
 TINY = [(2, 1, 1), (1, 1, 2), (1, 64, 49), (33, 7, 1)]
@@ -177,8 +177,6 @@ def test_tiles_cover_every_column_and_row():
         if isinstance(shape, Rows):
             assert (shape.k - 1) * shape.u * shape.bc < width <= shape.k * shape.u * shape.bc, key
             assert (shape.tiles - 1) * shape.r < rows <= shape.tiles * shape.r, key
-        elif isinstance(shape, WideForward):
-            assert (shape.k - 1) * shape.block < width <= shape.k * shape.block, key
         else:
             assert (shape.k - 1) * shape.cw < width <= shape.k * shape.cw, key
             assert (shape.blocks - 1) * shape.rb < rows <= shape.blocks * shape.rb, key
@@ -186,11 +184,7 @@ def test_tiles_cover_every_column_and_row():
 
 def test_tiles_of_rows_are_powers_of_2_and_fit_the_registers():
     for key, shape in EVERY_ROW:
-        sizes = {
-            Rows: ("r", "u", "bc", "warps"),
-            WideForward: ("block", "warps"),
-            WideBackward: ("rb", "cw", "warps"),
-        }[type(shape)]
+        sizes = {Rows: ("r", "u", "bc", "warps"), Wide: ("rb", "cw", "warps")}[type(shape)]
         for name in sizes:
             assert is_power_of_2(getattr(shape, name)), (key, name)
         assert shape.warps * 32 <= 1024, key
@@ -228,15 +222,14 @@ def test_programs_that_share_a_row_all_run_at_once():
             assert shape.programs <= 2 * sms, key
             assert shape.programs <= sms or shape.warps <= 4, key
     for key, shape in ROW_FORWARD.items():
-        assert isinstance(shape, WideForward) or shape.k == 1, key
+        assert shape.rb == 1 if isinstance(shape, Wide) else shape.k == 1, key
 
 
 def test_a_tile_is_written_after_its_whole_row_was_read():
     # Program t writes tile t - lag. The last tile of its row, or of its block of rows, is at most
     # k - 1 further.
     for key, shape in WIDE:
-        tiles = shape.k * (shape.rows if isinstance(shape, WideForward) else shape.blocks)
-        assert shape.k - 1 <= shape.lag <= tiles, key
+        assert shape.k - 1 <= shape.lag <= shape.k * shape.blocks, key
 
 
 def test_sums_over_rows_take_at_most_1_5_times_the_traffic_of_the_rows():
@@ -245,7 +238,7 @@ def test_sums_over_rows_take_at_most_1_5_times_the_traffic_of_the_rows():
         rows, _, _, itemsize = key[:4]
         useful = 3 * rows * itemsize
         a_sum = 4 * max(itemsize, 4)
-        if isinstance(shape, WideBackward):
+        if isinstance(shape, Wide):
             parts = 0 if shape.blocks == 1 else shape.blocks
         else:
             parts = shape.groups
@@ -278,7 +271,7 @@ def test_the_schedule_of_a_row_does_not_depend_on_the_number_of_rows(running, it
                 values = cut.r * cut.u * cut.bc / cut.warps  # a warp: Triton's layout depends on it
                 cuts.add((cut.u, cut.bc, cut.vector, values))
             else:
-                cuts.add((cut.block, cut.warps))
+                cuts.add((cut.cw, cut.warps))
         assert len(cuts) == 1, width
 
 

@@ -11,9 +11,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-
 import normplug  # noqa: E402
+from launches import Driver  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
 from normplug._ops import eligible  # noqa: E402
 from normplug._ops.warm_up import _record, _refusal_of_model  # noqa: E402
@@ -22,13 +21,6 @@ pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
     pytest.mark.skipif(not ahead.KEYED, reason="workers need Triton 3.5 on Linux"),
 ]
-
-
-class Driver:
-    """A driver that reports an H100, which need not exist."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
 
 
 @pytest.fixture

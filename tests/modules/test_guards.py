@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import normplug
 from matrix import randomised
@@ -66,22 +65,6 @@ def by_hand(model):
     return fuse_conv_and_bn(*model)
 
 
-def by_torch(model):
-    return fuse_conv_bn_eval(*model)
-
-
-def synchronised(model):
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-
-
-def frozen(model):
-    ops = pytest.importorskip("torchvision.ops")
-    conv, bn = model
-    new = ops.FrozenBatchNorm2d(bn.num_features, bn.eps)
-    new.load_state_dict(bn.state_dict())
-    return nn.Sequential(conv, new)
-
-
 def rebuilt(model):
     conv, bn = model
     new = nn.BatchNorm2d(bn.num_features, eps=bn.eps, momentum=bn.momentum)
@@ -96,11 +79,8 @@ def with_its_attributes(model):
     return nn.Sequential(conv, new)
 
 
-@pytest.mark.parametrize(
-    "tool",
-    [by_hand, by_torch, synchronised, frozen, rebuilt, with_its_attributes],
-    ids=lambda tool: tool.__name__,
-)
+# torch's and timm's own tools are in the matrix: see `test_matrix`.
+@pytest.mark.parametrize("tool", [by_hand, rebuilt, with_its_attributes])
 def test_a_tool_that_rebuilds_or_folds_a_batch_norm_is_right_or_gives_nan(tool):
     model = randomised(nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4)))
     assert_loud(tool, model)

@@ -362,18 +362,6 @@ def test_a_model_is_swapped_and_unswapped_while_another_thread_runs_it():
     assert not failed
 
 
-def test_functorch_transforms_work_on_a_layer_norm_that_tracks_statistics():
-    layer, x = LayerNorm(4), torch.randn(5, 3, 4)
-
-    def loss(parameters, x):
-        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
-
-    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
-    assert per_sample(dict(layer.named_parameters()), x)["weight"].shape == (5, 4)
-    y = torch.func.vmap(layer)(x)
-    torch.testing.assert_close(y, layer.eval()(x))
-
-
 @pytest.mark.parametrize("kind", INSTANCE_SHAPES)
 @pytest.mark.parametrize("track", [False, True])
 def test_an_unbatched_input_is_one_sample(kind, track):

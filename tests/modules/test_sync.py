@@ -3,10 +3,12 @@
 import copy
 import math
 import pickle
+import tempfile
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lightning_cases
@@ -16,77 +18,127 @@ from accuracy import assert_same_bits
 from normplug import SyncBatchNorm, plan, set_mode, swap, unswap
 from normplug._ops import peers
 from normplug.lightning import SwapNorms, SyncNorms
-from sync_cases import CHANNELS, Case, assert_joined, ran
+from sync_cases import CHANNELS, THREE, TWO, assert_joined, assert_passed, make_net, outcome, ran
+
+
+def numbers(rank, world, device):
+    """Every case's outcome."""
+    cases = TWO if world == 2 else THREE
+    return [outcome(*case.of_rank(rank, device), case.activation) for case in cases]
+
+
+def one_message_forward_one_backward_and_none_in_eval(rank, world, device):
+    training, fixed_input, evaluation = sync_cases.messages(rank, device)
+    assert training == [("gather", 2 * CHANNELS + 1), ("reduce", 2 * CHANNELS)]
+    assert fixed_input == training[:1]
+    assert evaluation == []
+
+
+def no_message_without_running_statistics_in_eval(rank, world, device):
+    layer = SyncBatchNorm(CHANNELS, track_running_stats=False, device=device).eval()
+    with sync_cases.counting() as sent:
+        layer(torch.randn(4, CHANNELS, device=device))
+    assert sent == []
+
+
+def one_value_in_the_joined_batch_is_refused_on_every_process(rank, world, device):
+    layer = SyncBatchNorm(CHANNELS)
+    with pytest.raises(ValueError, match="the joined batch of 2 processes has 1. Use .eval()"):
+        layer(torch.randn(1 if rank == world - 1 else 0, CHANNELS))
+    assert torch.equal(layer.running_var, torch.ones(CHANNELS))
+
+
+def data_parallel_training_matches_one_process_on_all_data(rank, world, device):
+    net, images, labels = make_net(), sync_cases.IMAGES, sync_cases.LABELS
+    truth = swap(make_net(), "golden", preserve_output=False)
+    sync_cases.train(truth, images, labels)
+    ddp = nn.parallel.DistributedDataParallel(net)  # which refuses to wrap a SyncBatchNorm
+    swap(ddp, "golden", sync=True, preserve_output=False)
+    sync_cases.train(ddp, images[rank::world], labels[rank::world])
+    assert_close_states(net.state_dict(), truth.state_dict())
+
+
+def a_process_group_joins_its_own_processes_only(rank, world, device):
+    """Processes 0 and 2 together, and process 1 alone."""
+    pair, single = dist.new_group([0, 2]), dist.new_group([1])
+    group, ranks = (single, [1]) if rank == 1 else (pair, [0, 2])
+    layer = swap(SyncBatchNorm(CHANNELS, process_group=group, momentum=1.0), 0.5)
+    batches = [torch.randn(4, CHANNELS) + each for each in range(world)]
+    layer(batches[rank])
+    together = torch.cat([batches[each] for each in ranks])
+    torch.testing.assert_close(layer.running_mean, together.mean(0))
+    sync_cases.assert_equal_everywhere(layer.running_mean, group)
+
+
+def with_lightning(rank, world, device):
+    """Models trained by Lightning's strategy ddp."""
+    lightning_cases.as_under_torchrun(rank, world)
+    with tempfile.TemporaryDirectory() as directory:
+        return lightning_cases.distributed(directory)
+
+
+IN_TWO = [
+    one_message_forward_one_backward_and_none_in_eval,
+    no_message_without_running_statistics_in_eval,
+    one_value_in_the_joined_batch_is_refused_on_every_process,
+    data_parallel_training_matches_one_process_on_all_data,
+    sync_cases.a_second_derivative_is_refused,
+    sync_cases.a_compiled_layer_is_one_graph_and_computes_the_same,
+    sync_cases.one_process_can_measure_alone,
+]
+
+
+def two_processes(*where):
+    warning = sync_cases.a_compiled_layer_is_one_graph_and_computes_the_same, with_lightning
+    sync_cases.process(*where, [numbers, *IN_TWO, with_lightning], may_warn=warning)
+
+
+def three_processes(*where):
+    sync_cases.process(*where, [numbers, a_process_group_joins_its_own_processes_only])
+
+
+def by_collectives(*where):
+    """GPUs whose kernels cannot exchange statistics."""
+    peers._agree = lambda group, device: peers._Agreement(None, "the GPUs count as two hosts'")
+    sync_cases.process(*where, [numbers], on_gpu=True)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return ran(sync_cases.process, 2, tmp_path_factory.mktemp("two"))
+    return ran(two_processes, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    return ran(sync_cases.process, 3, tmp_path_factory.mktemp("three"))
+    return ran(three_processes, 3, tmp_path_factory.mktemp("three"))
 
 
-@pytest.mark.parametrize("case", sync_cases.TWO, ids=str)
+@pytest.mark.parametrize("case", TWO, ids=str)
 def test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch(case, two):
-    assert_joined(case, [result["numbers"][sync_cases.TWO.index(case)] for result in two])
+    assert_joined(case, [result["numbers"][TWO.index(case)] for result in two])
 
 
 @pytest.mark.gpu
 def test_so_are_two_gpus_whose_kernels_cannot_exchange_statistics(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices")
-    results = ran(sync_cases.by_collectives, 2, tmp_path)
-    for index, case in enumerate(sync_cases.TWO):
+    results = ran(by_collectives, 2, tmp_path)
+    for index, case in enumerate(TWO):
         assert_joined(case, [result["numbers"][index] for result in results])
 
 
-@pytest.mark.parametrize("case", sync_cases.THREE, ids=str)
+@pytest.mark.parametrize("case", THREE, ids=str)
 def test_three_processes_with_uneven_and_empty_batches(case, three):
-    assert_joined(case, [result["numbers"][sync_cases.THREE.index(case)] for result in three])
+    assert_joined(case, [result["numbers"][THREE.index(case)] for result in three])
 
 
-def test_one_message_forward_one_backward_and_none_in_eval(two):
-    for result in two:
-        training, fixed_input, evaluation = result["messages"]
-        assert training == [("gather", 2 * CHANNELS + 1), ("reduce", 2 * CHANNELS)]
-        assert fixed_input == training[:1]
-        assert evaluation == []
+@pytest.mark.parametrize("check", IN_TWO, ids=lambda check: check.__name__)
+def test_in_each_of_two_processes(check, two):
+    assert_passed(check, two)
 
 
-def test_one_value_in_the_joined_batch_is_refused_on_every_process(two):
-    for result in two:
-        text, state = result["too_few"]
-        assert "the joined batch of 2 processes has 1. Use .eval()" in text
-        assert torch.equal(state["running_var"], torch.ones(CHANNELS))
-
-
-def test_a_second_derivative_is_refused(two):
-    for result in two:
-        assert "cannot be differentiated again" in result["refuses_a_second_derivative"]
-
-
-def test_a_compiled_layer_is_one_graph_and_computes_the_same(two):
-    for result in two:
-        ours, eager = result["compiled"]
-        del ours["node"], eager["node"]
-        torch.testing.assert_close(ours.pop("state"), eager.pop("state"))
-        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
-
-
-def test_one_process_can_measure_alone(two):
-    sync_cases.assert_measured(Case((5, 3)), *two[0]["measured"][:2])
-    assert two[1]["measured"][1] is None
-
-
-def test_data_parallel_training_matches_one_process_on_all_data(two):
-    truth = sync_cases.train(
-        swap(sync_cases.make_net(), "golden"), sync_cases.IMAGES, sync_cases.LABELS
-    )
-    for result in two:
-        assert_close_states(result["data_parallel"], truth.state_dict())
+def test_groups_of_three_processes(three):
+    assert_passed(a_process_group_joins_its_own_processes_only, three)
 
 
 def assert_close_states(state, truth):
@@ -124,23 +176,6 @@ def test_sync_norms_keeps_a_mode_that_is_set_between_apply_and_revert():
     unswap(model)
     plugin.revert(model)
     assert [type(m) for m in model] == [nn.BatchNorm1d, nn.BatchNorm1d]
-
-
-def test_a_norm_with_an_activation_is_synchronised_too(two):
-    results = [result["with_activation"] for result in two]
-    if None in results:
-        pytest.skip("needs timm")
-    for got, expected in results:
-        assert torch.equal(got, expected)
-        assert (got == 0).any()
-
-
-def test_a_process_group_joins_its_own_processes_only(three):
-    x, means = zip(*(result["groups"] for result in three), strict=True)
-    together = torch.cat([x[0], x[2]]).mean(0)
-    torch.testing.assert_close(means[0], together)
-    assert torch.equal(means[0], means[2])
-    torch.testing.assert_close(means[1], x[1].mean(0))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -6,12 +6,10 @@ Triton interprets the kernels, so launches go back to Python: see `test_interpre
 import copy
 import gc
 import os
-import re
 import subprocess
 import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ from calls import case_id
 from normplug import functional, native
 from normplug._kernels.launch import Launch
 from normplug._ops import call as calls
-from normplug._ops.plans import SLOTS
+from normplug._ops import eligible, operators
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
 from normplug.modules.probe import Probe, averages
@@ -101,6 +99,18 @@ CASES = [
 def test_both_paths_give_the_same_bits(cases, case):
     tensors = cases.make(case)
     both_ways(lambda: cases.run(case, tensors, "triton"))
+
+
+@pytest.mark.parametrize(("cases", "case"), CASES, ids=case_id)
+def test_operators_give_the_same_bits_and_need_no_python_once_stored(cases, case, monkeypatch):
+    monkeypatch.setattr(eligible, "is_compiling", lambda: True)
+    monkeypatch.setattr(calls, "_stored", {})
+    native.forget()
+    tensors = cases.make(case)
+    both_ways(lambda: cases.run(case, tensors, "triton"))
+    monkeypatch.setattr(operators, "plan_of", None)
+    cases.run(case, tensors, "triton")
+    native.forget()
 
 
 @pytest.mark.parametrize(
@@ -686,12 +696,3 @@ def test_a_module_call_with_a_tensor_among_its_settings_is_not_stored():
         for each in (layer, stock):
             each.momentum.fill_(0.1 * step)
     torch.testing.assert_close(layer.running_var, stock.running_var)
-
-
-def test_python_and_cpp_number_the_slots_alike():
-    source = Path(native.__file__).with_name("programs.h").read_text()
-    number = {name.lower(): int(n) for name, n in re.findall(r"\bk(\w+) = (\d+)", source)}
-    assert number["slots"] == len(SLOTS)
-    assert number["tensors"] == len(Tensors._fields)
-    for name in ("tracked", "dy", "dtotal", "partial", "counters"):
-        assert SLOTS[number[name]] == name

@@ -16,7 +16,6 @@ import pool_cases
 import routes
 import row_cases
 from calls import case_id
-from graphs import check_replays
 from normplug import functional, native
 from pool_cases import PoolCase
 from routes import both_ways, is_cpp
@@ -157,40 +156,6 @@ def test_channel_statistics_run_without_python(count):
         stats.append(functional.channel_stats(each))
         assert not count
         assert all(torch.equal(a, b) for s in stats for a, b in zip(s, stats[0], strict=True))
-
-
-def test_misaligned_tensors_go_through_python_and_are_right(count):
-    x, *others = leaves((64, 96), HALF)
-    flat = torch.cat([x.new_zeros(1), x.detach().flatten()])
-    moved = flat[1:].view(x.shape).requires_grad_()
-    assert moved.data_ptr() % 16 != 0
-
-    def norm(x):
-        y = functional.layer_norm(x, (96,), *others[:2], backend="triton")
-        return {"y": y.detach(), "dx": torch.autograd.grad(y.square().sum(), x)[0]}
-
-    expected = both_ways(lambda: norm(x))
-    count.clear()
-    ours = both_ways(lambda: norm(moved))
-    assert count
-    for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value)
-    for each in (x, moved, x):  # in turns
-        torch.testing.assert_close(norm(each), expected)
-
-
-@pytest.mark.parametrize("cls", [normplug.BatchNorm1d, normplug.LayerNorm, normplug.RMSNorm])
-def test_a_cuda_graph_replays_the_step(cls):
-    x = torch.randn(512, 96, device=GPU, requires_grad=True)
-    graphed, eager = (cls(96, backend="triton", device=GPU) for _ in range(2))
-    dy = torch.randn_like(x)
-
-    def one_step(layer):
-        y = layer(x)
-        assert is_cpp(y)
-        return (y, *torch.autograd.grad(y, (x, *layer.parameters()), dy))
-
-    check_replays(one_step, graphed, eager, x)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

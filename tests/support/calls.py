@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+import normplug
 import routes
 from accuracy import assert_no_worse
 
@@ -83,16 +86,6 @@ def describe(case: Any) -> str:
     return " ".join(f"{f.name}={getattr(case, f.name)}" for f in changed).replace("torch.", "")
 
 
-def dx_terms(g: Tensor, xhat: Tensor, centre: Tensor, rstd: Tensor, dims: Any) -> Tensor:
-    """The sum of the absolute values of the terms of a norm's dx, before any cancel.
-
-    Each argument has absolute values. g: the gradient of the normalised values. centre: (|x| +
-    |mean|) * rstd, the terms of xhat. dims: those that the norm reduces over.
-    """
-    dx = g + g.mean(dims, keepdim=True) + (g * xhat).mean(dims, keepdim=True) * centre
-    return rstd * (dx + xhat * (g * (xhat + centre)).mean(dims, keepdim=True))
-
-
 def truncation(value: Tensor) -> float:
     """A relative error to allow: Triton's interpreter truncates to bfloat16, where a GPU rounds."""
     truncated = value.is_cpu and value.dtype == torch.bfloat16
@@ -146,3 +139,20 @@ def check_one_graph(
     assert graphs.frame_count <= 2  # the first may be specialised to its size
     torch.testing.assert_close([*ours.buffers()], [*eager.buffers()])
     return graphs.graphs
+
+
+def walked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[str, str]]:
+    """The functions of normplug that a call enters, in order: (file, name)."""
+    root, found = str(Path(normplug.__file__).parent), []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root):
+            found.append((code.co_filename.removeprefix(root), code.co_name))
+
+    sys.setprofile(note)
+    try:
+        function(*args, **kwargs)
+    finally:
+        sys.setprofile(None)
+    return found

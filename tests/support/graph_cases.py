@@ -1,14 +1,13 @@
 """What each process runs in the tests of CUDA graphs with DistributedDataParallel."""
 
 import copy
-import os
 import tempfile
-from functools import partial
 
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,6 +39,16 @@ def make_net():
     return fuse(swap(net, "golden")).to(memory_format=torch.channels_last)
 
 
+def settings(graph):
+    """The part of a configuration that a Learner reads."""
+    optimizer = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.05, "momentum": 0.9}
+    schedule = {"schedule": "constant", "warmup": 0.0, "cycle_momentum": False}
+    norms = {"lr": 1.0, "decay": 0.0}
+    factors = {"norm_weight": norms, "norm_bias": norms, "head": {"lr": 1.0, "decay": 1.0}}
+    others = {"factors": factors, "seed": 0, "label_smoothing": 0.1, "graph": graph}
+    return OmegaConf.create({"optimizer": optimizer, **schedule, **others})
+
+
 class Graphs(Callback):
     """Counts the steps after which there are graphs."""
 
@@ -54,9 +63,7 @@ def trained(rank, world, device):
 
     An epoch has three batches of 16 images in a process, and one of 8. Steps 0 and 5 are measured.
     """
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    lightning_cases.as_under_torchrun(rank, world)
     torch.backends.cudnn.deterministic = True
     random = torch.Generator().manual_seed(1)
     images = torch.randn(112, 3, 8, 8, generator=random)
@@ -64,9 +71,7 @@ def trained(rank, world, device):
     results = {}
     for precision in ("32-true", "bf16-mixed"):
         for graph in (False, True):
-            optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-            options = {"schedule": "constant", "warmup": 0.0, "graph": graph}
-            learner, graphs = Learner(make_net(), ACCURACY, optimizer, **options), Graphs()
+            learner, graphs = Learner(make_net(), ACCURACY, settings(graph), {}), Graphs()
             environment = TorchElasticEnvironment()
             with tempfile.TemporaryDirectory() as directory:
                 lightning_cases.trainer(
@@ -85,4 +90,4 @@ def trained(rank, world, device):
 
 
 def process(rank, world, directory):
-    sync_cases.process(rank, world, directory, True, [trained])
+    sync_cases.process(rank, world, directory, [trained], on_gpu=True)

@@ -1,4 +1,4 @@
-"""Shared by GPU tests: steps as CUDA graphs, calls on many streams, a check of the free memory."""
+"""Shared by GPU tests: steps as CUDA graphs, and a check of the free memory."""
 
 import pytest
 import torch
@@ -45,23 +45,3 @@ def check_replays(step, graphed, eager, x):
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
         assert_same_bits(dict(graphed.named_buffers()), dict(eager.named_buffers()))
-
-
-def check_streams(calls):
-    """Assert that calls that run at the same time, each on its stream, give the usual bits.
-
-    calls: modules of cases, and a case of each.
-    """
-    tensors = [cases.make(case, "cuda") for cases, case in calls]
-    given = [(*call, each) for call, each in zip(calls, tensors, strict=True)]
-    expected = [cases.run(case, each, "triton") for cases, case, each in given]
-    streams = [torch.cuda.Stream() for _ in calls]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(10):
-        for stream, (cases, case, each), truth in zip(streams, given, expected, strict=True):
-            with torch.cuda.stream(stream):
-                results.append((cases.run(case, each, "triton"), truth))
-    torch.cuda.synchronize()
-    for ours, truth in results:
-        assert_same_bits(ours, truth)

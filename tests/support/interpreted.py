@@ -71,35 +71,6 @@ def _cache_types():
     interpreter._get_np_dtype = np_dtype
 
 
-def _skip_needless_broadcasts():
-    """Broadcast only unequal types: Triton compares shapes, in classes of its own, each time."""
-    semantic = getattr(interpreter, "TritonSemantic", None)
-    if semantic is None:  # Triton before 3.4
-        return
-    broadcast = semantic.broadcast_impl_value
-
-    def broadcast_if_needed(self, lhs, rhs):
-        return (lhs, rhs) if lhs.type.name == rhs.type.name else broadcast(self, lhs, rhs)
-
-    semantic.broadcast_impl_value = broadcast_if_needed
-
-
-def _reduce_whole_slices():
-    """Combine whole slices: Triton calls the combining function for each pair of values."""
-
-    def reduce(self, input):
-        def tensors(i):
-            parts = (np.take(value.handle.data, i, self.axis) for value in input)
-            return [self.to_tensor(p, v.dtype) for p, v in zip(parts, input, strict=True)]
-
-        total = tensors(0)
-        for i in range(1, input[0].handle.data.shape[self.axis]):
-            total = self.combine_fn.fn(*total, *tensors(i))
-        return tuple(total)
-
-    interpreter.ReduceOps.generic_reduce = reduce
-
-
 def _skip_overflow_checks():
     """Triton computes each integer sum twice for an assertion that only debugging reads."""
     builder = interpreter.interpreter_builder
@@ -126,8 +97,6 @@ if INTERPRETED:
     _refuse_constants_of_tensors()
     _patch_each_module_once()
     _cache_types()
-    _skip_needless_broadcasts()
-    _reduce_whole_slices()
     _skip_overflow_checks()
 
 

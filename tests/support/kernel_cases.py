@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,9 @@ class Case:
     dy: str | None = None
     needs: tuple[str, ...] = INPUTS
     seed: int = 0
+    # What only cases of GroupNorm have.
+    groups: ClassVar[int | None] = None
+    output: ClassVar[torch.dtype | None] = None
 
     __str__ = describe
 
@@ -63,15 +66,18 @@ def make(case: Case, device: str = "cpu") -> Tensors:
 
     c, params = (case.shape[1],), case.params or case.dtype
     spread = normal(c, torch.double, 0.3, 0).exp()
+    x = normal(case.shape, torch.double, 2.0, case.offset)
+    if case.groups is not None:  # each channel of a group has its own mean
+        x = x + reference.per_channel(normal(c, torch.double, 1.0, 0.0), x)
     tensors = Tensors(
-        x=laid_out(normal(case.shape, case.dtype, 2.0, case.offset), case.layout),
+        x=laid_out(x.to(case.dtype), case.layout),
         weight=(spread * 1.1).to(params) if "weight" in case.affine else None,
         bias=normal(c, params, 0.5, 0.0) if "bias" in case.affine else None,
         residual=None,
         # A running mean far from the input's would overflow torch's own float16 backward.
         running_mean=normal(c, params, 1.0, case.offset) if case.running else None,
         running_var=(spread * 3).to(params) if case.running else None,
-        dy=normal(case.shape, case.dtype, 1.0, 0.1),
+        dy=normal(case.shape, case.output or case.dtype, 1.0, 0.1),
     )
     if case.residual is not None:
         tensors.residual = laid_out(normal(case.shape, case.dtype, 1.0, 0.0), case.residual)
@@ -107,7 +113,9 @@ def call(
 run = partial(calls.run, call)
 
 
-def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
+def assert_accurate(
+    case: Case, device: str = "cpu", run: Callable[..., dict[str, Tensor]] = run
+) -> dict[str, Tensor]:
     """Assert that the kernels are as close to float64 as torch's; return their results."""
     tensors = make(case, device)
     ours, theirs = (run(case, tensors, backend) for backend in ("triton", "torch"))
@@ -142,16 +150,12 @@ OPERATOR_CASES = [
 ]
 
 
-def check_operators(case: Case, device: str) -> None:
-    """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
+def operators(case: Case) -> tuple[Any, tuple[Any, ...]]:
+    """The operators of a call, and their arguments that are no tensors."""
     from normplug._ops.batch_norm import PLAIN
 
-    tensors = make(case, device)
-    running = {} if case.training else tensors.running(tracked=False)
-    t = routes.Tensors(**tensors.inputs(case.needs), **running)
     activation = _activations.parts(case.activation)
-    numbers = (case.training, case.eps, target_variance(case.mode), *activation, [], 0)
-    routes.check_operators(PLAIN, t, numbers, tensors.dy)
+    return PLAIN, (case.training, case.eps, target_variance(case.mode), *activation, [], 0)
 
 
 def check_compiled(
@@ -190,17 +194,17 @@ class _Exact:
         self.case, self.tensors = case, tensors.to(torch.double)
         t = self.tensors
         self.tv = target_variance(case.mode)
-        given: dict[str, Any] = {}
-        if not case.training:
-            given = {"mean": t.running_mean, "var": t.running_var}
-        options = {"eps": case.eps, "target_variance": self.tv}
-        plain, self.mean, self.var = reference.batch_norm(t.x, t.weight, t.bias, **options, **given)
+        norm: Callable[..., reference.Normalized] = reference.batch_norm
+        options: dict[str, Any] = {"eps": case.eps, "target_variance": self.tv}
+        if case.groups is not None:
+            norm, options["groups"] = reference.group_norm, case.groups
+        elif not case.training:
+            options |= {"mean": t.running_mean, "var": t.running_var}
+        plain, self.mean, self.var = norm(t.x, weight=t.weight, bias=t.bias, **options)
         self.z = plain if t.residual is None else plain + t.residual
         self.dz = reference.activation_backward(t.dy, self.z, case.activation)
-        self.gradients = reference.gradients(
-            reference.batch_norm, self.dz, t.x, t.weight, **options, **given
-        )
-        self.dims = (0, *range(2, t.x.dim()))
+        self.gradients = reference.gradients(norm, self.dz, t.x, t.weight, **options)
+        self.dims = reference.channel_dims(t.x)
         self.n = t.x.numel() // t.x.shape[1]
 
     def results(self) -> dict[str, Tensor]:
@@ -217,48 +221,62 @@ class _Exact:
 
     def terms(self) -> dict[str, Tensor]:
         """For each result, the sum of the absolute values of its terms, before any cancel."""
-        t, dims = self.tensors, self.dims
-        rstd = self._wide(torch.rsqrt(self.var + self.case.eps))
-        scale, centre = self._scale(), t.x.abs() + self._wide(self.mean.abs())
-        dz = t.dy.abs()
-        if self.case.activation in ("silu", "gelu", "hardswish"):
-            dz = dz * (1 + self.terms_of_z())  # their second derivatives are at most 1
+        t, rstd = self.tensors, self._rstd()
+        centre = (t.x.abs() + self._wide(self.mean.abs())) * rstd
         xhat = (t.x - self._wide(self.mean)).abs() * rstd
-        dz_xhat = dz * xhat + self.dz.abs() * centre * rstd
-        dx = dz
+        dz, exact_dz = t.dy.abs(), self.dz.abs()
+        if self.case.groups is not None:  # no activation's derivatives are much above 1
+            dz = dz * (1.0 if self.case.activation is None else 1.2 + self.terms_of_z())
+            exact_dz = dz
+        elif self.case.activation in ("silu", "gelu", "hardswish"):
+            dz = dz * (1 + self.terms_of_z())  # their second derivatives are at most 1
+        g, exact_g = dz * self._factor(), exact_dz * self._factor()
+        dx = g
         if self.case.training:
-            slope = (self.dz * xhat).abs().mean(dims, keepdim=True)
-            dx = dz + dz.mean(dims, keepdim=True) + centre * rstd * slope
-            dx = dx + xhat * dz_xhat.mean(dims, keepdim=True)
+            slope = self._mean(g * xhat + exact_g * centre)
+            dx = g + self._mean(g) + centre * self._mean(exact_g * xhat) + xhat * slope
         out = {
             "y": self.terms_of_z(),
-            "dx": scale * dx,
-            "dweight": dz_xhat.sum(dims) * self.tv**0.5,
-            "dbias": dz.sum(dims),
+            "dx": rstd * dx,
+            "dweight": (dz * xhat + exact_dz * centre).sum(self.dims) * self.tv**0.5,
+            "dbias": dz.sum(self.dims),
             "dresidual": dz,
         }
         for name, value in self._batch().items():
             out[name] = getattr(self.tensors, name).abs() + value.abs()
         if "running_var" in out:
             # The kernels merge the means of parts of a channel, and each of these is rounded.
-            spread = (t.x - self._wide(self.mean)).abs() * centre
-            out["running_var"] += spread.mean(dims) / self.n**0.5
+            spread = (xhat * centre / rstd.square()).mean(self.dims)
+            out["running_var"] += spread / self.n**0.5
         return out
 
     def terms_of_z(self) -> Tensor:
         t = self.tensors
-        size = (t.x.abs() + self._wide(self.mean.abs())) * self._scale()
+        size = (t.x.abs() + self._wide(self.mean.abs())) * self._rstd() * self._factor()
         if t.bias is not None:
             size = size + self._wide(t.bias.abs())
         return size if t.residual is None else size + t.residual.abs()
 
-    def _scale(self) -> Tensor:
-        scale = torch.rsqrt(self.var + self.case.eps) * self.tv**0.5
+    def _rstd(self) -> Tensor:
+        return self._wide(torch.rsqrt(self.var + self.case.eps))
+
+    def _factor(self) -> Tensor:
         weight = self.tensors.weight
-        return self._wide(scale if weight is None else scale * weight.abs())
+        one = self.tensors.x.new_ones(self.tensors.x.shape[1])
+        return self._wide((one if weight is None else weight.abs()) * self.tv**0.5)
 
     def _wide(self, values: Tensor) -> Tensor:
-        return values.reshape(1, -1, *[1] * (self.tensors.x.dim() - 2))
+        """Reshape (C,) or (N, groups) values to broadcast over x."""
+        if values.dim() == 1:
+            return reference.per_channel(values, self.tensors.x)
+        by_channel = values.repeat_interleave(self.tensors.x.shape[1] // values.shape[1], 1)
+        return by_channel.reshape(*by_channel.shape, *[1] * (self.tensors.x.dim() - 2))
+
+    def _mean(self, values: Tensor) -> Tensor:
+        """The mean over all values that share their statistics."""
+        if self.case.groups is None:
+            return values.mean(self.dims, keepdim=True)
+        return self._wide(values.reshape(values.shape[0], self.case.groups, -1).mean(2))
 
     def _batch(self) -> dict[str, Tensor]:
         """The batch statistics that the running statistics are updated with."""

@@ -1,5 +1,6 @@
 """Models that a Trainer trains, and what it does with SyncNorms in each of two processes."""
 
+import os
 from functools import partial
 
 import torch
@@ -67,6 +68,13 @@ def fit(module, batch, directory, *callbacks, **options):
     run = trainer(directory, *callbacks, noted, max_epochs=3, **options)
     run.fit(module, DataLoader(data, batch))
     return noted.seen, classes(module)
+
+
+def as_under_torchrun(rank, world):
+    """Set the environment variables from which Lightning learns that its processes run already."""
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
 def distributed(directory):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fuse_cases import PreNorm
+from accuracy import assert_same_bits
+from fuse_cases import PreNorm, outcome
 from normplug import fuse, swap
 
 
@@ -65,6 +66,13 @@ def twins(model, **options):
     swap(model.train(), backend="triton", **options)
     plain = fuse(copy.deepcopy(model))
     return fuse(model, recompute=True), plain
+
+
+def check_same(ours, plain, x, low=None, steps=1):
+    """Assert that steps of both models give the same bits."""
+    how = {"training": ours.training, "low": low}
+    for _ in range(steps):
+        assert_same_bits(outcome(ours, x, **how), outcome(plain, x, **how))
 
 
 def kept(model, x, low=None):

@@ -17,6 +17,7 @@ from normplug import native, target_variance
 from normplug._ops import batch_norm as batch_norms
 from normplug._ops import call as calls
 from normplug._ops import eligible, recompute, row_norms
+from normplug._ops import group_norm as group_norms
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Pool, Tensors
@@ -42,7 +43,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
     """Change schedules: each of `changes` maps the result of the schedule function of its name."""
     for name, change in changes.items():
-        norm = "layer_norm" if name.startswith("layer_norm") else "batch_norm"
+        norm = "batch_norm" if name == "geometry" else name.rpartition("_")[0]
         schedule = import_module(f"normplug._kernels.{norm}.schedule")
         chosen = getattr(schedule, name)
         monkeypatch.setattr(
@@ -67,9 +68,8 @@ def use_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_operators_for_small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have compilers use the operators even for small inputs."""
-    for norm in (batch_norms, row_norms):
-        for constant in ("_OPERATOR_BYTES", "_ADD_OPERATOR_BYTES"):
-            monkeypatch.setattr(norm, constant, 0, raising=False)
+    for norm in (batch_norms, row_norms, group_norms):
+        monkeypatch.setattr(norm, "_OPERATOR_BYTES", 0)
 
 
 def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
@@ -185,16 +185,6 @@ def recomputed(y: Any) -> Tensor:
     return make()
 
 
-def is_pooled_by_kernel(y: Any) -> bool:
-    return y.grad_fn.name().endswith("NormBackward")  # y has no node of a pooling
-
-
-def refusal_to_pool(x: Tensor, vectors: tuple[Tensor | None, ...], pool: Pool) -> str | None:
-    """Why the kernels cannot normalise and pool x; vectors: running statistics, weight and bias."""
-    spec = BatchNormSpec(True, 0.1, 1e-5, 1.0, "relu", pool)
-    return spec.refusal(Tensors(x, None, *vectors[2:], None, *vectors[:2]))
-
-
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the statistics by kernel, in the interpreter too."""
     return batch_norms.channel_stats(x, "triton")
@@ -227,16 +217,22 @@ def batch_norm(
     return calls.call("functional.batch_norm", t, spec, backend)
 
 
-def check_operators(
-    operators: Any, t: Tensors, numbers: tuple[Any, ...], dy: Tensor, dtotal: Tensor | None = None
-) -> None:
+def check_operators(cases: Any, case: Any, device: str) -> None:
     """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
-    torch.library.opcheck(operators.differentiable, (*t, *numbers))
+    tensors = cases.make(case, device)
+    of_batch = hasattr(case, "training")
+    running = {} if of_batch and case.training else tensors.running(tracked=not of_batch)
+    count = running.pop("num_batches_tracked", None)
+    t = Tensors(**tensors.inputs(case.needs), **running, tracked=count)
+    operators, numbers = cases.operators(case)
+    for traced in ([False], [True]) if operators.can_trace else ([],):
+        torch.library.opcheck(operators.differentiable, (*t, *numbers, *traced))
+    text = operators.text_of(numbers)
     bare = Tensors(*(each if each is None else each.detach() for each in t))
-    torch.library.opcheck(operators.forward, (*bare, *numbers), test_utils=INNER_RULES)
-    outputs = operators.forward(*bare, *numbers)
+    torch.library.opcheck(operators.forward, (*bare, text), test_utils=INNER_RULES)
+    outputs = operators.forward(*bare, text)
     x, residual, *vectors = bare[:5]
-    spec, has_residual = operators.spec(*numbers), residual is not None
+    spec, has_residual = operators.spec(text), residual is not None
     needs = [each is not None and each.requires_grad for each in t[:5]]
     state = outputs[1:]
     if operators.has_total:
@@ -245,7 +241,8 @@ def check_operators(
     elif has_residual and spec.passes_dy:  # the residual's gradient would be dy itself
         needs[1] = False
     kept = residual if has_residual and spec.reads_residual else None
-    arguments = (dy, dtotal, x, kept, *vectors, *state, has_residual, *numbers, needs)
+    dys = tensors.dy, tensors.dtotal
+    arguments = (*dys, x, kept, *vectors, *state, has_residual, text, needs)
     torch.library.opcheck(operators.backward, arguments, test_utils=INNER_RULES)
 
 

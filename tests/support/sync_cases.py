@@ -1,15 +1,16 @@
-"""What each process runs in the tests of SyncBatchNorm, and saves for pytest."""
+"""Calls of SyncBatchNorm over several processes, and how tests run checks in each of them."""
 
 import copy
 import math
 import os
-import tempfile
+import traceback
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,12 +18,11 @@ from torch import nn
 
 from accuracy import assert_no_worse, assert_same_bits
 from batch_norm_cases import laid_out
-from normplug import SyncBatchNorm, _activations, swap, target_variance
+from calls import describe
+from normplug import SyncBatchNorm, _activations, target_variance
 from normplug._ops import batch_norm_sync as _joined
-from normplug._ops import peers
-from normplug.modules.probe import Probe
+from normplug.modules.probe import Probe, averages
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
-from probes import probed
 
 CHANNELS = 5
 
@@ -47,10 +47,7 @@ class Case:
     activation: str | None = None
     residual: bool = False
 
-    def __str__(self):
-        """The fields that differ from their defaults."""
-        given = [getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default]
-        return "-".join(str(value).removeprefix("torch.") for value in given)
+    __str__ = describe
 
     def settings(self):
         """The arguments that torch's and normplug's constructors share."""
@@ -120,7 +117,6 @@ THREE = [
     Case((0, 1, 2), (), offset=1e3, momentum=None),
     Case((0, 0, 0)),
 ]
-CASES = {2: TWO, 3: THREE}
 
 
 def outcome(layer, x, dy, residual=None, activation=None):
@@ -142,11 +138,6 @@ def outcome(layer, x, dy, residual=None, activation=None):
     if layer.affine:
         out |= {"dweight": layer.weight.grad, "dbias": layer.bias.grad}
     return out
-
-
-def numbers(rank, world, device):
-    """Every case's outcome."""
-    return [outcome(*case.of_rank(rank, device), case.activation) for case in CASES[world]]
 
 
 def in_one_process(case, dtype=None):
@@ -200,16 +191,6 @@ def assert_joined(case, parts):
             assert_no_worse(name, *values, spare=far)
 
 
-def assert_measured(case, y, probe):
-    """Assert that process 0's probe has the variances of its own batch, and of y."""
-    x, _, weight, _ = case.joined()
-    normed = F.batch_norm(x, None, None, training=True) * math.sqrt(target_variance("golden"))
-    own = [t[: case.batches[0]] for t in (x, normed)]
-    expected = [t.var((0, 2, 3), correction=0).mean() for t in (*own, y)]
-    expected.append(weight.square().mean().sqrt())
-    torch.testing.assert_close(probe, torch.stack(expected))
-
-
 @contextmanager
 def counting():
     """Yield a list that records the messages sent inside the block."""
@@ -230,77 +211,63 @@ def counting():
         yield sent
 
 
-def messages(rank, world, device):
+def messages(rank, device, backend="auto"):
     """The messages of a training step, of one without a gradient of the input, and in eval."""
-    layer = SyncBatchNorm(CHANNELS, device=device)
-    x = torch.randn(4, CHANNELS, device=device)
+    layer = SyncBatchNorm(CHANNELS, backend=backend, device=device)
+    x = torch.randn(4 * rank, CHANNELS, device=device)  # process 0 has no data
     with counting() as training:
         layer(x.requires_grad_()).sum().backward()
     with counting() as fixed_input:
         layer(x.detach()).sum().backward()
     with counting() as evaluation:
-        layer.eval()(x).sum().backward()
-        SyncBatchNorm(CHANNELS, track_running_stats=False, device=device).eval()(x)
+        layer.eval()(torch.ones(2, CHANNELS, device=device)).sum().backward()
     return training, fixed_input, evaluation
 
 
-def too_few(rank, world, device):
-    """The error for one value per channel in the joined batch."""
-    try:
-        layer = SyncBatchNorm(CHANNELS)
-        layer(torch.randn(1 if rank == world - 1 else 0, CHANNELS))
-    except ValueError as error:
-        return str(error), layer.state_dict()
-
-
-def refuses_a_second_derivative(rank, world, device):
-    """The error of a gradient that is to be differentiated again."""
+def a_second_derivative_is_refused(rank, world, device):
     x = torch.randn(4, CHANNELS, device=device, requires_grad=True)
     y = SyncBatchNorm(CHANNELS, device=device)(x)
-    try:
+    with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
-    except NotImplementedError as error:
-        return str(error)
 
 
-def compiled(rank, world, device):
-    """A compiled layer's outcome, and the layer's own."""
+def a_compiled_layer_is_one_graph_and_computes_the_same(rank, world, device):
     layer, x, dy, _ = Case((5, 3)).of_rank(rank, device)
     twin = copy.deepcopy(layer)
     # Inductor is slow on a CPU: there only process 0 uses it, and the others run graphs as is.
     layer.compile(fullgraph=True, backend="aot_eager" if device == "cpu" and rank else "inductor")
-    return outcome(layer, x, dy), outcome(twin, x, dy)
+    ours, eager = outcome(layer, x, dy), outcome(twin, x, dy)
+    del ours["node"], eager["node"]
+    if device == "cpu":
+        torch.testing.assert_close(ours.pop("state"), eager.pop("state"))
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
 
 
-def groups(rank, world, device):
-    """Statistics of processes 0 and 2 together, and of process 1 alone."""
-    pair, single = dist.new_group([0, 2]), dist.new_group([1])
-    layer = SyncBatchNorm(CHANNELS, process_group=single if rank == 1 else pair, momentum=1.0)
-    torch.manual_seed(rank)
-    x = torch.randn(4, CHANNELS) + rank
-    swap(layer, 0.5)
-    layer(x)
-    return x, layer.running_mean
-
-
-def with_activation(rank, world, device):
-    """timm's BatchNorm with an activation, and what it should be, where timm is installed."""
-    try:
-        from timm.layers import BatchNormAct2d
-    except ImportError:
-        return None
-    x = Case((5, 3)).of_rank(rank, device)[1]
-    layer = swap(BatchNormAct2d(CHANNELS), 0.5, sync=True)
-    return layer(x).detach(), SyncBatchNorm(CHANNELS, mode=0.5)(x).detach().relu()
-
-
-def measured(rank, world, device, backend="auto"):
-    """y, the variance probe of process 0, which alone measures while all train, and the state."""
-    layer, x, *_ = Case((5, 3)).of_rank(rank, device, backend)
-    if rank == 0:
-        layer._probe = Probe()
+def one_process_can_measure_alone(rank, world, device, backend="auto"):
+    """Process 0's probe has the variances of its own batch, and of y."""
+    case = Case((5, 3))
+    layer, x, *_ = case.of_rank(rank, device, backend)
+    layer._probe = Probe() if rank == 0 else None
     y = layer(x)
-    return y.detach(), probed(layer), layer.state_dict()
+    assert_equal_everywhere(layer.running_var)
+    if rank != 0:
+        assert layer._probe is None
+        return
+    x, _, weight, _ = case.joined()
+    normed = F.batch_norm(x, None, None, training=True) * math.sqrt(target_variance("golden"))
+    own = [t[: case.batches[0]] for t in (x, normed)]
+    expected = [t.var((0, 2, 3), correction=0).mean() for t in (*own, y.detach().cpu())]
+    expected.append(weight.square().mean().sqrt())
+    measured = torch.as_tensor(averages([layer._probe])[0])
+    torch.testing.assert_close(measured, torch.stack(expected))
+
+
+def assert_equal_everywhere(tensor, group=None):
+    """Assert that all processes have the same bits."""
+    own = tensor.reshape(-1)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    assert all(torch.equal(each, own) for each in found)
 
 
 def make_net():
@@ -326,56 +293,30 @@ def train(net, images, labels, steps=5):
     return net
 
 
-def data_parallel(rank, world, device):
-    """A model trained by DistributedDataParallel, each process on its share."""
-    net = make_net()
-    ddp = nn.parallel.DistributedDataParallel(net)  # which refuses to wrap a SyncBatchNorm
-    swap(ddp, "golden", sync=True, preserve_output=False)
-    train(ddp, IMAGES[rank::world], LABELS[rank::world])
-    return net.state_dict()
+class Results(dict):
+    """The checks of one process: looking up one that failed or was skipped does the same."""
+
+    def __getitem__(self, name):
+        returned, skipped, failed = super().__getitem__(name)
+        if skipped:
+            pytest.skip(skipped)
+        if failed:
+            pytest.fail(failed, pytrace=False)
+        return returned
 
 
-def without_waiting(rank, world, device):
-    """The error where the host waits for the GPU in a training step; None where it never does."""
-    layer = SyncBatchNorm(CHANNELS, momentum=None, device=device)
-    x = torch.randn(8, CHANNELS, 6, 6, device=device, requires_grad=True)
-    layer(x).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        layer(x).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def with_lightning(rank, world, device):
-    """Models trained by Lightning's strategy ddp."""
-    import lightning_cases
-
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with tempfile.TemporaryDirectory() as directory:
-        return lightning_cases.distributed(directory)
-
-
-CHECKS = {
-    2: [
-        numbers, messages, too_few, refuses_a_second_derivative, compiled, measured, data_parallel,
-        with_activation, with_lightning,
-    ],
-    3: [numbers, groups],
-}  # fmt: skip
+def assert_passed(check, results):
+    """Assert that the check raised in none of the processes."""
+    assert [result[check.__name__] for result in results] == [None] * len(results)
 
 
 def ran(process, world, directory, *arguments):
-    """Run `process` in `world` processes; return what each of them saved."""
+    """Run `process` in `world` processes; return the `Results` of each."""
     arguments = (world, str(directory), *arguments)
     torch.multiprocessing.spawn(_fork, (process, arguments), nprocs=1)
     # weights_only=True would only refuse the tests' own containers.
     files = [directory / f"{rank}.pt" for rank in range(world)]
-    return [torch.load(file, weights_only=False, map_location="cpu") for file in files]
+    return [Results(torch.load(f, weights_only=False, map_location="cpu")) for f in files]
 
 
 def _fork(_, process, arguments):
@@ -385,8 +326,11 @@ def _fork(_, process, arguments):
     )
 
 
-def process(rank, world, directory, on_gpu=False, checks=None):
-    """Run every check; save the results as `<rank>.pt`."""
+def process(rank, world, directory, checks, on_gpu=False, may_warn=()):
+    """Run every check; save what each returns or raises as `<rank>.pt`.
+
+    may_warn: checks in which warnings are no errors.
+    """
     torch.set_num_threads(1)
     device = f"cuda:{rank}" if on_gpu else "cpu"
     if on_gpu:
@@ -402,17 +346,16 @@ def process(rank, world, directory, on_gpu=False, checks=None):
         device_id=torch.device(device) if on_gpu else None,
     )
     results = {}
-    for check in checks or CHECKS[world]:
+    for check in checks:
         with warnings.catch_warnings():
-            if not on_gpu and check not in (compiled, with_lightning):
-                warnings.simplefilter("error")
-            results[check.__name__] = check(rank, world, device)
+            if not on_gpu:
+                warnings.simplefilter("ignore" if check in may_warn else "error")
+            try:
+                results[check.__name__] = check(rank, world, device), "", ""
+            except pytest.skip.Exception as skipped:
+                results[check.__name__] = None, str(skipped), ""
+            except (Exception, pytest.fail.Exception):
+                results[check.__name__] = None, "", traceback.format_exc()
     torch.save(results, f"{directory}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def by_collectives(rank, world, directory):
-    """Save every case's outcome on GPUs whose kernels cannot exchange statistics."""
-    peers._agree = lambda group, device: peers._Agreement(None, "the GPUs count as two hosts'")
-    process(rank, world, directory, True, [numbers])

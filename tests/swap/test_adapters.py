@@ -294,14 +294,3 @@ def test_another_version_of_a_forward_is_run_and_a_class_that_is_no_layer_norm_i
     torch.testing.assert_close(swap(layer, "golden")(X), expected)
     torch.testing.assert_close(unswap(layer)(X), expected)
     assert _convert.replacement(stranger()) is None
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("act", FUSED)
-@pytest.mark.parametrize("training", [True, False])
-def test_the_fused_activation_matches_the_library_on_the_gpu(layers, act, training):
-    layer = layers.BatchNormAct2d(8, act_layer=act).cuda()
-    ours = swap(copy.deepcopy(layer), "standard")
-    for x in (X.cuda(), X.cuda().to(memory_format=torch.channels_last)):
-        for a, b in zip(run(ours, x, training), run(layer, x, training), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import normplug
-from normplug import by_depth, check, plan, set_mode, swap, swapped, unswap
+from fuse_cases import PreNorm
+from normplug import by_depth, check, plan, set_mode, swap
 from swap_cases import GOLDEN, Net, X, assert_frozen, frozen
 
 
@@ -14,21 +15,8 @@ def targets(model):
     return {p: m.target_variance for p, m in layers if hasattr(m, "target_variance")}
 
 
-class Block(nn.Module):
-    """A pre-norm residual block: two norms, with attention and MLP left out."""
-
-    def __init__(self, size=4):
-        super().__init__()
-        self.norm1, self.mix = nn.LayerNorm(size), nn.Linear(size, size)
-        self.norm2, self.mlp = nn.LayerNorm(size), nn.Linear(size, size)
-
-    def forward(self, x):
-        x = x + self.mix(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
 def transformer(blocks=3):
-    model = nn.Sequential(nn.Linear(4, 4), *(Block() for _ in range(blocks)))
+    model = nn.Sequential(nn.Linear(4, 4), *(PreNorm(4) for _ in range(blocks)))
     return nn.Sequential(
         nn.Identity(), nn.ModuleDict({"layers": model}), nn.ModuleDict({"norm": nn.LayerNorm(4)})
     )
@@ -92,19 +80,6 @@ def test_a_layer_without_a_mode_is_refused_and_nothing_changes(net):
     assert set(targets(net).values()) == {0.5}
 
 
-def test_preserve_output_swapped_and_unswap_work_layer_by_layer(net):
-    mode = {"stem.*": 0.5, "flat": 3, "*": "golden"}
-    net.eval()
-    y, before = net(X), frozen(net)
-    with swapped(net, mode) as inside:
-        assert sorted(targets(inside).values()) == [0.5, GOLDEN, 3]
-    assert_frozen(net, before)
-    torch.testing.assert_close(swap(net, mode, preserve_output=True)(X), y)
-    set_mode(net, {"flat": 1, "*": 0.25})
-    y = net(X)
-    torch.testing.assert_close(unswap(net)(X), y)
-
-
 def test_the_modes_of_a_checkpoint_can_be_restored_from_its_metadata(net):
     saved = swap(net, {"stem.*": 0.5, "*": "golden"}).state_dict()
     twin = swap(Net(), 2)
@@ -150,7 +125,7 @@ def test_blocks_are_counted_across_stages_in_the_order_of_their_numbers():
 def stage():
     """As a ConvNeXt's with one block, which has a norm of its own beside the block."""
     down = nn.Sequential(nn.LayerNorm(4), nn.Conv2d(2, 2, 1))
-    return nn.ModuleDict({"down": down, "layers": nn.ModuleList([Block()])})
+    return nn.ModuleDict({"down": down, "layers": nn.ModuleList([PreNorm(4)])})
 
 
 def unit():
@@ -161,13 +136,13 @@ def unit():
     ("make", "blocks"),
     [
         (lambda: nn.Sequential(unit(), unit()), [1, 2]),  # units count if there is no other block
-        (lambda: nn.Sequential(unit(), Block(), Block()), [None, 1, 1, 2, 2]),
+        (lambda: nn.Sequential(unit(), PreNorm(4), PreNorm(4)), [None, 1, 1, 2, 2]),
         (lambda: nn.Sequential(*(nn.ModuleList([unit(), unit()]) for _ in "ab")), [1, 1, 2, 2]),
-        (lambda: nn.ModuleDict({"b10": Block(), "b9": Block()}), [2, 2, 1, 1]),
+        (lambda: nn.ModuleDict({"b10": PreNorm(4), "b9": PreNorm(4)}), [2, 2, 1, 1]),
         (lambda: nn.ModuleList([stage(), stage()]), [None, 1, 1, None, 2, 2]),
         (
             lambda: nn.ModuleList(
-                nn.ModuleList([nn.TransformerEncoderLayer(4, 2), Block()]) for _ in "ab"
+                nn.ModuleList([nn.TransformerEncoderLayer(4, 2), PreNorm(4)]) for _ in "ab"
             ),
             [1] * 4 + [2] * 4,  # unlike each other: the parts of one block
         ),
@@ -183,8 +158,8 @@ def encoder_and_decoder():
 
 
 def experts():
-    layer = Block()
-    layer.experts = nn.ModuleList(Block() for _ in range(4))
+    layer = PreNorm(4)
+    layer.experts = nn.ModuleList(PreNorm(4) for _ in range(4))
     return nn.ModuleDict({"layers": nn.ModuleList([layer])})
 
 
@@ -192,9 +167,12 @@ def experts():
     ("make", "text"),
     [
         (encoder_and_decoder, "encoder.layers.0 to encoder.layers.1 and decoder"),
-        (lambda: nn.ModuleList([Block()] * 2), "0.norm1 is in block 1 and in block 2"),
+        (lambda: nn.ModuleList([PreNorm(4)] * 2), "0.norm1 is in block 1 and in block 2"),
         (experts, "layers.0 may be one block, or a stage of several: layers.0.experts.0 to"),
-        (lambda: nn.Sequential(nn.Sequential(Block()), Block()), "0 may be one block, or a stage"),
+        (
+            lambda: nn.Sequential(nn.Sequential(PreNorm(4)), PreNorm(4)),
+            "0 may be one block, or a stage",
+        ),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), "Sequential has no sequence of"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import normplug
-from normplug.bench import Rows, measure, models, targets
+from normplug.bench import Rows, measure, models
 from normplug.bench.__main__ import main
 
 FILE = """
@@ -139,7 +139,7 @@ def test_a_function_of_a_file(file, tmp_path, capsys):
     table = capsys.readouterr().out
     assert table.split()[:4] == ["model", "batch", "arm", "ms"]
     assert len(table.splitlines()) == 11
-    model, batch, step = targets.load(f"{file}:with_step", None, {"power": 3})
+    model, batch, step = models.load(f"{file}:with_step", None, {"power": 3})
     assert step(model, batch).item() == pytest.approx(model(batch).abs().pow(3).mean().item())
 
 
@@ -173,7 +173,7 @@ def test_a_wrong_target_is_one_sentence(file, target, words, says):
 )
 def test_models_by_name_have_a_loss_with_gradients(library, target, options):
     pytest.importorskip(library)
-    model, batch, step = targets.load(target, 2, options)
+    model, batch, step = models.load(target, 2, options)
     loss = (step or models._loss)(model.train(), batch)
     loss.backward()
     assert loss.isfinite()

@@ -1,7 +1,6 @@
 """The scripts of `benchmarks/`, briefly on the CPU, and the documentation that they write."""
 
 import copy
-import json
 import socket
 from functools import partial
 from unittest.mock import Mock
@@ -19,7 +18,6 @@ import norms
 import rivals
 import sync
 import tables
-import turns
 from forks import forked
 from normplug._ops.recompute import AVAILABLE
 from normplug.bench import timing
@@ -50,27 +48,6 @@ def test_every_committed_result_and_picture_is_linked_from_a_page():
     pages = "".join(page.read_text() for page in tables.DOCS.glob("*.md"))
     for path in (*(tables.DOCS / "results").iterdir(), *tables.DOCS.rglob("*.png")):
         assert f"({path.relative_to(tables.DOCS).as_posix()})" in pages, path
-
-
-def test_new_rows_make_tables():
-    row = {"device": "a GPU", "torch": "2.15", "commit": "abc", "date": "2026-11-25T01:02:03"}
-    call = row | {"op": "layer_norm", "layout": "rows", "shape": "9x8", "dtype": "float32"}
-    call |= {"direction": "F", "floor_passes": 2, "copy_gbps": 2000.0, "wall_us": 9.0}
-    rows = [call | {"provider": "normplug", "us": 4.0, "gbps": 1000.0, "max_rel": 2e-7}]
-    rows.append(call | {"provider": "eager", "us": 6.0, "gbps": 500.0, "date": "2026-11-26T01"})
-    lines = tables.render(rows).splitlines()
-    assert lines[0] == "a GPU, torch 2.15, commit abc, 2026-11-25 to 2026-11-26."
-    assert lines[2] == "Copy: 2000 GB/s, read and written."
-    cells = [line.split("|")[6:-1] for line in lines if line.startswith("| layer_norm")]
-    assert [[cell.strip() for cell in each] for each in cells] == [
-        ["4.0 (1.50x)", "6.0 (1.00x)"],
-        ["50", "25"],
-        ["2.0e-07"],
-    ]
-    step = {**row, "model": "net", "batch": 8, "mode": "golden", "arm": "eager", "ms": 20.0}
-    lines = tables.render([step]).splitlines()
-    assert "mode golden" in lines[0]
-    assert lines[-1].split() == ["|", "net", "|", "8", "|", "20.00", "(1.00x)", "|"]
 
 
 def test_a_suite_writes_rows(tmp_path):
@@ -144,22 +121,6 @@ def test_single_calls_are_compared_before_they_are_timed(name, tmp_path, monkeyp
         list(host.measure(host.CASES[0], CPU))
 
 
-def test_two_checkouts_take_turns(tmp_path):
-    path, trees = tmp_path / "rows.json", [tables.DOCS.parent, tmp_path / "other"]
-    trees[1].symlink_to(trees[0])
-    words = [*map(str, trees), "--rows", "layer_norm", "--arms", "swap", "--device", "cpu"]
-    turns.main([*words, "--rounds", "2", "--json", str(path)])
-    turns.main([*words[1:], "--first-step", "--json", str(path)])
-    rows = read_file(path)
-    assert [row["tree"] for row in rows] == [*map(str, trees), str(trees[1])]
-    assert {(row["model"], row["arm"], row["batch"]) for row in rows} == {
-        ("layer_norm", "swap", 32)
-    }
-    assert all(row["ms"] > 0 and row["host_ms"] > 0 for row in rows[:2])
-    assert rows[2]["first_step_s"] > 0
-    assert rows[2]["kernels"] == 0  # torch's own run on a CPU
-
-
 BOTH = """
 import os, sys, torch
 from functools import partial
@@ -204,13 +165,3 @@ def test_a_run_over_gpus_that_fails_has_a_row_with_its_error(tmp_path, capsys):
     assert facts.items() <= eager.items()
     assert "graph=true needs an NVIDIA GPU" in graphed["error"]
     assert graphed["error"] in capsys.readouterr().err
-
-
-def test_a_picture_has_the_runs_that_have_finished(tmp_path):
-    pytest.importorskip("matplotlib")
-    done = {"gpus": 1, "batch": 512, "images_per_s": 10.0}
-    rows = [done | {"graph": True}, done | {"graph": False}, done | {"batch": 1024}]
-    path, picture = tmp_path / "rows.json", tmp_path / "ddp.png"
-    path.write_text(json.dumps([*rows, {"gpus": 4, "graph": True, "error": "it failed"}]))
-    ddp.main(["--json", str(path), "--plot", str(picture)])
-    assert picture.read_bytes().startswith(b"\x89PNG")

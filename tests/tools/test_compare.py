@@ -183,12 +183,77 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
     printed = capsys.readouterr().out
     line = next(line for line in printed.splitlines() if line.startswith("| standard"))
     cells = [cell.strip() for cell in line.split("|")[2:-1]]
-    assert cells == ["90.00", "90.00", "-", "0.1", "at the end of the range: extend it"]
+    assert cells == ["90.00", "90.00", "-", "0.1", "0.00", "at the end of the range: extend it"]
     assert "has the best mean validation accuracy after the last epoch" in printed
     # Without a choice, each rate is an arm.
     comparison = compared()
     arms = set(comparison.table.arm)
     assert {"golden lr=0.1", "golden lr=0.2", "golden lr=0.4", "0.5"} < arms
+
+
+def test_a_margin_adds_the_p_of_an_equivalence(compared, tmp_path, capsys):
+    # Differences of -0.1, 0 and 0.1 points: t = 0.2 / (0.1 / sqrt(3)), and one-sided p = 0.0371.
+    gains = {
+        "baseline": (0, 0, 0),
+        "golden": (-0.1, 0, 0.1),
+        "0.5": (1, 1.1, 1.2),
+        "2.0": (0, 0, 0),
+    }
+    write_runs(tmp_path, {arm: [(50 + g) / 100 for g in of_arm] for arm, of_arm in gains.items()})
+    rows = by_arm(compared(margin=0.2))
+    ps = {arm: row.difference_to_reference_p_equivalent for arm, row in rows.items()}
+    assert ps["golden"] == pytest.approx(0.0370908, rel=1e-4)
+    assert ps["0.5"] > 0.99
+    assert math.isnan(ps["baseline"])
+    assert main([str(tmp_path), "--margin", "0.2"]) == 0
+    assert " p (TOST, within ± 0.2 points) |" in capsys.readouterr().out
+    assert "TOST" not in compared().markdown
+
+
+def write_two_rates(root, values, **changes):
+    """Write a run for each value: arm -> rate -> its test accuracies by seed."""
+    for arm, rates in values.items():
+        for rate, of_rate in rates.items():
+            for seed, accuracy in enumerate(of_rate):
+                scores = {"test_accuracy": accuracy, "accuracy_by_epoch": [accuracy]}
+                write_run(root / str(rate), arm, seed, learning_rate=rate, **scores, **changes)
+
+
+def test_arms_are_compared_by_their_means_over_rates(compared, tmp_path):
+    golden = {0.4: [0.81, 0.82], 0.8: [0.83, 0.86]}
+    write_two_rates(tmp_path, {"golden": golden, "standard": {0.4: [0.8] * 3, 0.8: [0.8] * 3}})
+    write_run(tmp_path / "0.4", "golden", 2, learning_rate=0.4)
+    comparison = compared(over_rates=True)
+    assert list(comparison.table.arm) == ["standard", "golden"]
+    row = by_arm(comparison)["golden"]
+    assert difference(row)[:2] == pytest.approx((2, (0.02 + 0.04) / 2))
+    lacking = "golden, seed 2: unfinished: another learning rate has no finished run ("
+    assert lacking in comparison.markdown
+    assert not comparison.complete
+
+
+def test_the_report_has_the_sensitivity_to_the_rate_and_flags_ends(compared, tmp_path):
+    rates = {0.2: [0.7], 0.4: [0.9], 0.8: [0.8]}
+    write_two_rates(tmp_path, {"golden": rates, "standard": {0.4: [0.8], 0.8: [0.9]}})
+    for arm in ("golden", "0.5"):
+        write_run(tmp_path / "1.6", arm, 0, learning_rate=1.6, status="diverged")
+    lines = [" ".join(line.split()) for line in compared().markdown.splitlines()]
+    assert "| arm | 0.2 | 0.4 | 0.8 | 1.6 | best | sensitivity | remark |" in lines
+    assert "| golden | 70.00 | 90.00 | 80.00 | diverged | 0.4 | 10.00 | - |" in lines
+    end = "at the end of the range: extend it"
+    assert f"| standard | - | 80.00 | 90.00 | - | 0.8 | 5.00 | {end} |" in lines
+    assert "| target 0.5 | - | - | - | diverged | - | - | - |" in lines
+
+
+def test_gaps_to_the_reference_are_at_the_epochs_that_were_validated(compared, tmp_path):
+    curves = {"standard": [0.5, 0.6, 0.7], "golden": [0.6, 0.65, 0.7]}
+    for (arm, curve), seed in product(curves.items(), (0, 1)):
+        shifted = [value + seed / 100 for value in curve]
+        write_run(tmp_path, arm, seed, accuracy_by_epoch=shifted, epochs=30)
+    lines = [" ".join(line.split()) for line in compared().markdown.splitlines()]
+    assert "The validation accuracy minus standard, points, same seed:" in lines
+    assert "| arm | epoch 10 | epoch 20 | epoch 30 |" in lines
+    assert "| golden | +10.00 ± 0.00 | +5.00 ± 0.00 | +0.00 ± 0.00 |" in lines
 
 
 def test_best_rates_of_a_loss_are_the_lowest_and_unreadable_runs_are_refused(tmp_path, capsys):
@@ -260,8 +325,8 @@ def test_arms_are_sorted_by_effect_under_their_plain_names_and_columns_line_up(c
     comparison = compared()
     expected = ["baseline", "golden", "0.5", "standard-gamma0_0.786", "standard", "2.0"]
     assert list(comparison.table.arm) == expected
-    table = [line for line in comparison.markdown.splitlines() if line.startswith("|")]
-    outcomes, costs = table[: len(table) // 2], table[len(table) // 2 :]
+    blocks = comparison.markdown.split("\n\n")
+    outcomes, _, costs = (block.splitlines() for block in blocks if block.startswith("|"))
     names = [line.split("|")[1].strip() for line in outcomes[2:]]
     plain = ["golden", "target 0.5", "standard gamma0=0.786", "standard", "target 2.0"]
     assert names == ["baseline", *plain]
@@ -290,7 +355,7 @@ def test_standard_stands_in_for_a_baseline_without_finished_runs(compared, tmp_p
     assert "Reference: standard.\n" in ours
     assert "Reference: baseline.\n" in other
     # One seed has a mean and no interval.
-    line, _ = [line for line in ours.splitlines() if line.startswith("| golden")]
+    line, *_ = [line for line in ours.splitlines() if line.startswith("| golden")]
     assert "| 92.00 | +2.00 (1 pair) |" in " ".join(line.split())
 
 
@@ -412,7 +477,9 @@ def test_every_file_is_written_and_printed_and_none_is_blank(tmp_path, capsys):
     for arm, seed in product(("baseline", "golden"), range(2)):
         write_variance(write_run(tmp_path / "runs", arm, seed, test_accuracy=0.9 + seed / 100))
     assert main([str(tmp_path / "runs"), "--out", str(out := tmp_path / "new" / "out")]) == 0
-    plots = {f"{name}_resnet18_digits.png" for name in ("accuracy", "seeds", "variance_by_depth")}
+    plots = {
+        f"{name}_resnet18_digits.png" for name in ("accuracy", "gap", "seeds", "variance_by_depth")
+    }
     assert {path.name for path in out.iterdir()} == plots | {"summary.md", "summary.csv"}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in plots)
     assert all((out / name).stat().st_size > 15_000 for name in plots)

@@ -56,6 +56,10 @@ def test_lines_over_epochs_and_blocks_are_medians_up_to_where_a_seed_stops():
     assert lines(whole).keys() == {"baseline (1 seed)", "golden (2 seeds)"}
     assert lines(whole)["golden (2 seeds)"] == [[1.0, 50.0], [2.0, 70.0]]
     assert whole.get_ylabel() == "validation accuracy (%)"
+    (gaps,) = found["gap"].axes
+    assert lines(gaps).keys() == {"golden (1 seed)"}
+    np.testing.assert_allclose(lines(gaps)["golden (1 seed)"], [[1, -10], [2, -10]])
+    assert gaps.get_ylabel() == "minus baseline (points)"
     (blocks,) = found["blocks"].axes
     expected = {"golden (2 seeds)": [[1, 0.4], [2, 0.2]], "standard (1 seed)": [[1, 0.2], [2, 0.4]]}
     assert lines(blocks) == expected
@@ -113,7 +117,7 @@ def test_no_text_of_a_plot_lies_on_another_or_outside():
             for arm, seed in product(arms, range(3))
         )
     )
-    assert found.keys() == {"seeds", "targets", "accuracy", "blocks", "variance_by_depth"}
+    assert found.keys() == {"seeds", "targets", "accuracy", "gap", "blocks", "variance_by_depth"}
     for figure in found.values():
         figure.draw_without_rendering()
         labels = [label for axes in figure.axes for label in axes.get_yticklabels()]

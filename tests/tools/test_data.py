@@ -24,13 +24,13 @@ from normplug.experiment.data import (
     ImageFolder,
     Part,
     Source,
+    Text,
     Torchvision,
     crop_and_flip,
     decode,
     stream_seed,
 )
-from normplug.experiment.text import Text
-from normplug.experiment.train import CONFIGS
+from normplug.experiment.run import CONFIGS
 
 SIZE = 6  # of the images in `tree`
 
@@ -331,7 +331,6 @@ class TestText:
         assert set(rows["train"]) < set(range(80))
         assert len(rows["train"]) == 72  # of 19 blocks, the odd one is left for the next epoch
         assert data.sizes == {"vocabulary": 256, "block_size": 4}
-        assert data.items_per_batch == 8
 
     @pytest.mark.parametrize(("character", "size"), [("a", 1), ("\u00e9", 2)])
     def test_a_result_names_the_text_and_has_bits_by_character(self, tmp_path, character, size):

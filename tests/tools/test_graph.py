@@ -15,7 +15,7 @@ import normplug
 from accuracy import assert_same_bits
 from normplug import SyncBatchNorm
 from normplug._ops import peers
-from normplug.experiment.callbacks import is_measured
+from normplug.experiment.callbacks import variance_loggers
 from normplug.experiment.config import UserError
 from normplug.experiment.graph import GraphedLoss, refuse_graph
 from normplug.lightning import VarianceLogger, heat_map
@@ -141,7 +141,7 @@ def test_a_graph_is_refused_where_it_cannot_be(refuses):
 def joined_loss(monkeypatch, layer, agreement):
     """A loss of a net with a layer that two processes join in this way."""
     monkeypatch.setattr(SyncBatchNorm, "group_to_join", lambda layer: "the group")
-    monkeypatch.setattr(peers, "_agreements", {("the group", torch.device("cpu")): agreement})
+    monkeypatch.setattr(peers, "_agreed", {("the group", torch.device("cpu")): agreement.peers})
     net = nn.Sequential(nn.Linear(3, 3), layer)
     return GraphedLoss(lambda x, y: (net[0](x).mean(1) - y).square().mean(), net)
 
@@ -172,7 +172,7 @@ def test_all_processes_run_the_measured_steps_without_graphs():
     for step, measured in ((0, True), (1, False), (5, True)):
         trainer = SimpleNamespace(global_step=step, is_global_zero=False, callbacks=[logger])
         logger.on_train_batch_start(trainer, nn.BatchNorm1d(3), None, step)
-        assert is_measured(trainer, step) == measured
+        assert [each.logged_step == step for each in variance_loggers(trainer)] == [measured]
 
 
 @pytest.fixture(scope="module")

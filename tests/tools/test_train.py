@@ -7,6 +7,7 @@ import re
 import shlex
 import weakref
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -23,9 +24,9 @@ from forks import forked
 from normplug._ops import recompute
 from normplug.experiment.compare import main as compare_arms
 from normplug.experiment.config import BY_DEPTH, arm_name, mode_of
-from normplug.experiment.learner import decay_groups, make_scheduler
-from normplug.experiment.models import GPT, resnet, scale_norm_weights, vit
-from normplug.experiment.train import CONFIGS
+from normplug.experiment.learner import make_optimizer, make_scheduler
+from normplug.experiment.models import GPT, apply_arm, resnet, scale_norm_weights, vit
+from normplug.experiment.run import CONFIGS
 from training import (
     PLAIN,
     SMALL,
@@ -100,6 +101,8 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     assert result["input_variances"].keys() == result["target_variances"].keys()
     assert all(variance > 0 for variance in result["input_variances"].values())
     assert len(result["accuracy_by_epoch"]) == 2
+    assert result["config"]["trainer"]["max_epochs"] == 2
+    assert result["config"]["factors"]["head"] == {"lr": 1, "decay": 1, "start": 1}
     assert result["images_per_s"] == pytest.approx(16e3 / result["step_ms"])
     assert result["versions"]["torch"] == torch.__version__
     assert result["versions"]["normplug"] == normplug.__version__
@@ -173,7 +176,7 @@ def test_a_run_of_a_sweep_frees_the_model_of_the_former_run(trains, monkeypatch)
             models.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr("normplug.experiment.train.instantiate", build)
+    monkeypatch.setattr("normplug.experiment.run.instantiate", build)
     gc.disable()  # so that only the run collects garbage
     try:
         trains(*TINY, PLAIN, "mode=baseline", "seed=0,1", "-m")
@@ -228,6 +231,15 @@ def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path, monk
     assert "| golden t   | 2 of 2 |" in table
     assert "minus standard t, points |" in table
     assert (tmp_path / "page/seeds_vit_tiny_fake.png").is_file()
+
+
+def test_an_experiment_of_the_study_is_one_command(trains, tmp_path):
+    images = ["data=fake", "~data.root", "~data.cache", "data.image_size=8", "data.num_images=100"]
+    fast = ["data.batch_size=16", "graph=false", "optimizer.fused=false", "trainer.max_epochs=1"]
+    output = trains("experiment=e1", *images, *fast, "arm=golden,golden_start", "seed=1", "-m")
+    found = {(result["arm"], result["learning_rate"]) for result in results(tmp_path)}
+    assert found == set(product(("golden", "standard-gamma0_0.786"), (0.4, 0.8)))
+    assert "| golden lr=0.4 " in output
 
 
 def test_a_sweep_of_language_models_is_compared_by_its_losses(trains, tmp_path):
@@ -336,23 +348,76 @@ def validation_loss(directory):
     return pd.read_csv(directory / "metrics.csv")["val/loss"].dropna().iloc[-1]
 
 
-def sgd(net):
-    return torch.optim.SGD(decay_groups(net.parameters()), lr=0.5, momentum=0.9, weight_decay=0.1)
+def optimizer_of(net, *overrides):
+    """The optimizer of a command line, and id of a parameter -> (learning rate, weight decay)."""
+    optimizer = make_optimizer(net, composed("optimizer.lr=0.5", *overrides))
+    groups = [(g["lr"], g["weight_decay"], p) for g in optimizer.param_groups for p in g["params"]]
+    return optimizer, {id(p): (rate, decay) for rate, decay, p in groups}
 
 
 def test_norms_and_biases_do_not_decay_and_what_is_frozen_is_left_out():
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
     net[0].bias.requires_grad_(False)
-    decays = {id(p): g["weight_decay"] for g in sgd(net).param_groups for p in g["params"]}
+    _, found = optimizer_of(net, "optimizer.weight_decay=0.1")
     weight, bias = net[1].parameters()
-    assert decays == {id(net[0].weight): 0.1, id(weight): 0, id(bias): 0}
+    assert found == {id(net[0].weight): (0.5, 0.1), id(weight): (0.5, 0), id(bias): (0.5, 0)}
+
+
+@pytest.mark.parametrize("mode", ["baseline", "golden"])
+def test_norms_and_the_head_have_factors_of_their_own(mode):
+    options = [f"mode={mode}", "factors.norm_bias.lr=4", "factors.norm_bias.decay=0.5"]
+    options += ["arm=head", "factors.norm_weight.lr=0.01", "optimizer.weight_decay=0.1"]
+    torch.manual_seed(0)
+    net = resnet("resnet18", num_classes=5, image_size=8)
+    start = net.fc.weight.clone()
+    apply_arm(net, composed(*options), fuses=False)
+    torch.testing.assert_close(net.fc.weight, start / 2)
+    _, found = optimizer_of(net, *options)
+    norm = net.layer1[0].bn1
+    tensors = [net.conv1.weight, norm.weight, norm.bias, net.fc.weight, net.fc.bias]
+    rates, decays = zip(*(found[id(tensor)] for tensor in tensors), strict=True)
+    assert rates == pytest.approx((0.5, 0.005, 2, 0.125, 0.5))
+    assert decays == pytest.approx((0.1, 0, 0.05, 0.4, 0))
+    assert len(found) == len(list(net.parameters()))
+
+
+def test_a_target_of_a_quarter_is_the_arm_of_biases_and_head():
+    torch.manual_seed(0)
+    stock = resnet("resnet18", num_classes=5, image_size=16).double()
+    for norm in (module for module in stock.modules() if isinstance(module, nn.BatchNorm2d)):
+        norm.eps = 1e-12
+    images, labels = torch.randn(8, 3, 16, 16, dtype=torch.float64), torch.randint(5, (8,))
+    logits = {}
+    for arm in ("quarter", "bias_and_head", "head"):
+        net, cfg = copy.deepcopy(stock), composed(f"arm={arm}")
+        apply_arm(net, cfg, fuses=False)
+        optimizer = make_optimizer(net, cfg)
+        for _ in range(5):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+        logits[arm] = net(images)
+    torch.testing.assert_close(logits["quarter"], logits["bias_and_head"])
+    assert (logits["quarter"] - logits["head"]).abs().max() > 1e-3
+
+
+def test_the_momentum_of_the_optimizer_is_that_of_every_step():
+    for cycles, momenta in ((False, [0.8, 0.8]), (True, [0.85, 0.95])):
+        optimizer, _ = optimizer_of(torch.nn.Linear(4, 4), "optimizer.momentum=0.8")
+        scheduler = make_scheduler(optimizer, 8, "one_cycle", 0.5, cycles)
+        found = []
+        for _ in range(8):
+            found.append(optimizer.param_groups[0]["momentum"])
+            optimizer.step()
+            scheduler.step()
+        assert [min(found), max(found)] == pytest.approx(momenta)
 
 
 @pytest.mark.parametrize("schedule", ["one_cycle", "cosine", "constant"])
 @pytest.mark.parametrize("warmup", [0, 0.2])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 100])
 def test_the_learning_rate_rises_to_its_value_and_falls(schedule, warmup, steps):
-    optimizer = sgd(torch.nn.Linear(4, 4))
+    optimizer, _ = optimizer_of(torch.nn.Linear(4, 4))
     scheduler = make_scheduler(optimizer, steps, schedule, warmup)
     whole = []
     for _ in range(steps):

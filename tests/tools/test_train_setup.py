@@ -23,7 +23,7 @@ import train
 from forks import forked
 from normplug.experiment.callbacks import ask_seldom
 from normplug.experiment.config import UserError, check, path_name, user_sentence
-from normplug.experiment.train import CONFIGS
+from normplug.experiment.run import CONFIGS
 from training import ROOT, SMALL, SMOKE
 
 
@@ -167,6 +167,20 @@ def test_each_run_of_the_study_can_run(checked, line):
     assert len(runs) >= 3
     for run in runs:
         checked(shlex.join(run))
+
+
+@pytest.mark.parametrize(("name", "number"), [("e1", 60), ("e2", 90), ("e3", 32)])
+def test_each_run_of_a_planned_experiment_can_run(checked, name, number):
+    with initialize_config_dir(CONFIGS, version_base="1.3"):
+        cfg = compose("train", [f"experiment={name}"], return_hydra_config=True)
+    lines = [f"{key}={value}" for key, value in cfg.hydra.sweeper.params.items()]
+    overrides = OverridesParser.create().parse_overrides(lines)
+    (runs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    assert len(runs) == number
+    for run in (run for run in runs if "seed=1" in run):
+        checked(shlex.join([f"experiment={name}", *run]))
+    plan = (ROOT / f"docs/study/plan_{name}.md").read_text()
+    assert f"python train.py -m experiment={name}" in plan
 
 
 @pytest.mark.parametrize(

@@ -94,20 +94,21 @@ def bit_columns(slab, BC):
 
 
 @triton.jit
-def column_moments(x_ptr, columns, live, start, end, W, U, BT, BC, STAGES, ACC, EVEN, WIDE):
-    """Each column's mean, and sum of squared distances from it, over rows start to end.
+def column_moments(x_ptr, area, start, U, BT, BC, STAGES, ACC, EVEN, WIDE):
+    """Each column's mean, and sum of squared distances from it, over the rows from `start` on.
 
     Each lane takes U rows at a time, and merges their moments with its earlier rows' moments. The
     first row is subtracted from all values, so that no sum rounds at the size of the mean.
     """
-    top = load_tile(x_ptr, columns, live, start, end, W, 1, 1, EVEN, False, WIDE, False).to(ACC)
+    columns, live, end, W = area
+    top = load_tile(x_ptr, area, start, 1, 1, EVEN, False, WIDE, False).to(ACC)
     mean = tl.zeros([BT, BC], ACC)
     m2 = tl.zeros([BT, BC], ACC)
     n = tl.full([], 0.0, ACC)
     tiles = (end - start) // (U * BT)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         row = start + tile * (U * BT)
-        x = load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, True, WIDE, False)
+        x = load_tile(x_ptr, area, row, U, BT, EVEN, True, WIDE, False)
         x = x.to(ACC) - top
         tile_mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
         x = x - tl.expand_dims(tile_mean, STEP_AXIS)
@@ -119,7 +120,7 @@ def column_moments(x_ptr, columns, live, start, end, W, U, BT, BC, STAGES, ACC, 
     row = start + tiles * (U * BT)
     counts = n + tl.zeros([BT, 1], ACC)
     if row < end:
-        x = load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, False, WIDE, False)
+        x = load_tile(x_ptr, area, row, U, BT, EVEN, False, WIDE, False)
         x = x.to(ACC) - top
         there = (tile_rows(row, U, BT) < end)[:, :, None]
         more = lane_counts(end - row, BT, ACC)
@@ -216,23 +217,21 @@ def finish_forward(
 
 @triton.jit
 def _normalise(
-    x, y_ptr, residual_ptr, bits_ptr, columns, live, row, end, mean, scale, bias, W, slab, SLABS, U,
-    BT, BC, ACC, RESIDUAL, BITS, ACTIVATION, EVEN, WHOLE, WIDE,
+    x, y_ptr, residual_ptr, bits_ptr, area, row, norm, slab, SLABS, U, BT, BC, ACC, RESIDUAL, BITS,
+    ACTIVATION, EVEN, WHOLE, WIDE,
 ):  # fmt: skip
     """Write a tile of y and, if BITS, of relu's mask."""
+    mean, scale, bias = norm
     z = (x.to(ACC) - mean[None, None, :]) * scale[None, None, :] + bias[None, None, :]
     if RESIDUAL:
-        z += load_tile(residual_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, True).to(
-            ACC
-        )
+        z += load_tile(residual_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, True).to(ACC)
     if BITS:
         at = bit_columns(slab, BC)
         packed = as_tile(pack_bits(positive(z), BT * U * BC), BT, U, BC // 8)
-        write_tile(
-            packed, bits_ptr, at, at >= 0, row, end, SLABS * (BC // 8), U, BT, True, WHOLE, WIDE
-        )
+        bits_area = at, at >= 0, area[2], SLABS * (BC // 8)
+        write_tile(packed, bits_ptr, bits_area, row, U, BT, True, WHOLE, WIDE)
     y = activate(z, ACTIVATION)
-    write_tile(y, y_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE)
+    write_tile(y, y_ptr, area, row, U, BT, EVEN, WHOLE, WIDE)
 
 
 @kernel
@@ -272,9 +271,8 @@ def batch_norm_columns_forward(
         if not late:
             start = tl.minimum(item * ROWS_EACH, ROWS)
             end = tl.minimum(start + ROWS_EACH, ROWS)
-            mean, m2 = column_moments(
-                x_ptr, columns, live, start, end, W, U, BT, BC, STAGES, ACC, EVEN, WIDE
-            )
+            area = columns, live, end, W
+            mean, m2 = column_moments(x_ptr, area, start, U, BT, BC, STAGES, ACC, EVEN, WIDE)
             if SEGMENTS:
                 mean, m2 = channel_moments(mean, m2, end - start, own, HW, BCH)
             mean, m2, last = publish_part(
@@ -295,33 +293,32 @@ def batch_norm_columns_forward(
                 else:
                     wait(flag_ptr, 1, GATHERS)
                 # Back up: first the rows after the last whole tile, then the tiles in reverse.
-                average, scale, bias = coefficients(
+                norm = coefficients(
                     stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
                 )
                 whole = (end - start) // R
                 if start + whole * R < end:
                     row = start + whole * R
-                    x = load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, False, WIDE, True)
+                    x = load_tile(x_ptr, area, row, U, BT, EVEN, False, WIDE, True)
                     _normalise(
-                        x, y_ptr, residual_ptr, bits_ptr, columns, live, row, end, average,
-                        scale, bias, W, slab, SLABS, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION,
-                        EVEN, False, WIDE,
+                        x, y_ptr, residual_ptr, bits_ptr, area, row, norm, slab, SLABS, U, BT, BC,
+                        ACC, RESIDUAL, BITS, ACTIVATION, EVEN, False, WIDE,
                     )  # fmt: skip
                 for tile in tl.range(0, whole, num_stages=STAGES):
                     row = start + (whole - 1 - tile) * R
-                    x = load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, True, WIDE, True)
+                    x = load_tile(x_ptr, area, row, U, BT, EVEN, True, WIDE, True)
                     _normalise(
-                        x, y_ptr, residual_ptr, bits_ptr, columns, live, row, end, average,
-                        scale, bias, W, slab, SLABS, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION,
-                        EVEN, True, WIDE,
+                        x, y_ptr, residual_ptr, bits_ptr, area, row, norm, slab, SLABS, U, BT, BC,
+                        ACC, RESIDUAL, BITS, ACTIVATION, EVEN, True, WIDE,
                     )  # fmt: skip
         else:
             row = item * R
-            x = load_tile(x_ptr, columns, live, row, ROWS, W, U, BT, EVEN, False, WIDE, True)
+            area = columns, live, ROWS, W
+            x = load_tile(x_ptr, area, row, U, BT, EVEN, False, WIDE, True)
             if TRAINING:
                 wait(flag_ptr, 1, WRITES)
             if TRAINING or GIVEN:
-                average, scale, bias = coefficients(
+                norm = coefficients(
                     stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
                 )
             else:
@@ -334,9 +331,10 @@ def batch_norm_columns_forward(
                 scale, bias = affine(
                     rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS
                 )
+                norm = average, scale, bias
             _normalise(
-                x, y_ptr, residual_ptr, bits_ptr, columns, live, row, ROWS, average, scale, bias, W,
-                slab, SLABS, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION, EVEN, False, WIDE,
+                x, y_ptr, residual_ptr, bits_ptr, area, row, norm, slab, SLABS, U, BT, BC, ACC,
+                RESIDUAL, BITS, ACTIVATION, EVEN, False, WIDE,
             )  # fmt: skip
 
 
@@ -368,31 +366,29 @@ def finish_backward(
 
 @triton.jit
 def _tile_gradients(
-    sum_dz, sum_dz_centred, mean_dz, slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
-    dresidual_ptr, means_ptr, flag_ptr, row, end, columns, live, channels, slab, mean, scale, bias,
-    W, C, SLABS, WRITES, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
-    WHOLE, SUM, LATE, WRITE, WAIT,
+    sum_dz, sum_dz_centred, terms, tensors, area, row, norm, slab, SLABS, U, BT, BC, ACC, RESIDUAL,
+    BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE, WHOLE, SUM, LATE, WRITE, WAIT,
 ):  # fmt: skip
     """Read a tile of dy and x, add its dz to the sums, write its gradients; return the two sums.
 
     WHOLE: all its rows exist. SUM: add to the sums. WRITE: write dx and dresidual. LATE: dx has the
-    terms that depend on the sums. WAIT: another program stores these terms; wait for them after
-    the tile's loads, which then overlap with the wait.
+    terms that depend on the sums. WAIT: another program stores these terms, and `terms` says where;
+    wait for them after the tile's loads, which then overlap with the wait.
     """
-    dy = load_tile(dy_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, WRITE)
-    x = load_tile(x_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, WRITE)
+    dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr, dresidual_ptr = tensors
+    mean, scale, bias = norm
+    dy = load_tile(dy_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, WRITE)
+    x = load_tile(x_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, WRITE)
     if BITS:
         at = bit_columns(slab, BC)
-        bits = load_tile(
-            bits_ptr, at, at >= 0, row, end, SLABS * (BC // 8), U, BT, True, WHOLE, WIDE, WRITE
-        )
+        bits_area = at, at >= 0, area[2], SLABS * (BC // 8)
+        bits = load_tile(bits_ptr, bits_area, row, U, BT, True, WHOLE, WIDE, WRITE)
     elif RESIDUAL:
-        residual = load_tile(
-            residual_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE, WRITE
-        )
+        residual = load_tile(residual_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, WRITE)
     if WAIT:
-        wait(flag_ptr, 1, WRITES)
-        mean_dz, slope = dx_terms(means_ptr, channels, live, C)
+        flag_ptr, writes, means_ptr, channels, C = terms
+        wait(flag_ptr, 1, writes)
+        terms = dx_terms(means_ptr, channels, area[1], C)
     centred = x.to(ACC) - mean[None, None, :]
     dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
     if BITS:
@@ -409,11 +405,12 @@ def _tile_gradients(
     if WRITE and DX:
         dx = dz
         if LATE:
+            mean_dz, slope = terms
             dx = dz - mean_dz[None, None, :] - centred * slope[None, None, :]
         dx *= scale[None, None, :]
-        write_tile(dx, dx_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE)
+        write_tile(dx, dx_ptr, area, row, U, BT, EVEN, WHOLE, WIDE)
     if WRITE and DRESIDUAL:
-        write_tile(dz, dresidual_ptr, columns, live, row, end, W, U, BT, EVEN, WHOLE, WIDE)
+        write_tile(dz, dresidual_ptr, area, row, U, BT, EVEN, WHOLE, WIDE)
     return sum_dz, sum_dz_centred
 
 
@@ -457,31 +454,29 @@ def batch_norm_columns_backward(
         means_ptr = after_parts(partial_ptr, SLABS, GATHERS, BCH)
     flag_ptr = ready_flag(counters_ptr, slab, SLABS, GATHERS)
     R: tl.constexpr = U * BT
+    tensors = dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr, dresidual_ptr
     if slab < SLABS:
-        mean, scale, bias = coefficients(
+        norm = coefficients(
             stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
         )
         if not late:
             start = tl.minimum(item * ROWS_EACH, ROWS)
             end = tl.minimum(start + ROWS_EACH, ROWS)
+            area = columns, live, end, W
             sum_dz = tl.zeros([BT, BC], ACC)
             sum_dz_centred = tl.zeros([BT, BC], ACC)
             whole = (end - start) // R
             for tile in tl.range(0, whole, num_stages=STAGES):
                 sum_dz, sum_dz_centred = _tile_gradients(
-                    sum_dz, sum_dz_centred, 0, 0, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
-                    dresidual_ptr, means_ptr, flag_ptr, start + tile * R, end, columns, live,
-                    channels, slab, mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC,
-                    RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
+                    sum_dz, sum_dz_centred, 0, tensors, area, start + tile * R, norm, slab, SLABS,
+                    U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
                     WHOLE=True, SUM=SUMS, LATE=False, WRITE=not LATE, WAIT=False,
                 )  # fmt: skip
             row = start + whole * R
             if row < end:
                 sum_dz, sum_dz_centred = _tile_gradients(
-                    sum_dz, sum_dz_centred, 0, 0, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
-                    dresidual_ptr, means_ptr, flag_ptr, row, end, columns, live, channels, slab,
-                    mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC, RESIDUAL, BITS,
-                    ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
+                    sum_dz, sum_dz_centred, 0, tensors, area, row, norm, slab, SLABS, U, BT, BC,
+                    ACC, RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
                     WHOLE=False, SUM=SUMS, LATE=False, WRITE=not LATE, WAIT=False,
                 )  # fmt: skip
             if SUMS:
@@ -506,29 +501,25 @@ def batch_norm_columns_backward(
                     tl.debug_barrier()  # all threads see the terms just stored
                 else:
                     wait(flag_ptr, 1, GATHERS)
-                mean_dz, slope = dx_terms(means_ptr, channels, live, C)
+                terms = dx_terms(means_ptr, channels, live, C)
                 if start + whole * R < end:
                     _tile_gradients(
-                        0, 0, mean_dz, slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
-                        dresidual_ptr, means_ptr, flag_ptr, start + whole * R, end, columns, live,
-                        channels, slab, mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC,
-                        RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
+                        0, 0, terms, tensors, area, start + whole * R, norm, slab, SLABS, U, BT, BC,
+                        ACC, RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
                         WHOLE=False, SUM=False, LATE=True, WRITE=True, WAIT=False,
                     )  # fmt: skip
                 for tile in tl.range(0, whole, num_stages=STAGES):
                     row = start + (whole - 1 - tile) * R
                     _tile_gradients(
-                        0, 0, mean_dz, slope, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
-                        dresidual_ptr, means_ptr, flag_ptr, row, end, columns, live, channels, slab,
-                        mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC, RESIDUAL, BITS,
-                        ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
+                        0, 0, terms, tensors, area, row, norm, slab, SLABS, U, BT, BC, ACC,
+                        RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
                         WHOLE=True, SUM=False, LATE=True, WRITE=True, WAIT=False,
                     )  # fmt: skip
         else:
+            later = flag_ptr, WRITES, means_ptr, channels, C
+            area = columns, live, ROWS, W
             _tile_gradients(
-                0, 0, 0, 0, dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr,
-                dresidual_ptr, means_ptr, flag_ptr, item * R, ROWS, columns, live, channels, slab,
-                mean, scale, bias, W, C, SLABS, WRITES, U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION,
-                DX, DRESIDUAL, EVEN, WIDE,
+                0, 0, later, tensors, area, item * R, norm, slab, SLABS, U, BT, BC, ACC, RESIDUAL,
+                BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
                 WHOLE=False, SUM=False, LATE=True, WRITE=True, WAIT=True,
             )  # fmt: skip

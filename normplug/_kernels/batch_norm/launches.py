@@ -66,10 +66,8 @@ def forward_launch(
         "RUNNING": flags.running and flags.training,
     }
     if isinstance(shape, Planes):
-        lag = shape.lag if both else 0
-        grid = shape.tiles + lag
-        if not flags.normalize:
-            lag, grid = shape.tiles, shape.tiles + shape.c
+        lag = shape.tiles if not flags.normalize else shape.lag if flags.training else 0
+        grid = shape.tiles + (lag if flags.normalize else shape.c)
         kernel = planes.batch_norm_planes_forward
         return Launch(kernel, grid, shape.warps, shape, flags, LAG=lag, **given)
     alone = shape.gathers if flags.training else shape.writes
@@ -85,7 +83,7 @@ def backward_launch(
     tv: float,
 ) -> Launch:
     """Set up the backward kernel; `needs`: which of dx, dweight, dbias, dresidual are wanted."""
-    dx, dweight, dbias, dresidual = needs
+    dx, dweight, dbias, _ = needs
     late = flags.training and dx
     sums = late or dweight or dbias or flags.share
     joins = late or flags.share
@@ -98,16 +96,11 @@ def backward_launch(
         "SUMS": sums,
         "LATE": late,
         "RESIDUAL": flags.residual and backward_reads_input(flags.activation),
-        "DX": dx,
-        "DRESIDUAL": dresidual,
-        "DWEIGHT": dweight,
-        "DBIAS": dbias,
+        **dict(zip(("DX", "DWEIGHT", "DBIAS", "DRESIDUAL"), needs, strict=True)),
     }
     if isinstance(shape, Planes):
-        if late:
-            lag, grid = shape.lag, shape.tiles + shape.lag
-        else:
-            lag, grid = shape.tiles, shape.tiles + (shape.c if sums else 0)
+        lag = shape.lag if late else shape.tiles
+        grid = shape.tiles + (lag if late else shape.c * sums)
         kernel = planes.batch_norm_planes_backward
         return Launch(kernel, grid, shape.warps, shape, flags, LAG=lag, **given)
     grid = shape.grid if late else shape.slabs * shape.gathers

@@ -24,7 +24,7 @@ from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, is_last, wait
 
 # If WORLD > 1, the last program of a channel to publish merges it, and the others wait for that.
-# BITS, WORLD and PEERS are explained in `columns`, other arguments in `schedule.Planes`.
+# The flags of a call are explained in `columns`, other arguments in `schedule.Planes`.
 
 
 @triton.jit
@@ -58,12 +58,8 @@ def batch_norm_planes_forward(
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
-    TRAINING: mean and rstd are the batch's. Otherwise they come from the running statistics or, if
-    GIVEN, from stats. Without NORMALIZE, only statistics are written, by one program per channel
-    after the TILES programs: LAG = TILES. VARIANCE: stats are (mean, var). If WORLD > 1, the number
-    of values per channel follows them. RUNNING: the running statistics are updated, with CUMULATIVE
-    as averages over `tracked` batches (the host has counted this one), and otherwise by momentum.
-    TRACKED: `tracked` is incremented.
+    Without NORMALIZE, one program per channel, after the TILES programs, writes the statistics:
+    LAG = TILES.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from normplug._kernels import floor_2, needs_int64, power_of_2, unit_of
+from normplug._kernels import at_once, floor_2, needs_int64, power_of_2, tile_of, unit_of
 
 _SMALL_PLANE = 100  # values; contiguous planes of at most this size are columns
 _LAG_BYTES = 24 << 10  # read per multiprocessor between a tile's first read and its second
@@ -191,15 +191,9 @@ def geometry(
 ) -> Geometry:
     """Choose how the kernels cut (N, C, *space) with planes of hw values.
 
-    Args:
-        n: Batch size.
-        c: Channels.
-        hw: Values of a plane.
-        channels_last: Channels are adjacent in memory.
-        itemsize: Bytes of a value.
-        tensors: Tensors of this size that are read, besides a residual: 1 forward, 2 backward.
-        sms: The GPU's multiprocessors.
-        cooperative: A cooperative launch is possible: all its programs run at once.
+    itemsize: bytes of a value. tensors: those of this size that are read, besides a residual: 1
+    forward, 2 backward. sms: the GPU's multiprocessors. cooperative: a cooperative launch is
+    possible, whose programs all run at once.
     """
     if channels_last or n * hw == 0:  # nothing is read of an empty batch
         return _columns(n * hw, c, 1, itemsize, tensors, sms, cooperative)
@@ -219,7 +213,7 @@ def mask_bytes(n: int, c: int, hw: int, channels_last: bool, itemsize: int) -> i
 
 def _planes(n: int, c: int, hw: int, itemsize: int, tensors: int, sms: int) -> Planes:
     total = n * hw
-    block = 8192 if itemsize * tensors <= 4 else 4096 if itemsize * tensors <= 8 else 2048
+    block = tile_of(itemsize * tensors)
     while block > 1024 and (block >= 2 * total or c * -(-total // block) < 2 * sms):
         block //= 2
     warps = max(min(block // 1024, 4), 1)
@@ -245,12 +239,11 @@ def _columns(
 ) -> Columns:
     channels, bc = _slab(rows, c, hw, itemsize)
     unit = unit_of(c * hw, channels * hw)
-    vector = min(16 // itemsize, unit)
     slabs = -(-c // channels)
     u = 4 if itemsize == 8 else 8
 
     def cut(warps: int, stages: int, **rest: int) -> Columns:
-        bt = max(warps * 32 * vector // bc, 1)
+        bt = at_once(warps, bc, itemsize, unit)
         return Columns(rows, c, hw, unit, channels, bc, bt, u, warps, stages, **rest)
 
     few = slabs < 8 * sms
@@ -273,10 +266,7 @@ def pixels(rows: int, width: int, c: int, itemsize: int) -> Pixels:
     """Choose how the max-pooling kernels cut rows of pixels, with 16 bytes per thread."""
     unit = unit_of(c)
     bc = max(min(power_of_2(c), 128 // itemsize), 8)
-
-    def at_once(warps: int) -> int:
-        return max(warps * 32 * min(16 // itemsize, unit) // bc, 1)
-
+    sizes = {warps: at_once(warps, bc, itemsize, unit) for warps in (4, 2)}
     # The choice that wastes the fewest pixels past the end of a row.
-    warps = min((4, 2), key=lambda warps: -width % at_once(warps))
-    return Pixels(rows, width, c, unit, bc, at_once(warps), warps)
+    warps = min(sizes, key=lambda warps: -width % sizes[warps])
+    return Pixels(rows, width, c, unit, bc, sizes[warps], warps)

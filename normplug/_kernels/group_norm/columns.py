@@ -34,7 +34,7 @@ from normplug._kernels.waiting import arrive, wait
 
 @triton.jit
 def item_of(turn, SLABS, K, S, ROWS_EACH, C, BC, REVERSE):
-    """Item number `turn`: its sample, slab and place k, its rows, and the slab's channels and mask.
+    """Item number `turn`: its sample, slab and place k, its first row, and its area of the sample.
 
     With REVERSE, the items of each sample are counted from the last.
     """
@@ -46,7 +46,8 @@ def item_of(turn, SLABS, K, S, ROWS_EACH, C, BC, REVERSE):
     slab = place - k * SLABS
     start = k * ROWS_EACH
     columns = slab * BC + tl.arange(0, BC)
-    return sample, slab, k, start, tl.minimum(start + ROWS_EACH, S), columns, columns < C
+    end = tl.minimum(start + ROWS_EACH, S)
+    return sample, slab, k, start, (columns, columns < C, end, C)
 
 
 @triton.jit
@@ -96,9 +97,10 @@ def _lane_sums(x, shift, row, end, U, BT, WHOLE):
 
 
 @triton.jit
-def _first_sums(x_ptr, columns, live, row, end, C, U, BT, ACC, EVEN, WIDE, WHOLE):
+def _first_sums(x_ptr, area, row, U, BT, ACC, EVEN, WIDE, WHOLE):
     """The mean of each lane's first rows, and the sums of their distances from it."""
-    x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, False).to(ACC)
+    columns, live, end, C = area
+    x = load_tile(x_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, False).to(ACC)
     if WHOLE:
         mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
     else:
@@ -110,29 +112,28 @@ def _first_sums(x_ptr, columns, live, row, end, C, U, BT, ACC, EVEN, WIDE, WHOLE
 
 
 @triton.jit
-def item_moments(x_ptr, columns, live, start, end, C, U, BT, STAGES, ACC, EVEN, WIDE):
-    """Each column's mean, and sum of squared distances from it, over rows start to end.
+def item_moments(x_ptr, area, start, U, BT, STAGES, ACC, EVEN, WIDE):
+    """Each column's mean, and sum of squared distances from it, over the rows from `start` on.
 
     Each lane sums distances from the mean of its first U rows, and their squares. That mean is
     within sqrt(rows / U) standard deviations of the lane's mean, so hardly anything cancels in m2.
     """
+    columns, live, end, C = area
     R: tl.constexpr = U * BT
     if start + R <= end:
-        shift, a, b = _first_sums(x_ptr, columns, live, start, end, C, U, BT, ACC, EVEN, WIDE, True)
+        shift, a, b = _first_sums(x_ptr, area, start, U, BT, ACC, EVEN, WIDE, True)
     else:
-        shift, a, b = _first_sums(
-            x_ptr, columns, live, start, end, C, U, BT, ACC, EVEN, WIDE, False
-        )
+        shift, a, b = _first_sums(x_ptr, area, start, U, BT, ACC, EVEN, WIDE, False)
     whole = (end - start) // R
     for tile in tl.range(1, whole, num_stages=STAGES):
         row = start + tile * R
-        x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, True, WIDE, False).to(ACC)
+        x = load_tile(x_ptr, area, row, U, BT, EVEN, True, WIDE, False).to(ACC)
         more_a, more_b = _lane_sums(x, shift, row, end, U, BT, True)
         a += more_a
         b += more_b
     row = start + whole * R
     if (row < end) & (whole > 0):
-        x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, False, WIDE, False).to(ACC)
+        x = load_tile(x_ptr, area, row, U, BT, EVEN, False, WIDE, False).to(ACC)
         more_a, more_b = _lane_sums(x, shift, row, end, U, BT, False)
         a += more_a
         b += more_b
@@ -166,36 +167,37 @@ def _group_moments(moments_ptr, groups, live, CHANNELS, S, C, GB, CB, ACC):
 
 
 @triton.jit
-def _affine(rstd, weight_ptr, bias_ptr, channels, live, root, ACC, WEIGHT, BIAS):
-    """Each column's scale and bias: the norm is (x - mean) * scale + bias."""
+def _norm(mean, rstd, weight_ptr, bias_ptr, channels, live, root, ACC, WEIGHT, BIAS):
+    """Each column's mean, scale and bias: the norm is (x - mean) * scale + bias."""
     weight = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
     bias = load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)
-    return weight * rstd * scalar(root, ACC), bias
+    return mean, weight * rstd * scalar(root, ACC), bias
 
 
 @triton.jit
-def _normalise(
-    x_ptr, y_ptr, row, end, columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN,
-    WHOLE, WIDE,
-):  # fmt: skip
+def _normalise(x_ptr, y_ptr, before, area, row, norm, U, BT, ACC, ACTIVATION, EVEN, WHOLE, WIDE):
     """Write a tile of y. WHOLE: all its rows exist."""
-    x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, True)
+    mean, scale, bias = norm
+    x_ptr += before
+    y_ptr += before
+    x = load_tile(x_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, True)
     z = (x.to(ACC) - mean[None, None, :]) * scale[None, None, :] + bias[None, None, :]
     y = activate(z, ACTIVATION)
-    write_tile(y, y_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE)
+    write_tile(y, y_ptr, area, row, U, BT, EVEN, WHOLE, WIDE)
 
 
 @triton.jit
 def _write_item(
-    x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, moments_ptr, sample, slab, start, end, S, C, G,
-    CHANNELS, columns, live, GROUPS, eps, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT, BIAS,
-    ACTIVATION, EVEN, WIDE,
+    x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, moments_ptr, sample, slab, area, start, S, G,
+    CHANNELS, GROUPS, eps, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT, BIAS, ACTIVATION,
+    EVEN, WIDE,
 ):  # fmt: skip
     """Write an item's rows of y, the last tile first.
 
     A slab's first item also saves the statistics of its groups. A group that lies in two slabs is
     saved twice, with the same bits.
     """
+    columns, live, end, C = area
     groups, exist = groups_of_slab(slab, G, CHANNELS, BC, GB)
     mean, m2 = _group_moments(moments_ptr, groups, exist, CHANNELS, S, C, GB, CB, ACC)
     rstd = save_statistics(
@@ -204,21 +206,16 @@ def _write_item(
     )  # fmt: skip
     mean = of_columns(mean, groups, columns, CHANNELS, EACH)
     rstd = of_columns(rstd, groups, columns, CHANNELS, EACH)
-    scale, bias = _affine(rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
+    norm = _norm(mean, rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
     R: tl.constexpr = U * BT
     before = sample.to(tl.int64) * S * C
     whole = (end - start) // R
     if start + whole * R < end:
-        _normalise(
-            x_ptr + before, y_ptr + before, start + whole * R, end, columns, live, C, mean, scale,
-            bias, U, BT, ACC, ACTIVATION, EVEN, False, WIDE,
-        )  # fmt: skip
+        row = start + whole * R
+        _normalise(x_ptr, y_ptr, before, area, row, norm, U, BT, ACC, ACTIVATION, EVEN, False, WIDE)
     for tile in tl.range(0, whole, num_stages=STAGES):
         row = start + (whole - 1 - tile) * R
-        _normalise(
-            x_ptr + before, y_ptr + before, row, end, columns, live, C, mean, scale, bias, U, BT,
-            ACC, ACTIVATION, EVEN, True, WIDE,
-        )  # fmt: skip
+        _normalise(x_ptr, y_ptr, before, area, row, norm, U, BT, ACC, ACTIVATION, EVEN, True, WIDE)
 
 
 @kernel
@@ -242,13 +239,11 @@ def group_norm_columns_forward(
     UNITS = N * SLABS
     moments_ptr = behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
     if t < UNITS * K:
-        sample, slab, k, start, end, columns, live = item_of(
-            t, SLABS, K, S, ROWS_EACH, C, BC, False
-        )
+        sample, slab, k, start, area = item_of(t, SLABS, K, S, ROWS_EACH, C, BC, False)
+        columns, live, end, C = area
         mean, m2 = item_moments(
-            x_ptr + sample.to(tl.int64) * S * C, columns, live, start, end, C, U, BT, STAGES, ACC,
-            EVEN, WIDE,
-        )  # fmt: skip
+            x_ptr + sample.to(tl.int64) * S * C, area, start, U, BT, STAGES, ACC, EVEN, WIDE
+        )
         mean, m2, last = publish_part(
             mean, m2, partial_ptr, counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH,
             1, BC, ACC, MOMENTS=True, SINGLE=SINGLE,
@@ -262,32 +257,30 @@ def group_norm_columns_forward(
         if SOLO:
             tl.debug_barrier()  # all threads see the moments just stored
             _write_item(
-                x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, own_ptr, sample, slab, start, end, S,
-                C, G, CHANNELS, columns, live, GROUPS, eps, root, U, BT, BC, GB, CB, STAGES, EACH,
-                ACC, WEIGHT, BIAS, ACTIVATION, EVEN, WIDE,
+                x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, own_ptr, sample, slab, area, start,
+                S, G, CHANNELS, GROUPS, eps, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT,
+                BIAS, ACTIVATION, EVEN, WIDE,
             )  # fmt: skip
     if not SOLO:
         if t >= LAG:
-            sample, slab, k, start, end, columns, live = item_of(
-                t - LAG, SLABS, K, S, ROWS_EACH, C, BC, True
-            )
+            sample, slab, k, start, area = item_of(t - LAG, SLABS, K, S, ROWS_EACH, C, BC, True)
             wait(ready_flag(counters_ptr, sample, UNITS, K), SLABS, SLABS * K)
+            own_ptr = moments_ptr + sample.to(tl.int64) * (2 * C)
             _write_item(
-                x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr,
-                moments_ptr + sample.to(tl.int64) * (2 * C), sample, slab, start, end, S, C, G,
-                CHANNELS, columns, live, GROUPS, eps, root, U, BT, BC, GB, CB, STAGES, EACH, ACC,
-                WEIGHT, BIAS, ACTIVATION, EVEN, WIDE,
+                x_ptr, y_ptr, weight_ptr, bias_ptr, stats_ptr, own_ptr, sample, slab, area, start,
+                S, G, CHANNELS, GROUPS, eps, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT,
+                BIAS, ACTIVATION, EVEN, WIDE,
             )  # fmt: skip
 
 
 @triton.jit
 def _gradient(
-    dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN,
-    WHOLE, WIDE, LAST,
+    dy_ptr, x_ptr, area, row, norm, U, BT, ACC, ACTIVATION, EVEN, WHOLE, WIDE, LAST
 ):  # fmt: skip
     """Load a tile; compute dz, the gradient of the activation's input, and x - mean."""
-    dy = load_tile(dy_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, LAST)
-    x = load_tile(x_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE, LAST)
+    mean, scale, bias = norm
+    dy = load_tile(dy_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, LAST)
+    x = load_tile(x_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, LAST)
     centred = x.to(ACC) - mean[None, None, :]
     dz = gradient_before(dy, centred, scale[None, None, :], bias[None, None, :], ACC, ACTIVATION)
     return dz, centred
@@ -295,14 +288,13 @@ def _gradient(
 
 @triton.jit
 def _add_tile(
-    sum_dz, sum_dz_centred, dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias, U, BT,
-    ACC, ACTIVATION, EVEN, WHOLE, WIDE, LAST,
+    sum_dz, sum_dz_centred, dy_ptr, x_ptr, area, row, norm, U, BT, ACC, ACTIVATION, EVEN, WHOLE,
+    WIDE, LAST,
 ):  # fmt: skip
     """Add a tile to each lane's sums of dz and of dz * (x - mean)."""
     dz, centred = _gradient(
-        dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN,
-        WHOLE, WIDE, LAST,
-    )  # fmt: skip
+        dy_ptr, x_ptr, area, row, norm, U, BT, ACC, ACTIVATION, EVEN, WHOLE, WIDE, LAST
+    )
     sum_dz += tl.sum(dz, axis=STEP_AXIS)
     sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)
     return sum_dz, sum_dz_centred
@@ -310,16 +302,19 @@ def _add_tile(
 
 @triton.jit
 def _write_dx(
-    dy_ptr, x_ptr, dx_ptr, row, end, columns, live, C, mean, scale, bias, constant, slope, U, BT,
-    ACC, ACTIVATION, EVEN, WHOLE, WIDE,
+    dy_ptr, x_ptr, dx_ptr, before, area, row, norm, constant, slope, U, BT, ACC, ACTIVATION, EVEN,
+    WHOLE, WIDE,
 ):  # fmt: skip
     """Write a tile of dx."""
+    mean, scale, bias = norm
+    dy_ptr += before
+    x_ptr += before
+    dx_ptr += before
     dz, centred = _gradient(
-        dy_ptr, x_ptr, row, end, columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN,
-        WHOLE, WIDE, True,
-    )  # fmt: skip
+        dy_ptr, x_ptr, area, row, norm, U, BT, ACC, ACTIVATION, EVEN, WHOLE, WIDE, True
+    )
     dx = dz * scale[None, None, :] - (centred * slope[None, None, :] + constant[None, None, :])
-    write_tile(dx, dx_ptr, columns, live, row, end, C, U, BT, EVEN, WHOLE, WIDE)
+    write_tile(dx, dx_ptr, area, row, U, BT, EVEN, WHOLE, WIDE)
 
 
 @triton.jit
@@ -340,11 +335,11 @@ def _group_means(sums_ptr, weight_ptr, groups, live, CHANNELS, S, C, GB, CB, ACC
 
 @triton.jit
 def _write_item_dx(
-    dy_ptr, x_ptr, dx_ptr, weight_ptr, sums_ptr, slab, before, start, end, S, C, G, CHANNELS,
-    columns, live, mean, rstd, scale, bias, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT,
-    ACTIVATION, EVEN, WIDE,
+    dy_ptr, x_ptr, dx_ptr, weight_ptr, sums_ptr, slab, before, area, start, S, G, CHANNELS, norm,
+    rstd, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT, ACTIVATION, EVEN, WIDE,
 ):  # fmt: skip
     """Write an item's rows of dx from the sums of its sample's channels, the last tile first."""
+    columns, live, end, C = area
     groups, exist = groups_of_slab(slab, G, CHANNELS, BC, GB)
     mean_g, mean_gx = _group_means(
         sums_ptr, weight_ptr, groups, exist, CHANNELS, S, C, GB, CB, ACC, WEIGHT
@@ -356,14 +351,14 @@ def _write_item_dx(
     whole = (end - start) // R
     if start + whole * R < end:
         _write_dx(
-            dy_ptr + before, x_ptr + before, dx_ptr + before, start + whole * R, end, columns, live,
-            C, mean, scale, bias, constant, slope, U, BT, ACC, ACTIVATION, EVEN, False, WIDE,
+            dy_ptr, x_ptr, dx_ptr, before, area, start + whole * R, norm, constant, slope, U, BT,
+            ACC, ACTIVATION, EVEN, False, WIDE,
         )  # fmt: skip
     for tile in tl.range(0, whole, num_stages=STAGES):
         row = start + (whole - 1 - tile) * R
         _write_dx(
-            dy_ptr + before, x_ptr + before, dx_ptr + before, row, end, columns, live, C, mean,
-            scale, bias, constant, slope, U, BT, ACC, ACTIVATION, EVEN, True, WIDE,
+            dy_ptr, x_ptr, dx_ptr, before, area, row, norm, constant, slope, U, BT, ACC, ACTIVATION,
+            EVEN, True, WIDE,
         )  # fmt: skip
 
 
@@ -391,27 +386,24 @@ def group_norm_columns_backward(
     sums_ptr = behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
     done_ptr = ready_flag(counters_ptr, UNITS, UNITS, K)
     if t < UNITS * K:
-        sample, slab, k, start, end, columns, live = item_of(
-            t, SLABS, K, S, ROWS_EACH, C, BC, False
-        )
+        sample, slab, k, start, area = item_of(t, SLABS, K, S, ROWS_EACH, C, BC, False)
+        columns, live, end, C = area
         groups = sample * G + columns // CHANNELS
         mean, rstd = load_statistics(stats_ptr, groups, live, GROUPS)
-        scale, bias = _affine(rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
+        norm = _norm(mean, rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
         before = sample.to(tl.int64) * S * C
         sum_dz = tl.zeros([BT, BC], ACC)
         sum_dz_centred = tl.zeros([BT, BC], ACC)
         whole = (end - start) // R
         for tile in tl.range(0, whole, num_stages=STAGES):
             sum_dz, sum_dz_centred = _add_tile(
-                sum_dz, sum_dz_centred, dy_ptr + before, x_ptr + before, start + tile * R, end,
-                columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN, True, WIDE,
-                not DX,
+                sum_dz, sum_dz_centred, dy_ptr + before, x_ptr + before, area, start + tile * R,
+                norm, U, BT, ACC, ACTIVATION, EVEN, True, WIDE, not DX,
             )  # fmt: skip
         if start + whole * R < end:
             sum_dz, sum_dz_centred = _add_tile(
-                sum_dz, sum_dz_centred, dy_ptr + before, x_ptr + before, start + whole * R, end,
-                columns, live, C, mean, scale, bias, U, BT, ACC, ACTIVATION, EVEN, False, WIDE,
-                not DX,
+                sum_dz, sum_dz_centred, dy_ptr + before, x_ptr + before, area, start + whole * R,
+                norm, U, BT, ACC, ACTIVATION, EVEN, False, WIDE, not DX,
             )  # fmt: skip
         dz, dz_xhat, last = publish_part(
             tl.sum(sum_dz, axis=0), tl.sum(sum_dz_centred, axis=0) * rstd, partial_ptr,
@@ -429,27 +421,25 @@ def group_norm_columns_backward(
         if SOLO and DX:
             tl.debug_barrier()  # all threads see the sums just stored
             _write_item_dx(
-                dy_ptr, x_ptr, dx_ptr, weight_ptr, own_ptr, slab, before, start, end, S, C, G,
-                CHANNELS, columns, live, mean, rstd, scale, bias, root, U, BT, BC, GB, CB, STAGES,
-                EACH, ACC, WEIGHT, ACTIVATION, EVEN, WIDE,
+                dy_ptr, x_ptr, dx_ptr, weight_ptr, own_ptr, slab, before, area, start, S, G,
+                CHANNELS, norm, rstd, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT,
+                ACTIVATION, EVEN, WIDE,
             )  # fmt: skip
     u = t - LAG
     if DX and not SOLO:
         if (u >= 0) & (u < UNITS * K):
-            sample, slab, k, start, end, columns, live = item_of(
-                u, SLABS, K, S, ROWS_EACH, C, BC, True
-            )
+            sample, slab, k, start, area = item_of(u, SLABS, K, S, ROWS_EACH, C, BC, True)
+            columns, live, end, C = area
             groups = sample * G + columns // CHANNELS
             mean, rstd = load_statistics(stats_ptr, groups, live, GROUPS)
-            scale, bias = _affine(
-                rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS
-            )
+            norm = _norm(mean, rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
             wait(ready_flag(counters_ptr, sample, UNITS, K), SLABS, SLABS * K)
+            own_ptr = sums_ptr + sample.to(tl.int64) * (2 * C)
+            before = sample.to(tl.int64) * S * C
             _write_item_dx(
-                dy_ptr, x_ptr, dx_ptr, weight_ptr, sums_ptr + sample.to(tl.int64) * (2 * C), slab,
-                sample.to(tl.int64) * S * C, start, end, S, C, G, CHANNELS, columns, live, mean,
-                rstd, scale, bias, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT, ACTIVATION,
-                EVEN, WIDE,
+                dy_ptr, x_ptr, dx_ptr, weight_ptr, own_ptr, slab, before, area, start, S, G,
+                CHANNELS, norm, rstd, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT,
+                ACTIVATION, EVEN, WIDE,
             )  # fmt: skip
     if DWEIGHT or DBIAS:
         f = u - UNITS * K

@@ -61,9 +61,7 @@ def backward_launch(
         "WEIGHT": flags.weight and (dx or activated),
         "BIAS": flags.bias and activated,
         "ACTIVATION": kernel_code(flags.activation),
-        "DX": dx,
-        "DWEIGHT": dweight,
-        "DBIAS": dbias,
+        **dict(zip(("DX", "DWEIGHT", "DBIAS"), needs, strict=True)),
     }
     if isinstance(shape, Columns):
         kernel = columns.group_norm_columns_backward

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from normplug._kernels import floor_2, needs_int64, power_of_2, unit_of
+from normplug._kernels import at_once, floor_2, needs_int64, power_of_2, tile_of, unit_of
 
 # Most bytes of a unit, counted as float32 or wider, that a program holds: 32,768 halves forward, as
 # many as LayerNorm. Backward there are two tensors.
@@ -217,16 +217,9 @@ class Columns:
 def group_norm_forward(
     n: int, groups: int, channels: int, space: int, channels_last: bool, itemsize: int, sms: int
 ) -> PlanesForward | Columns:
-    """Choose how the forward kernels cut (N, groups * channels, *space).
+    """Choose how the forward kernels cut (N, groups * channels, *space), of `space` values.
 
-    Args:
-        n: Batch size.
-        groups: Groups of a sample.
-        channels: Channels of a group.
-        space: Values of a plane.
-        channels_last: Channels are adjacent in memory.
-        itemsize: Bytes of a value of the widest tensor.
-        sms: The GPU's multiprocessors.
+    itemsize: bytes of a value of the widest tensor. sms: the GPU's multiprocessors.
     """
     if channels_last:
         return _columns(n, groups, channels, space, itemsize, 1, sms)
@@ -236,10 +229,10 @@ def group_norm_forward(
     dense = 5 * width > 4 * padded
     few = held > _HELD_BY_FEW and 4 * units < sms
     if held <= _HELD_FORWARD and (dense or held <= _HELD_HALF_EMPTY) and not few:
-        block, lag, r = padded, 0, _at_once(padded, units, 1, sms)
+        block, lag, r = padded, 0, _held_at_once(padded, units, 1, sms)
         warps = _held_warps(r * block, 1)
     else:
-        block, r = _tile(itemsize), 1
+        block, r = tile_of(itemsize), 1
         if -(-width // block) * block > width + width // 8:
             block //= 2
         while block > 1024 and units * -(-width // block) < 2 * sms:
@@ -262,12 +255,12 @@ def group_norm_backward(
     held = max(itemsize, 4) * values
     most = _HELD_BACKWARD if 5 * channels * space > 4 * values else _HELD_BACKWARD // 2
     if held <= most and not (held > _HELD_BY_FEW and 4 * n * groups < sms):
-        r = _at_once(values, groups, n, sms)
+        r = _held_at_once(values, groups, n, sms)
         # 8 programs per multiprocessor, or a few more, unless each sample has its own already.
         splits = -(-n // max(n * -(-groups // r) // (8 * sms), 1))
         warps = _held_warps(r * values, 2)
         return PlanesBackward(n, groups, channels, space, warps, 0, r, *padded, splits)
-    block, units = _tile(_TENSORS_BACKWARD * itemsize), n * groups
+    block, units = tile_of(_TENSORS_BACKWARD * itemsize), n * groups
     while block > 1024 and units * -(-channels * space // block) < 2 * sms:
         block //= 2
     cb, sb = _tile_of_planes(channels, space, block)
@@ -277,12 +270,7 @@ def group_norm_backward(
     return PlanesBackward(n, groups, channels, space, warps, lag, 1, cb, sb)
 
 
-def _tile(bytes_each: int) -> int:
-    """Values of a tile that is read twice, sized for `bytes_each` bytes per value."""
-    return 8192 if bytes_each <= 4 else 4096 if bytes_each <= 8 else 2048
-
-
-def _at_once(values: int, units: int, times: int, sms: int) -> int:
+def _held_at_once(values: int, units: int, times: int, sms: int) -> int:
     """How many units of `values` values a program holds at a time, if there are times * units."""
     r = max(min(_SMALL_TILE // values, power_of_2(units)), 1)
     while r > 1 and times * -(-units // r) < 4 * sms:
@@ -323,7 +311,7 @@ def _columns(
         warps, u, stages, tiles = (2, 4, 1, 4) if cached else (4, 4, 3, 8)
     if itemsize == 8:
         u //= 2
-    bt = max(warps * 32 * min(16 // itemsize, unit_of(c)) // bc, 1)
+    bt = at_once(warps, bc, itemsize, unit_of(c))
 
     def cut(rows_each: int, lag: int) -> Columns:
         return Columns(n, groups, channels, s, bc, bt, u, warps, stages, rows_each, lag)

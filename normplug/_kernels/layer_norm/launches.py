@@ -13,7 +13,7 @@ import triton.language as tl
 from normplug._kernels import needs_int64, power_of_2, unit_of
 from normplug._kernels.launch import TYPES, Launch, accumulator
 from normplug._kernels.layer_norm import rows, wide_rows
-from normplug._kernels.layer_norm.schedule import Rows, WideBackward, WideForward
+from normplug._kernels.layer_norm.schedule import Rows, Wide
 
 _FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
 _GRADIENT_FAN_IN = 32  # parts of a gradient that a program adds at a time
@@ -98,7 +98,7 @@ class Strides(NamedTuple):
 
 
 def forward_launch(
-    shape: Rows | WideForward,
+    shape: Rows | Wide,
     dtype: torch.dtype,
     flags: Flags,
     strides: Strides,
@@ -119,7 +119,7 @@ def forward_launch(
         "FAN_IN": _FAN_IN * shape.warps,
         "TRACKED": flags.running and flags.tracked,
     }
-    if isinstance(shape, WideForward):
+    if isinstance(shape, Wide):
         lag = 0 if flags.given else shape.lag
         grid = shape.rows * shape.k + lag + finishers
         given |= {"LAG": lag, "KP": min(power_of_2(shape.k), 1024)}
@@ -129,7 +129,7 @@ def forward_launch(
 
 
 def backward_launch(
-    shape: Rows | WideBackward,
+    shape: Rows | Wide,
     dtype: torch.dtype,
     flags: Flags,
     strides: Strides,
@@ -138,21 +138,17 @@ def backward_launch(
 ) -> Launch:
     """Set up the backward kernel; `needs`: which of dx, dweight, dbias, dinput_bias are wanted."""
     x = strides.x
-    dx, dweight, dbias, dinput_bias = needs
     sums = sum(needs[1:])
     given: dict[str, Any] = {
         **_sizes(shape, strides, X=x, DY=strides.dy, DTOTAL=strides.dtotal),
         **_formula(dtype, flags, tv),
         "FAN_IN": _GRADIENT_FAN_IN,
         "DTOTAL": strides.dtotal is not None,
-        "DX": dx,
-        "DWEIGHT": dweight,
-        "DBIAS": dbias,
-        "DINPUT_BIAS": dinput_bias,
+        **dict(zip(("DX", "DWEIGHT", "DBIAS", "DINPUT_BIAS"), needs, strict=True)),
         "DX_AS_X": isinstance(x, Levels) and x.dense(shape.rows, shape.width),
     }
-    if isinstance(shape, WideBackward):
-        lag = shape.lag if dx or dinput_bias else 0
+    if isinstance(shape, Wide):
+        lag = shape.lag if given["DX"] or given["DINPUT_BIAS"] else 0
         finishers = shape.k if sums and shape.blocks > 1 else 0
         grid = shape.blocks * shape.k + lag + finishers
         at_once = min(power_of_2(shape.k), max(4096 // (2 * shape.rb), 1))
@@ -178,9 +174,7 @@ def _formula(dtype: torch.dtype, flags: Flags, tv: float) -> dict[str, Any]:
     return {"ACC": acc, "ROUND": rounded, "root": math.sqrt(tv)}
 
 
-def _sizes(
-    shape: Rows | WideForward | WideBackward, strides: Strides, **spacings: Spacing | None
-) -> dict[str, Any]:
+def _sizes(shape: Rows | Wide, strides: Strides, **spacings: Spacing | None) -> dict[str, Any]:
     """The arguments that say where rows are; `spacings` are by tensor name."""
     count, width = shape.rows, shape.width
     unit, levels = strides.unit(width), strides.levels
@@ -206,32 +200,30 @@ def _sizes(
     return given
 
 
-def forward_scratch(shape: Rows | WideForward, flags: Flags) -> tuple[int, int]:
+def forward_scratch(shape: Rows | Wide, flags: Flags) -> tuple[int, int]:
     """How many counters and partial results a forward launch needs."""
     words = 2 * (_parts(shape) + _finishers(shape)) if flags.running else 0
-    if isinstance(shape, WideForward):
+    if isinstance(shape, Wide):
         return shape.rows + words, 2 * shape.rows * shape.k
     return words, 0
 
 
-def _parts(shape: Rows | WideForward) -> int:
+def _parts(shape: Rows | Wide) -> int:
     """Parts from which the running statistics are added up."""
-    return shape.rows if isinstance(shape, WideForward) else shape.programs
+    return shape.rows if isinstance(shape, Wide) else shape.programs
 
 
-def _finishers(shape: Rows | WideForward) -> int:
+def _finishers(shape: Rows | Wide) -> int:
     """Programs that add up the parts: at most about the square root of the number of parts."""
     parts, at_a_time = _parts(shape), _FAN_IN * shape.warps
     times = -(-math.isqrt(parts) // at_a_time)
     return -(-parts // (times * at_a_time))
 
 
-def backward_scratch(
-    shape: Rows | WideBackward, needs: tuple[bool, bool, bool, bool]
-) -> tuple[int, int]:
+def backward_scratch(shape: Rows | Wide, needs: tuple[bool, bool, bool, bool]) -> tuple[int, int]:
     """How many counters and partial results a backward launch needs."""
     sums = sum(needs[1:])
-    if isinstance(shape, WideBackward):
+    if isinstance(shape, Wide):
         rows_room = shape.blocks * (shape.k + 1) * 2 * shape.rb
         parts = 0 if shape.blocks == 1 else shape.blocks * sums * shape.width
         return 2 * shape.blocks + shape.k, rows_room + parts

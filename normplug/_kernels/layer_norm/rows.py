@@ -120,7 +120,7 @@ def _each(values):
 @kernel
 def layer_norm_rows_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, input_bias_ptr, running_mean_ptr, running_var_ptr,
-    tracked_ptr, y_ptr, total_ptr, stats_ptr, partial_ptr, counters_ptr,
+    tracked_ptr, y_ptr, total_ptr, stats_ptr, counters_ptr,
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS,
     FINISHERS,
     momentum, eps, root,
@@ -142,8 +142,8 @@ def layer_norm_rows_forward(
     if program < programs:
         WIDTH = WIDTH_UNITS * UNIT
         DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-        x_strides = strides_of(X_UNITS, X_OUTER_UNITS, UNIT, WIDE)
-        residual_strides = strides_of(RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, UNIT, WIDE)
+        x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, UNIT, WIDE)
+        residual_strides = strides_of(RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, INNER, UNIT, WIDE)
         n = WIDTH.to(ACC)
         columns, live = _columns(0, WIDTH, U, BC, VECTOR)
         if KEEP and WEIGHT:
@@ -154,14 +154,12 @@ def layer_norm_rows_forward(
         sum_var = tl.zeros([R], ACC)
         for tile in range(program, tl.cdiv(ROWS, R), programs):
             rows, inside = _rows(tile, ROWS, R, WIDE)
-            places = row_places(rows, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+            places = row_places(rows, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
             h = _load(x_ptr, places, inside, columns, live, EVEN, False).to(ACC)
             if CENTRED:
                 first = tl.load(x_ptr + places, mask=inside, other=0.0).to(ACC)
             if RESIDUAL:
-                places = row_places(
-                    rows, INNER, residual_strides, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS
-                )
+                places = row_places(rows, residual_strides, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS)
                 h += _load(residual_ptr, places, inside, columns, live, EVEN, False).to(ACC)
                 if CENTRED:
                     first += tl.load(residual_ptr + places, mask=inside, other=0.0).to(ACC)
@@ -274,9 +272,9 @@ def layer_norm_rows_backward(
         parts_ptr += tiles.to(tl.int64) * (2 * K * R)
     if program < PROGRAMS:
         DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-        x_strides = strides_of(X_UNITS, X_OUTER_UNITS, UNIT, WIDE)
-        dy_strides = strides_of(DY_UNITS, DY_OUTER_UNITS, UNIT, WIDE)
-        dtotal_strides = strides_of(DTOTAL_UNITS, DTOTAL_OUTER_UNITS, UNIT, WIDE)
+        x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, UNIT, WIDE)
+        dy_strides = strides_of(DY_UNITS, DY_OUTER_UNITS, INNER, UNIT, WIDE)
+        dtotal_strides = strides_of(DTOTAL_UNITS, DTOTAL_OUTER_UNITS, INNER, UNIT, WIDE)
         n = WIDTH.to(ACC)
         columns, live = _columns(k * (U * BC), WIDTH, U, BC, VECTOR)
         # Inside the loop these would be prefetched like a tile, into as much shared memory.
@@ -289,9 +287,9 @@ def layer_norm_rows_backward(
         dinput_bias = tile_of_zeros(LANES, U, BC, ACC)
         for tile in tl.range(group, tiles, groups, num_stages=STAGES):
             rows, inside = _rows(tile, ROWS, R, WIDE)
-            x_places = row_places(rows, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+            x_places = row_places(rows, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
             h = _load(x_ptr, x_places, inside, columns, live, EVEN, LAST).to(ACC)
-            places = row_places(rows, INNER, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
+            places = row_places(rows, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
             dy = _load(dy_ptr, places, inside, columns, live, EVEN, LAST).to(ACC)
             mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
             if INPUT_BIAS:
@@ -333,9 +331,7 @@ def layer_norm_rows_backward(
                 else:
                     dx = g * _each(scale) - d * _each(slope)
                 if DTOTAL:
-                    places = row_places(
-                        rows, INNER, dtotal_strides, DTOTAL_MIDDLE, HEADS, TWO_LEVELS
-                    )
+                    places = row_places(rows, dtotal_strides, DTOTAL_MIDDLE, HEADS, TWO_LEVELS)
                     dx += _load(dtotal_ptr, places, inside, columns, live, EVEN, LAST).to(ACC)
                 if DINPUT_BIAS:
                     if EVEN:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from normplug._kernels import power_of_2
+from normplug._kernels import at_once, power_of_2
 
 _HELD_BYTES = 128 << 10  # most bytes of a row, as float32 or wider, that a program holds forward
 _SUMMED_BYTES = 32 << 10  # the same backward, beside the sums for weight and bias
@@ -54,28 +54,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class WideForward:
-    """Rows of `width` values in tiles of `block`, written `lag` programs after their first read."""
+class Wide:
+    """Blocks of `rb` rows in tiles of `cw` columns, written `lag` programs after a first read.
 
-    rows: int
-    width: int
-    block: int
-    warps: int
-    lag: int
-
-    @property
-    def k(self) -> int:
-        """Tiles of a row."""
-        return -(-self.width // self.block)
-
-    @property
-    def even(self) -> bool:
-        return self.width % self.block == 0
-
-
-@dataclass(frozen=True)
-class WideBackward:
-    """Blocks of `rb` rows in tiles of `cw` columns, written `lag` programs after a first read."""
+    Forward, a block is a row.
+    """
 
     rows: int
     width: int
@@ -100,7 +83,7 @@ class WideBackward:
 
 def layer_norm_forward(
     rows: int, width: int, unit: int, itemsize: int, running: bool, sms: int
-) -> Rows | WideForward:
+) -> Rows | Wide:
     """Choose how the forward kernels cut `rows` rows of `width` values.
 
     unit: a divisor of width and strides. itemsize: bytes of a value of the widest tensor that has
@@ -113,7 +96,7 @@ def layer_norm_forward(
         block = 4096 if itemsize <= 4 else 2048
         k = -(-width // block)
         lag = min(max(sms * _WIDE_FORWARD_LAG // (block * itemsize), k), rows * k)
-        return WideForward(rows, width, block, 4, lag)
+        return Wide(rows, width, 1, block, 4, lag)
     if padded == 1024 and itemsize <= 4:
         # A row has a warp of its own. Programs of one warp were slower at 4,096 rows of halves.
         warps = 4 if running and itemsize == 2 else 1 if rows > _MANY_ROWS_EACH * sms else 2
@@ -138,7 +121,7 @@ def layer_norm_backward(
     sms: int,
     shared: int,
     cooperative: bool,
-) -> Rows | WideBackward:
+) -> Rows | Wide:
     """Choose how the backward kernels cut rows; `layer_norm_forward` has the other arguments.
 
     input_bias: there is one, whose gradient is a third sum over the rows. shared: bytes of shared
@@ -148,18 +131,18 @@ def layer_norm_backward(
     padded = power_of_2(width)
     if padded * max(itemsize, 4) <= _SUMMED_BYTES:
         warps = 4 if padded <= 1024 else 8
-        at_once = 2 if warps == 4 and rows > _MANY_ROWS_EACH * sms else 1
-        values = 32 if itemsize <= 4 and (padded >= 1024 or at_once == 2) else 16
+        together = 2 if warps == 4 and rows > _MANY_ROWS_EACH * sms else 1
+        values = 32 if itemsize <= 4 and (padded >= 1024 or together == 2) else 16
         shape = _row_tile(rows, width, unit, itemsize, warps, warps, values)
         # Folding a tile's rows takes time but saves registers, which three sums and masks need.
         if padded <= 512 and not (input_bias and width < padded):
             shape = replace(shape, lanes=shape.r)
         # The programs' published sums should cause no more traffic than the rows do.
-        programs = min(at_once * sms, max(3 * rows * itemsize // 16, 1), shape.tiles)
-        room = shared // at_once - (4 << 10)
+        programs = min(together * sms, max(3 * rows * itemsize // 16, 1), shape.tiles)
+        room = shared // together - (4 << 10)
         if shape.lanes > 1:
             room -= max(itemsize, 4) * shape.lanes * padded  # to add them up at the end
-        stages = 4 if at_once == 1 and padded < 8192 else 3
+        stages = 4 if together == 1 and padded < 8192 else 3
         stages = max(min(stages, room // (2 * shape.r * padded * itemsize)), 1)
         return replace(shape, programs=programs, stages=stages, keep=True, finish=64)
     if cooperative and itemsize <= 4 and rows >= sms and width <= _SHARED_WIDTH:
@@ -179,7 +162,7 @@ def layer_norm_backward(
     cw, rb = (1024, 8) if itemsize == 2 and width >= 131072 else (512, 16)
     k = -(-width // cw)
     lag = max(sms * _WIDE_BACKWARD_LAG // (rb * cw * itemsize), k)
-    return WideBackward(rows, width, rb, cw, 4, min(lag, k * -(-rows // rb)))
+    return Wide(rows, width, rb, cw, 4, min(lag, k * -(-rows // rb)))
 
 
 def _row_tile(
@@ -192,7 +175,7 @@ def _row_tile(
     padded = power_of_2(width)
     vector = min(16 // itemsize, unit)
     bc = min(padded, needed * 32 * vector)
-    side_by_side = max(warps * 32 * vector // bc, 1)
+    side_by_side = at_once(warps, bc, itemsize, unit)
     u = padded // bc
     r = side_by_side * max(values // (vector * u), 1)
     programs = min(-(-rows // r), _MOST_PROGRAMS)

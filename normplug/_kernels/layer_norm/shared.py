@@ -34,19 +34,19 @@ def size(units, UNIT, WIDE):
 
 
 @triton.jit
-def strides_of(STEP_UNITS, OUTER_UNITS, UNIT, WIDE):
-    """STEP and OUTER of a tensor's rows, in values, for `row_places`."""
-    return size(STEP_UNITS, UNIT, WIDE), size(OUTER_UNITS, UNIT, WIDE)
+def strides_of(STEP_UNITS, OUTER_UNITS, INNER, UNIT, WIDE):
+    """STEP and OUTER of a tensor's rows, in values, and INNER, for `row_places`."""
+    return size(STEP_UNITS, UNIT, WIDE), size(OUTER_UNITS, UNIT, WIDE), INNER
 
 
 @triton.jit
-def row_places(rows, INNER, strides, MIDDLE, HEADS, TWO_LEVELS):
+def row_places(rows, strides, MIDDLE, HEADS, TWO_LEVELS):
     """Offsets at which rows begin, in values: STEP apart if there is one level of strides.
 
     On two levels, the INNER rows of a group are STEP apart, and groups OUTER apart. On three, where
     MIDDLE is not 0, sets of HEADS groups are OUTER apart, and the groups of a set MIDDLE apart.
     """
-    STEP, OUTER = strides
+    STEP, OUTER, INNER = strides
     if TWO_LEVELS and MIDDLE > 0:
         group = rows.to(tl.int32) // INNER
         outer = group // HEADS

@@ -1,10 +1,10 @@
 """LayerNorm and RMSNorm over rows that are too wide for one program, or too few to occupy the GPU.
 
-Forward, a row is cut into K tiles of BLOCK values; backward, a block of RB rows into K tiles of CW
-columns. Program t reduces tile t, publishes its sums, and then writes tile t - LAG (see `waiting`):
-by then the tile's rows are complete, and the tile is still in the L2 cache. So DRAM traffic is one
-read and one write. Gradients of weight and bias are summed over the rows of a tile. At the end of
-the grid, further programs add them up over the blocks of rows, in order.
+A block of RB rows, forward a single row, is cut into K tiles of CW columns. Program t reduces tile
+t, publishes its sums, and then writes tile t - LAG (see `waiting`): by then the tile's rows are
+complete, and the tile is still in the L2 cache. So DRAM traffic is one read and one write.
+Gradients of weight and bias are summed over the rows of a tile. At the end of the grid, further
+programs add them up over the blocks of rows, in order.
 """
 
 import triton
@@ -39,7 +39,7 @@ def layer_norm_wide_forward(
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, K, LAG,
     FINISHERS,
     momentum, eps, root,
-    BLOCK: tl.constexpr, KP: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr,
+    CW: tl.constexpr, KP: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr,
     CENTRED: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, INPUT_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GIVEN: tl.constexpr,
     STATS: tl.constexpr, RUNNING: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr,
@@ -54,35 +54,35 @@ def layer_norm_wide_forward(
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
     DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, UNIT, WIDE)
-    residual_strides = strides_of(RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, UNIT, WIDE)
+    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, UNIT, WIDE)
+    residual_strides = strides_of(RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, INNER, UNIT, WIDE)
     if t < (0 if GIVEN else ROWS * K):
         row = t // K
         k = t - row * K
-        columns = k * BLOCK + tl.arange(0, BLOCK)
+        columns = k * CW + tl.arange(0, CW)
         live = columns < WIDTH
-        place = row_places(row, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(row, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
         if CENTRED:
-            first = tl.load(x_ptr + place + k * BLOCK).to(ACC)
+            first = tl.load(x_ptr + place + k * CW).to(ACC)
         h = tl.load(x_ptr + place + columns, mask=live, other=0.0).to(ACC)
         if RESIDUAL:
-            place = row_places(row, INNER, residual_strides, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS)
+            place = row_places(row, residual_strides, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS)
             if CENTRED:
-                first += tl.load(residual_ptr + place + k * BLOCK).to(ACC)
+                first += tl.load(residual_ptr + place + k * CW).to(ACC)
             h += tl.load(residual_ptr + place + columns, mask=live, other=0.0).to(ACC)
             total = as_stored(h, total_ptr)
             tl.store(total_ptr + row * DENSE + columns, total, mask=live)
             h = total.to(ACC)
         if INPUT_BIAS:
             if CENTRED:
-                first += tl.load(input_bias_ptr + k * BLOCK).to(ACC)
+                first += tl.load(input_bias_ptr + k * CW).to(ACC)
             h += tl.load(input_bias_ptr + columns, mask=live, other=0.0).to(ACC)
         if CENTRED:
             # Distances from one of the values, whose sums do not round at the size of the mean.
             d = h - first
             if not EVEN:
                 d = tl.where(live, d, 0.0)
-            mean = tl.sum(d) / tile_counts(k, WIDTH, BLOCK, ACC)
+            mean = tl.sum(d) / tile_counts(k, WIDTH, CW, ACC)
             d -= mean
             if not EVEN:
                 d = tl.where(live, d, 0.0)
@@ -95,7 +95,7 @@ def layer_norm_wide_forward(
     if (u >= 0) & (u < ROWS * K):
         row = u // K
         k = u - row * K
-        columns = k * BLOCK + tl.arange(0, BLOCK)
+        columns = k * CW + tl.arange(0, CW)
         live = columns < WIDTH
         if RESIDUAL:
             wait(counters_ptr + row, K, K)  # another program stores the total
@@ -103,7 +103,7 @@ def layer_norm_wide_forward(
                 total_ptr + row * DENSE + columns, mask=live, other=0.0, cache_modifier=".cg"
             )
         else:
-            place = row_places(row, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+            place = row_places(row, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
             h = tl.load(x_ptr + place + columns, mask=live, other=0.0)
             if not GIVEN:
                 wait(counters_ptr + row, K, K)
@@ -111,7 +111,7 @@ def layer_norm_wide_forward(
             mean, rstd = load_statistics(stats_ptr, row, True, ROWS, CENTRED)
         else:
             if CENTRED:
-                mean, m2 = merge_tile_moments(partial_ptr + 2 * row * K, K, WIDTH, BLOCK, KP, ACC)
+                mean, m2 = merge_tile_moments(partial_ptr + 2 * row * K, K, WIDTH, CW, KP, ACC)
             else:
                 mean = tl.full([], 0.0, ACC)
                 m2 = merge_tile_sum(partial_ptr + row * K, K, KP, ACC)
@@ -200,9 +200,9 @@ def layer_norm_wide_backward(
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
     DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, UNIT, WIDE)
-    dy_strides = strides_of(DY_UNITS, DY_OUTER_UNITS, UNIT, WIDE)
-    dtotal_strides = strides_of(DTOTAL_UNITS, DTOTAL_OUTER_UNITS, UNIT, WIDE)
+    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, UNIT, WIDE)
+    dy_strides = strides_of(DY_UNITS, DY_OUTER_UNITS, INNER, UNIT, WIDE)
+    dtotal_strides = strides_of(DTOTAL_UNITS, DTOTAL_OUTER_UNITS, INNER, UNIT, WIDE)
     SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
     LATE: tl.constexpr = DX or DINPUT_BIAS
     BLOCKS = tl.cdiv(ROWS, RB)
@@ -221,9 +221,9 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        place = row_places(rows, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(rows, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
         x = _tile(x_ptr, place, columns, mask, EVEN, False)
-        place = row_places(rows, INNER, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(rows, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, False).to(ACC)
         mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
@@ -265,9 +265,9 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        x_place = row_places(rows, INNER, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+        x_place = row_places(rows, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
         x = _tile(x_ptr, x_place, columns, mask, EVEN, True)
-        place = row_places(rows, INNER, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(rows, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, True).to(ACC)
         mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
@@ -292,7 +292,7 @@ def layer_norm_wide_backward(
             else:
                 dx = g * scale[:, None] - d * slope[:, None]
             if DTOTAL:
-                place = row_places(rows, INNER, dtotal_strides, DTOTAL_MIDDLE, HEADS, TWO_LEVELS)
+                place = row_places(rows, dtotal_strides, DTOTAL_MIDDLE, HEADS, TWO_LEVELS)
                 dx += _tile(dtotal_ptr, place, columns, mask, EVEN, True).to(ACC)
             if DX:
                 place = x_place if DX_AS_X else rows * DENSE

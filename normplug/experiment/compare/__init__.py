@@ -20,8 +20,6 @@ from normplug.experiment.compare.stats import group_runs
 
 __all__ = ["Comparison", "compare"]
 
-RUNS = "directories, searched at any depth for result.json, or files that --collect wrote"
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -37,6 +35,8 @@ def compare(
     *sources: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     reference: str | None = None,
+    margin: float | None = None,
+    over_rates: bool = False,
 ) -> Comparison:
     """Compare all runs of the sources, arm by arm and seed by seed.
 
@@ -50,6 +50,10 @@ def compare(
             for the source, if it is one directory.
         reference: the arm that others are compared with. If it has no finished run, or is None:
             "baseline", or "standard" if that has none.
+        margin: also test whether each difference lies within ± this margin, in the unit of
+            differences: points of an accuracy, or the unit of a loss.
+        over_rates: average the runs of an arm and seed over their learning rates. Otherwise each
+            rate of an arm that has several is an arm of its own.
 
     Raises:
         OSError: a source cannot be read.
@@ -64,7 +68,7 @@ def compare(
             "directory of their own. Name it: --out DIR."
         )
     target = Path(out or paths[0])
-    groups = group_runs(runs, reference)
+    groups = group_runs(runs, reference, margin, over_rates)
     where = " and ".join(path.name if path.is_file() else str(path) for path in paths)
     markdown = render(groups, unusable, where)
     table = pd.concat([group.table for group in groups] or [pd.DataFrame()], ignore_index=True)
@@ -80,18 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 1 if a run is missing, unfinished or failed."""
     parser = argparse.ArgumentParser("python -m normplug.compare", description=__doc__)
     add = parser.add_argument
-    add("sources", metavar="RUNS", nargs="+", type=Path, help=RUNS)
+    add("sources", metavar="RUNS", nargs="+", type=Path, help="directories of runs, or files")
     add("--out", metavar="DIR", help="directory for tables and plots (default: the only RUNS)")
     add("--reference", metavar="ARM", help="compare with this arm, not baseline or standard")
+    add("--margin", metavar="M", type=float, help="test whether differences are within ± M (TOST)")
+    add("--over-rates", action="store_true", help="average an arm's runs over learning rates")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--best", metavar="FILE", type=Path, help="write each arm's options with its best rate")
     add("--collect", metavar="FILE", type=Path, help="write all runs to this file")
-    given = parser.parse_args(argv)
+    options = vars(parser.parse_args(argv))
+    sources, best, collected = map(options.pop, ("sources", "best", "collect"))
     try:
-        if given.best or given.collect:
-            _write(given.sources, given.best, given.collect)
+        if best or collected:
+            _write(sources, best, collected)
             return 0
-        found = compare(*given.sources, out=given.out, reference=given.reference)
+        found = compare(*sources, **options)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

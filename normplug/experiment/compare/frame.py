@@ -25,10 +25,7 @@ Number: TypeAlias = Annotated[float, BeforeValidator(lambda x: math.nan if x in 
 
 
 class Result(BaseModel):
-    """The values that are read from a `result.json`. A number that is null is unknown.
-
-    The keys of `test_score`, `curve` and `items_per_s` depend on the measure.
-    """
+    """The values that are read from a `result.json`. A number that is null is unknown."""
 
     run: str = ""
     model: str
@@ -73,10 +70,6 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
     The columns are the fields of `Result`, `validation_score` (the last of `curve`) and `record`:
     the content of `result.json`, with the name of its directory (`run`) and the last step in its
     `variance.csv` (`variances`: quantity -> a list for each step kept -> a value for each norm).
-
-    Raises:
-        OSError: a source cannot be read.
-        ValueError: a source is not there, or holds no run.
     """
     rows: list[dict[str, Any]] = []
     unusable: dict[str, str] = {}
@@ -118,8 +111,7 @@ def _read(path: Path, source: Path) -> dict[str, Any]:
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:
     measure = Measure.of(record)
-    names = {measure.test_key: "test_score", measure.curve_key: "curve"}
-    names[measure.speed_key] = "items_per_s"
+    names = dict(zip(measure.keys, ("test_score", "curve", "items_per_s"), strict=True))
     named = {names.get(key, key): value for key, value in record.items()}
     logged = record.get("variances", {})
     named |= {name: logged[name][-1] for name in QUANTITIES if name in logged}
@@ -131,10 +123,7 @@ def _row(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def collect(runs: pd.DataFrame, path: Path) -> None:
-    """Write all runs of `find_runs` to `path`, one per line, without what is local to a machine.
-
-    Of an absolute path, only the last component stays.
-    """
+    """Write all runs of `find_runs` to `path`, one per line, without what is local to a machine."""
     kept = [{key: value for key, value in run.items() if key != "process"} for run in runs.record]
     content = ",\n".join(FOLDERS.sub("", json.dumps(record)) for record in kept)
     write_file(path, f"[\n{content}\n]\n")

@@ -70,27 +70,19 @@ def figures(group: Group, styles: Styles) -> Iterator[tuple[str, Figure]]:
     if (figure := _targets(group)) is not None:
         yield "targets", figure
     lines = partial(_lines, group.title, styles)
-    if curves := _lists(group, "curve", measure.scale):
+    if curves := {arm: measure.scale * table for arm, table in group.curves().items()}:
         y = f"validation {measure.name} ({measure.unit})"
         yield measure.name, lines({"median over seeds": curves}, "epoch", y)
-    if drops := _lists(group, "block_drop"):
+    if gaps := {arm: measure.scale * gap for arm, gap in group.gaps().items() if gap.shape[1] > 1}:
+        y = f"minus {label(group.reference or '')} ({measure.difference_unit})"
+        title = f"validation {measure.name}, same seed, median over seeds"
+        yield "gap", lines({title: gaps}, "epoch", y)
+    if drops := group.lists("block_drop"):
         title = f"test {measure.name} without a block minus the whole model's, median over seeds"
         yield "blocks", lines({title: drops}, "block", f"added {measure.unit}", log=True)
-    panels = {title: _lists(group, name) for name, title in VARIANCES.items()}
+    panels = {title: group.lists(name) for name, title in VARIANCES.items()}
     if any(panels.values()):
         yield "variance_by_depth", lines(panels, "norm by depth", "variance", log=True)
-
-
-def _lists(group: Group, field: str, scale: float = 1) -> dict[str, pd.DataFrame]:
-    """Arm -> the lists of a column, a row a run, from 1 up to the end of the shortest."""
-    tables = {}
-    for arm in group.table.arm:
-        lists = group.finished[field][group.finished.arm == arm]
-        table = pd.DataFrame([*map(pd.Series, lists)], dtype=float)
-        table = table.dropna(how="all").dropna(axis=1)
-        if table.size:
-            tables[arm] = scale * table.set_axis(table.columns + 1, axis=1)
-    return tables
 
 
 def _lines(

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from textwrap import shorten
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from normplug.experiment.compare.frame import label
-from normplug.experiment.compare.stats import Group
+from normplug.experiment.compare.stats import Group, intervals
 from normplug.experiment.measure import ACCURACY, Measure
 
 NOTHING = "-"
@@ -55,7 +56,10 @@ def _section(group: Group) -> str:
         f"Test {measure.name} is on the test set, after the last epoch; {measure.better} is "
         "better.\n"
     )
-    return "\n".join([*parts, _costs(group), _bullets(_provenance(group))])
+    if group.runs.groupby("plain_arm").learning_rate.nunique().max() > 1:
+        parts.append(rate_table(group.runs.assign(arm=group.runs.plain_arm))[0])
+    parts.append(_gaps(group))
+    return "\n".join([*filter(None, parts), _costs(group), _bullets(_provenance(group))])
 
 
 def about_reference(group: Group) -> str:
@@ -91,17 +95,38 @@ def _outcomes(group: Group) -> str:
         del cells["diverged"]
     if not rows.test_bits_n.any():
         del cells["bits per character"]
+    if group.margin is not None:
+        ps = rows.difference_to_reference_p_equivalent.map(p_text, na_action="ignore")
+        cells[f"p (TOST, within ± {group.margin:g} {measure.difference_unit})"] = ps
     return _table(pd.DataFrame(cells))
+
+
+def _gaps(group: Group) -> str:
+    """The table of the validation of each arm minus the reference's, at up to 6 epochs."""
+    measure = group.measure
+    cells: dict[str, dict[str, str]] = {}
+    for arm, gap in group.gaps().items():
+        picked = np.linspace(0, gap.shape[1] - 1, min(6, gap.shape[1])).round()
+        for epoch, *interval in intervals(gap).iloc[picked].itertuples():
+            cells.setdefault(f"epoch {epoch}", {})[label(arm)] = _cell(measure, "+", *interval)
+    if len(cells) < 2:
+        return ""
+    table = pd.DataFrame(cells).rename_axis("arm").reset_index()
+    minus = f"minus {label(group.reference or '')}, {measure.difference_unit}, same seed"
+    return f"The validation {measure.name} {minus}:\n\n{_table(table)}"
+
+
+def _cell(measure: Measure, sign: str, n: float, mean: float, half: float) -> str:
+    text = measure.number(mean, sign) if n else NOTHING
+    return text + (f" ± {measure.number(half)}" if n > 1 else "")
 
 
 def _intervals(measure: Measure, rows: pd.DataFrame, name: str, sign: str = "") -> pd.Series[str]:
     """The cells of an interval of the table; a difference, with a sign, names its pairs."""
-    cells = []
-    for n, mean, half in rows[[f"{name}_{p}" for p in ("n", "mean", "t95_half_width")]].to_numpy():
-        text = measure.number(mean, sign) if n else NOTHING
-        text += f" ± {measure.number(half)}" if n > 1 else ""
-        cells.append(text + f" ({count_of(int(n), 'pair')})" * bool(n and sign))
-    return pd.Series(cells, rows.index, dtype=object)
+    found = rows[[f"{name}_{part}" for part in ("n", "mean", "t95_half_width")]].to_numpy()
+    pairs = [f" ({count_of(int(n), 'pair')})" * bool(n and sign) for n, *_ in found]
+    texts = [_cell(measure, sign, *row) for row in found]
+    return pd.Series([*map("".join, zip(texts, pairs, strict=True))], rows.index, dtype=object)
 
 
 def _costs(group: Group) -> str:
@@ -157,19 +182,38 @@ def _provenance(group: Group) -> list[str]:
     return [*lines, f"dates: {' to '.join(dict.fromkeys((days.min(), days.max())))}"]
 
 
-def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
-    """Choose each arm's learning rate from a sweep over rates, by one rule for all arms.
+def rate_table(runs: pd.DataFrame) -> tuple[str, dict[str, float]]:
+    """The mean validation of each arm with each learning rate, and arm -> best rate.
 
-    The best rate has the best mean validation after the last epoch. A rate counts if each seed of
-    the arm finished with it. Of equal scores, the smaller rate is taken.
-
-    Returns:
-        Tables of the mean scores, and the options of each arm that has a best rate, with that
-        rate, and without seed and study.
-
-    Raises:
-        ValueError: no run records its learning rate and options.
+    A rate counts if each seed of the arm finished with it. Of equal scores, the smaller rate is the
+    best. The sensitivity is as in Wortsman et al. 2023 (arXiv:2309.14322).
     """
+    done = runs[runs.status == "finished"]
+    measure = next(iter(done.measure), ACCURACY)
+    pairs = pd.MultiIndex.from_frame(runs[["arm", "seed"]].drop_duplicates())
+    values = done.pivot_table("validation_score", ["arm", "seed"], "learning_rate", "last")
+    by_arm = values.reindex(pairs).groupby("arm", sort=False)
+    scores = by_arm.mean().where(by_arm.count().eq(by_arm.size(), axis=0)).dropna(how="all")
+    gains = scores if measure.better == "higher" else -scores
+    best, sensitivity = gains.idxmax(axis=1), gains.max(axis=1) - gains.mean(axis=1)
+    cells = scores.map(measure.number, na_action="ignore")
+    for run in runs[runs.status == "diverged"].itertuples():
+        cells.loc[run.arm, run.learning_rate] = "diverged"
+    ends = {arm: row.dropna().sort_index().index[[0, -1]] for arm, row in cells.iterrows()}
+    at_end = [arm for arm, rate in best.items() if rate in ends[arm] and len(set(ends[arm])) > 1]
+    cells = cells.sort_index(axis=1).rename(columns="{:g}".format)
+    cells["best"] = best.map("{:g}".format)
+    cells["sensitivity"] = sensitivity.map(measure.number)
+    cells.loc[at_end, "remark"] = "at the end of the range: extend it"
+    about = (
+        f"The best rate has the best mean validation {measure.name} after the last epoch, over all "
+        "seeds of the arm. The sensitivity is how far it lies above the mean over all rates.\n"
+    )
+    return f"{_table(cells.rename(label).rename_axis('arm').reset_index())}\n{about}", dict(best)
+
+
+def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
+    """The `rate_table`s of a sweep, and each arm's options with its best rate, for other seeds."""
     known = runs[runs.learning_rate.notna() & runs.overrides.astype(bool)]
     if known.empty:
         raise ValueError(
@@ -178,27 +222,12 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
         )
     tables, chosen = [], []
     for (model, data), found in known.groupby(["model", "data"], sort=False):
-        done = found[found.status == "finished"]
-        measure = next(iter(done.measure), ACCURACY)
-        pairs = pd.MultiIndex.from_frame(found[["arm", "seed"]].drop_duplicates())
-        values = done.pivot_table("validation_score", ["arm", "seed"], "learning_rate", "last")
-        by_arm = values.reindex(pairs).groupby("arm", sort=False)
-        scores = by_arm.mean().where(by_arm.count().eq(by_arm.size(), axis=0))
-        cells = scores.map(measure.number, na_action="ignore").rename(columns="{:g}".format)
-        for arm, of_arm in scores.dropna(how="all").iterrows():
-            tried = of_arm.dropna()
-            best = tried.idxmax() if measure.better == "higher" else tried.idxmin()
-            at_end = len(tried) > 1 and best in tried.index[[0, -1]]
-            cells.loc[arm, "best"] = f"{best:g}"
-            cells.loc[arm, "remark"] = "at the end of the range: extend it" if at_end else ""
+        table, best = rate_table(found)
+        tables.append(f"## {model} on {data}\n\n{table}")
+        for arm, rate in best.items():
             options = found.overrides[found.arm == arm].iloc[0]
             kept = [o for o in options if o.lstrip("+").split("=")[0] not in LEFT_OUT]
-            chosen.append([*kept, f"{RATE}={best}"])
-        cells = cells.rename(label).rename_axis("arm").reset_index()
-        tables.append(
-            f"## {model} on {data}\n\n{_table(cells)}\nThe best rate has the best mean "
-            f"validation {measure.name} after the last epoch, over all seeds of the arm.\n"
-        )
+            chosen.append([*kept, f"{RATE}={rate}"])
     return "\n".join(tables), chosen
 
 

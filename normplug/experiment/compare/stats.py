@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +12,7 @@ from normplug.experiment.compare.frame import label
 from normplug.experiment.measure import ACCURACY, ARM_ORDER, REFERENCES, Measure
 
 FAR = 5  # interquartile ranges
+SCORES = ["test_score", "test_bits_per_character", "validation_score"]
 
 
 def intervals(wide: pd.DataFrame) -> pd.DataFrame:
@@ -29,12 +29,17 @@ def adjusted_ps(paired: pd.DataFrame) -> pd.Series[float]:
     below 0.05 keeps the probability of any false positive at 5% or less.
     """
     tested = paired.loc[:, paired.count() > 1]
-    with warnings.catch_warnings():  # of values that differ by rounding only, or not at all
-        warnings.simplefilter("ignore", RuntimeWarning)
-        found = stats.ttest_1samp(tested, 0, nan_policy="omit").pvalue
+    found = 2 * stats.t.sf((tested.mean() / tested.sem()).abs(), tested.count() - 1)
     ps = pd.Series(found, tested.columns, dtype=float)
     ps = ps.where(tested.any(), 1.0).sort_values(kind="stable")  # no difference: t is 0 / 0
     return (ps * np.arange(len(ps), 0, -1)).clip(upper=1).cummax()
+
+
+def equivalence_ps(paired: pd.DataFrame, margin: float) -> pd.Series[float]:
+    """The p-value of two one-sided t-tests (TOST) for each column; not adjusted."""
+    tested = paired.loc[:, paired.count() > 1]
+    reach = (margin - tested.mean().abs()) / tested.sem()
+    return pd.Series(stats.t.sf(reach, tested.count() - 1), tested.columns)
 
 
 def far_off(values: pd.DataFrame) -> pd.DataFrame:
@@ -45,29 +50,23 @@ def far_off(values: pd.DataFrame) -> pd.DataFrame:
 
 
 class Group:
-    """The runs of one model on one data set.
+    """The runs of one model on one data set, with the columns of `find_runs`.
 
-    Args:
-        runs: a row a run, with the columns of `find_runs`; of each arm and seed, at most one is
-            finished.
-        references: the arms to compare with, by preference.
-
-    Attributes:
-        seeds: every seed that any arm has, and so every seed that each arm should have.
-        finished: the finished runs; no other run is averaged.
-        reference: the first of `references` with a finished run, or None.
-        graphs: the arms with finished runs that replayed CUDA graphs.
+    Of each arm and seed, at most one run is finished. The first of `references` that has a finished
+    run is the arm to compare with. `margin` is of an equivalence, in the unit of differences.
     """
 
-    def __init__(self, runs: pd.DataFrame, references: tuple[str, ...]) -> None:
-        self.runs, self.references = runs, references
+    def __init__(
+        self, runs: pd.DataFrame, references: tuple[str, ...], margin: float | None = None
+    ) -> None:
+        self.runs, self.references, self.margin = runs, references, margin
         self.model, self.data = runs.model.iloc[0], runs.data.iloc[0]
         self.title = f"{self.model} on {self.data}"
         self.arms = sorted(set(runs.arm), key=lambda arm: ([*ARM_ORDER, arm].index(arm), arm))
-        self.seeds = sorted(set(runs.seed))
-        self.finished = runs[runs.status == "finished"]
+        self.seeds = sorted(set(runs.seed))  # that each arm should have
+        self.finished = runs[runs.status == "finished"]  # no other run is averaged
         self.measure: Measure = next(iter(self.finished.measure), ACCURACY)
-        self.graphs = set(self.finished.arm[self.finished.graph])
+        self.graphs = set(self.finished.arm[self.finished.graph])  # arms that replayed CUDA graphs
         done = set(self.finished.arm)
         self.reference = next((arm for arm in references if arm in done), None)
 
@@ -82,6 +81,33 @@ class Group:
         if self.reference is None:
             return wide * np.nan
         return wide.sub(wide[self.reference], axis=0).assign(**{self.reference: np.nan})
+
+    def lists(self, field: str) -> dict[str, pd.DataFrame]:
+        """Arm -> a column's lists: a row a seed, and columns from 1 to the end of the shortest."""
+        tables = {}
+        for arm in self.table.arm:
+            lists = self.finished[self.finished.arm == arm].set_index("seed")[field]
+            table = pd.DataFrame([*map(pd.Series, lists)], lists.index, dtype=float)
+            table = table.dropna(how="all").dropna(axis=1)
+            if table.size:
+                tables[arm] = table.set_axis(table.columns + 1, axis=1)
+        return tables
+
+    def curves(self) -> dict[str, pd.DataFrame]:
+        """`lists` of the validation, where a column is an epoch that was validated."""
+        tables = self.lists("curve")
+        epochs = self.finished.groupby("arm").epochs.min()
+        for arm, table in tables.items():
+            table.columns *= max(1, epochs[arm] // table.shape[1])
+        return tables
+
+    def gaps(self) -> dict[str, pd.DataFrame]:
+        """Arm -> its `curves` minus the reference's, of the seeds and epochs that both have."""
+        curves = self.curves()
+        of_reference = curves.pop(self.reference or "", pd.DataFrame())
+        gaps = {arm: table.sub(of_reference) for arm, table in curves.items()}
+        gaps = {arm: gap.dropna(how="all").dropna(axis=1) for arm, gap in gaps.items()}
+        return {arm: gap for arm, gap in gaps.items() if gap.size}
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -114,6 +140,9 @@ class Group:
             table = table.join(intervals(wide).add_prefix(f"{name}_"))
             if name == "difference_to_reference":
                 table[f"{name}_p_holm"] = adjusted_ps(wide)
+                if self.margin is not None:
+                    within = self.margin / self.measure.scale
+                    table[f"{name}_p_equivalent"] = equivalence_ps(wide, within)
         twin = f"{self.reference}-graph"
         by_twin = table.arm.isin(self.graphs if twin in self.graphs else ())
         table["speed_reference"] = others = table.reference.mask(by_twin, twin)
@@ -141,22 +170,42 @@ class Group:
         return order[table.columns].reset_index(drop=True)
 
 
-def group_runs(runs: pd.DataFrame, reference: str | None = None) -> list[Group]:
+def group_runs(
+    runs: pd.DataFrame,
+    reference: str | None = None,
+    margin: float | None = None,
+    over_rates: bool = False,
+) -> list[Group]:
     """Group by (model, data). Where an arm has several learning rates, each rate is an arm.
 
-    Of the runs of one arm and seed, the newest finished one counts, or else the newest; the others
-    get the status "replaced". `reference` is the arm to compare with, where it has finished runs.
+    With `over_rates`, an arm's runs are the means of a seed over its rates. Of the runs of one arm
+    and seed, the newest finished one counts, or else the newest; the others are "replaced".
     """
     rates = runs.groupby(["model", "data", "arm"]).learning_rate
     of_rate = (rates.transform("nunique", dropna=False) > 1) & runs.learning_rate.notna()
     with_rate = runs.arm + " lr=" + runs.learning_rate.map("{:g}".format)
-    runs = runs.assign(arm=runs.arm.where(~of_rate, with_rate), done=runs.status == "finished")
+    arms = runs.arm.where(~of_rate, with_rate)
+    runs = runs.assign(plain_arm=runs.arm, arm=arms, done=runs.status == "finished")
     runs = runs.sort_values(["done", "date"], kind="stable")
     replaced = runs.duplicated(["model", "data", "arm", "seed"], keep="last")
     runs.loc[replaced, ["status", "error"]] = "replaced", "by a finished or newer run"
+    if over_rates:
+        runs = _mean_over_rates(runs[~replaced])
     groups = []
     for _, found in runs.groupby(["model", "data"]):
         named = [arm for arm in found.arm.unique() if label(arm) == label(reference or "")]
         wanted = (*named, reference)[:1] if reference else ()
-        groups.append(Group(found, wanted + REFERENCES))
+        groups.append(Group(found, wanted + REFERENCES, margin))
     return groups
+
+
+def _mean_over_rates(runs: pd.DataFrame) -> pd.DataFrame:
+    """A run for each arm and seed; it is finished if the seed has finished with each rate."""
+    keys = ["model", "data", "plain_arm"]
+    rates = runs.groupby(keys).learning_rate.transform("nunique")
+    by_seed = runs.groupby([*keys, "seed"])
+    lacks = runs.done & (by_seed.done.transform("sum") < rates)
+    means = {score: by_seed[score].transform("mean") for score in SCORES}
+    runs = runs.assign(arm=runs.plain_arm, curve=[[] for _ in runs.index], **means)
+    runs.loc[lacks, ["status", "error"]] = "unfinished", "another learning rate has no finished run"
+    return runs.drop_duplicates([*keys, "seed"])  # the first, which has not finished if any has not
