@@ -68,6 +68,8 @@ _NO_DEVICE = _NOT_STARTED._replace(
 
 kernels: Mapping[str, int] = {}  # see `Status`; `_kernels.ahead` assigns it
 groups: list[str] = []  # see `Status`
+# Operator -> the Python functions of its forward and backward, which plan new calls.
+operators: dict[str, tuple[Any, Any]] = {}
 
 _loaded: ModuleType | None = None
 _paused = 0  # how many `python_way` contexts are open
@@ -87,13 +89,12 @@ keep: Any = _nothing  # (spec, backend, t, ready, run): store a call, if `run` i
 forward: Any = _nothing  # (module, input, residual, input_bias, *others): as `call`, for `learn`
 learn: Any = _nothing  # (spec, backend, t, module, input, ...): store a module's call
 run: Any = _nothing  # (plan, t): run a call by its plan
-operate: Any = _nothing  # (spec, t): run a call that `keep` has stored, with all that it saves
-differentiate: Any = _nothing  # (spec, t, state, dy, ...): its gradients
+keep_operator: Any = _nothing  # (spec, t, ready, plan): store the call of an operator
 forget: Any = _nothing  # (): drop all stored calls, since the Python cache has dropped its own
 recomputable_node: Any = _nothing  # (y): the C++ node that can recompute y, or None
 recompute: Any = _nothing  # (node): recompute the first result of such a node
 _FUNCTIONS = (
-    *("call", "keep", "forward", "learn", "run", "operate", "differentiate", "forget"),
+    *("call", "keep", "forward", "learn", "run", "keep_operator", "forget"),
     *("recomputable_node", "recompute"),
 )
 
@@ -104,6 +105,8 @@ def _use(extension: ModuleType | None) -> None:
     _extension = extension
     for name in _FUNCTIONS:  # a call in another thread finds the old function or the new one
         globals()[name] = getattr(extension, name, _nothing)
+    if _loaded is not None:
+        _loaded.enable(extension is not None)
 
 
 def _unlock() -> None:
@@ -210,6 +213,8 @@ def _finish(process: Popen[bytes], library: Path) -> None:
 def _load(library: Path) -> None:
     global _loaded
     _loaded = building.load(library)
+    for name, functions in operators.items():
+        _loaded.implement(name, *functions)
     _use(None if _paused else _loaded)
     _set_status(Status("C++", "the host path is compiled", library), logging.DEBUG)
 

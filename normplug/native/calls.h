@@ -36,14 +36,12 @@ inline bool is_plain(const Tensor& t) {
   return t.layout() == at::kStrided && !t.is_nested() && !t.key_set().has_any(strange);
 }
 
-// Append the layout of a tensor, on which plans depend; false unless it is a plain tensor or None.
-inline bool describe(PyObject* object, Signature& signature) {
-  if (object == Py_None) {
+// Append the layout of a tensor, on which plans depend; false unless it is plain or undefined.
+inline bool describe(const Tensor& t, Signature& signature) {
+  if (!t.defined()) {
     signature.push_back(-1);
     return true;
   }
-  if (!THPVariable_CheckExact(object)) return false;
-  const Tensor& t = THPVariable_Unpack(object);
   if (!is_plain(t)) return false;
   auto device = t.device();
   signature.push_back(static_cast<int64_t>(t.scalar_type()) |
@@ -53,6 +51,11 @@ inline bool describe(PyObject* object, Signature& signature) {
   signature.append(sizes.begin(), sizes.end());
   signature.append(strides.begin(), strides.end());
   return true;
+}
+
+inline bool describe(PyObject* object, Signature& signature) {
+  if (object == Py_None) return describe(Tensor(), signature);
+  return THPVariable_CheckExact(object) && describe(THPVariable_Unpack(object), signature);
 }
 
 inline size_t hash_of(size_t start, const Signature& signature) {
