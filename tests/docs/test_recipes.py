@@ -60,6 +60,13 @@ def test_docstrings_have_sections_that_the_api_page_renders():
     assert wrong == []
 
 
+def test_the_links_of_pages_outside_the_site_lead_somewhere():
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"):
+        page = (DOCS.parent / name).read_text()
+        for path in re.findall(r"\]\((?!https?:|#)([^)#]+)", page):
+            assert (DOCS.parent / path).exists(), f"{name}: {path}"
+
+
 def test_the_first_pages_are_short():
     assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 150
     speed = (DOCS / "speed.md").read_text()
