@@ -77,3 +77,9 @@ def test_fuse_before_swap_and_unswap_without_swap_say_so(net):
         normplug.fuse(net)
     with pytest.warns(UserWarning, match="ModuleDict has no normplug layers: it was not swapped"):
         normplug.unswap(net)
+
+
+def test_a_fused_block_says_so():
+    block = normplug.fuse(normplug.swap(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())))
+    assert repr(block).splitlines()[1] == "  fused"
+    assert "fused" not in repr(normplug.unfuse(block))
