@@ -40,10 +40,31 @@ TABLES = {  # a row's field -> the caption of its table, and the format of a cel
         "{:.1e}",
     ),
 }
-# The first picture that a reader sees: a few models by name, from these files. A later file adds
-# the arms that the earlier ones lack.
+# The names of models in docs/speed.md, in its order.
+MODELS = {
+    "resnet50": "ResNet-50",
+    "vit_b_16": "ViT-B/16",
+    "convnext_tiny": "ConvNeXt-T",
+    "swin_t": "Swin-T",
+    "efficientnet_b0": "EfficientNet-B0",
+    "mobilenet_v3_large": "MobileNetV3-L",
+    "regnet_y_1_6gf": "RegNetY-1.6GF",
+    "densenet121": "DenseNet-121",
+    "resnet18-cifar": "ResNet-18 for CIFAR",
+    "encoder_6x256": "`nn.TransformerEncoder`, 6 x 256",
+    "bert_base": "BERT-base",
+    "gpt2": "GPT-2",
+    "llama_16x1024": "Llama-style, 16 x 1024",
+    "t5_small": "T5-small",
+    "unet2d": "diffusion UNet, 64x64",
+    "nnunet3d": "3d U-Net, 128x128x128",
+}
+# The results of the two tables of training steps in docs/speed.md.
+STEPS, COMPILED = "models_h100", "models_arms_h100"
+# The first picture that a reader sees: a few models by name. The second file adds the arms that the
+# first one lacks.
 DOOR = "door_h100"
-DOOR_RESULTS = ("models_h100", "models_arms_h100")
+DOOR_RESULTS = (STEPS, COMPILED)
 DOOR_MODELS = {
     ("resnet50", 256): "ResNet-50",
     ("mobilenet_v3_large", 256): "MobileNetV3-L",
@@ -138,6 +159,44 @@ def text_of(page: Path) -> str:
     return render(read_file(DOCS / "results" / f"{page.stem}.json"))
 
 
+def steps_of(results: str, arms: Sequence[str], *, busy: bool = False, best: int = 0) -> str:
+    """Lines of a table of training steps: a model, and for each arm the time and the speed.
+
+    Args:
+        results: the name of the file.
+        arms: the columns; the first one is eager.
+        busy: add a column with the time in which the GPU is busy.
+        best: write the shortest time of the first `best` columns in bold.
+    """
+    found = pd.DataFrame(read_file(DOCS / "results" / f"{results}.json"))
+    times, lines = pivot(found, "ms"), []
+    for model in [model for model in MODELS if model in times.index]:
+        for batch in sorted(times.loc[model].index, reverse=True):
+            row = times.loc[model, batch]
+            cells = [f"{MODELS[model]}, {batch}"]
+            for arm in arms:
+                bold = "**" if arm in arms[:best] and row[arm] == row[arms[:best]].min() else ""
+                speed = f" ({row['eager'] / row[arm]:.2f}x)" if arm != "eager" else ""
+                cells.append(f"{bold}{row[arm]:.2f}{bold}{speed}")
+            if busy:
+                gpu = pivot(found, "gpu_ms").loc[model, batch]
+                cells.append(", ".join(f"{gpu[arm]:.1f}" for arm in arms))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def filled(page: str) -> str:
+    """The text of docs/speed.md, with the lines below the headers of its two tables of steps."""
+    compiled = ["eager", "compile", "swap+fuse", "swap+fuse+compile", "no-norm"]
+    for header, lines in {
+        "GPU busy": steps_of(STEPS, ["eager", "swap", "swap+fuse"], busy=True),
+        "without norms": steps_of(COMPILED, compiled, best=4),
+    }.items():
+        pattern = rf"(\| model, batch \|[^\n]*{header}[^\n]*\n\|---[^\n]*\n)(?:\|[^\n]*\n)*"
+        page = re.sub(pattern, lambda found, lines=lines: f"{found[1]}{lines}\n", page)
+    return page
+
+
 def speeds(rows: Sequence[Row]) -> pd.DataFrame:
     """The speed over eager, of medians: a line for each case, a column for each other arm."""
     found = pd.DataFrame(rows)
@@ -194,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     for page in DOCS.glob("*_h100.md"):
         write_file(page, text_of(page))
+    write_file(DOCS / "speed.md", filled((DOCS / "speed.md").read_text()))
     for name, (results, pattern) in PICTURES.items():
         rows = read_file(DOCS / "results" / f"{results}.json")
         shown = [
