@@ -14,6 +14,7 @@ import triton.language as tl
 from normplug._kernels.activation import activate
 from normplug._kernels.batch_norm.columns import dx_terms
 from normplug._kernels.primitives import affine, kernel, scalar
+from normplug._kernels.tiles import load
 
 LARGEST_WINDOW = 25  # values: the loops over a window are unrolled, so all its loads are in flight
 _NOWHERE = tl.constexpr(255)
@@ -76,10 +77,7 @@ def batch_norm_pool_forward(
                 first_place = (line - top) * KW
                 column = tl.minimum(tl.maximum(left + kw, 0), W - 1)
                 offsets = column[:, None] * C + channels[None, :]
-                if EVEN:
-                    x = tl.load(line_ptr + offsets)
-                else:
-                    x = tl.load(line_ptr + offsets, mask=live[None, :], other=0)
+                x = load(line_ptr, offsets, live[None, :], EVEN, False)
                 z = (x.to(ACC) - mean[None, :]) * scale[None, :] + bias[None, :]
                 higher = (z > best) | (z != z)
                 best = tl.where(higher, z, best)

@@ -62,11 +62,7 @@ def _all_rows(values):
 def _vector(pointer, columns, live, R, EVEN):
     """Load weights or the like once for each row of a tile: every thread loads its own columns."""
     places = _all_rows(columns) + tile_of_zeros(R, 1, 1, tl.int32)
-    if EVEN:
-        vector = tl.load(pointer + places)
-    else:
-        vector = tl.load(pointer + places, mask=_all_rows(live), other=0.0)
-    return vector
+    return load(pointer, places, _all_rows(live), EVEN, False)
 
 
 @triton.jit
@@ -172,11 +168,8 @@ def layer_norm_rows_forward(
                 h += _vector(input_bias_ptr, columns, live, R, EVEN).to(ACC)
                 if CENTRED:
                     first += tl.load(input_bias_ptr).to(ACC)
-            if CENTRED:
-                # Distances from one of the values, whose sums do not round at the size of the mean.
-                d = h - _each(first)
-            else:
-                d = h
+            # Distances from one of the values, whose sums do not round at the size of the mean.
+            d = h - _each(first) if CENTRED else h
             if GIVEN:
                 mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
                 if CENTRED:
@@ -205,9 +198,7 @@ def layer_norm_rows_forward(
             if STATS:
                 if CENTRED:
                     tl.store(stats_ptr + rows, mean, mask=inside)
-                    tl.store(stats_ptr + ROWS + rows, rstd, mask=inside)
-                else:
-                    tl.store(stats_ptr + rows, rstd, mask=inside)
+                tl.store(stats_ptr + (ROWS if CENTRED else 0) + rows, rstd, mask=inside)
             if RUNNING:
                 if CENTRED:
                     sum_mean += tl.where(inside, mean, 0.0)
@@ -297,10 +288,7 @@ def layer_norm_rows_backward(
                     input_bias = _vector(input_bias_ptr, columns, live, R, EVEN)
                 h += input_bias.to(ACC)
             # d needs no mask: out of bounds dy is 0, and so is all that d is multiplied by.
-            if CENTRED:
-                d = h - _each(mean)
-            else:
-                d = h
+            d = h - _each(mean) if CENTRED else h
             if DWEIGHT:
                 if ROUND == ACC:
                     dweight += _folded(dy * _each(rstd) * d, LANES)

@@ -72,12 +72,8 @@ def factor_of(weight, OFFSET, ACC):
 @triton.jit
 def load_statistics(stats_ptr, rows, inside, ROWS, CENTRED):
     """Mean and rstd of rows; if not CENTRED, the mean is 0, and stats has rstd only."""
-    if CENTRED:
-        mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
-        rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
-    else:
-        mean = 0.0
-        rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+    mean = tl.load(stats_ptr + rows, mask=inside, other=0.0) if CENTRED else 0.0
+    rstd = tl.load(stats_ptr + (ROWS if CENTRED else 0) + rows, mask=inside, other=0.0)
     return mean, rstd
 
 
