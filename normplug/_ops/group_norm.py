@@ -116,7 +116,7 @@ class GroupNormSpec(NamedTuple):
         y, stats = OPERATORS.differentiable(
             t.x, None, t.weight, t.bias, None, None, None, None,
             self.groups, self.eps, self.target_variance, *_activations.parts(self.activation),
-            self.autocast, self.autocast_output,
+            self.autocast, self.autocast_output, False,
         )  # fmt: skip
         if t.running_mean is not None:
             self.update_by(t, stats)

@@ -130,7 +130,7 @@ class LayerNormSpec(NamedTuple):
             moment = rows.to(accumulator_dtype(total.dtype)).square().mean()
             stock.update_running(t, self.momentum, None, moment)
         if self.weight_offset or self.rounding is not None:
-            return composed_rms_norm(total, t.weight, self)
+            return self.by_formula(total, t)[0]
         promotes = autocast is None or self.autocast_output == "low"
         h, weight, _ = stock.prepared(total, t.weight, None, self.target_variance, shape, promotes)
         eps = self.eps if h.dtype == total.dtype else rms_eps(total.dtype, self.eps)
@@ -172,26 +172,48 @@ class LayerNormSpec(NamedTuple):
     def traced(self, t: Tensors) -> tuple[Tensor, ...]:
         """What the forward operator returns, by PyTorch's operations, which a compiler fuses."""
         total = t.x if t.residual is None else t.x + t.residual
-        vectors = (t.residual, t.weight, t.bias, t.input_bias)
-        present = (v.dtype for v in (t.x, *vectors) if v is not None)
-        acc, dims = accumulator_dtype(*present), tuple(range(-len(self.normalized_shape), 0))
-        h = total.to(acc)
+        y, mean, var, rstd = self.by_formula(total, t)
+        if t.running_var is not None:
+            average = None if mean is None else mean.mean()
+            stock.update_running(t, self.momentum, average, var.mean())
+        stats = rstd.flatten() if mean is None else torch.cat((mean.flatten(), rstd.flatten()))
+        return (y, stats) if t.residual is None else (y, total, stats)
+
+    def by_formula(self, total: Tensor, t: Tensors) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """The norm of `total`, in its library's order of operations; mean, var and rstd of rows.
+
+        An RMSNorm has no mean. t: the call, for its weight, bias and input bias.
+        """
+        vectors = (t.weight, t.bias, t.input_bias)
+        acc = accumulator_dtype(total.dtype, *(None if v is None else v.dtype for v in vectors))
+        weight, dims = t.weight, tuple(range(-len(self.normalized_shape), 0))
+        h, mean = total.to(acc), None
         if t.input_bias is not None:
             h = h + t.input_bias
-        mean = None
         if self.centred:
             var, mean = torch.var_mean(h, dims, correction=0, keepdim=True)
             h = h - mean
         else:
             var = h.square().mean(dims, keepdim=True)
         rstd = torch.rsqrt(var + rms_eps(total.dtype, self.eps))
-        y = _scaled(h * rstd, total.dtype, t.weight, t.bias, self)
-        if t.running_var is not None:
-            stock.update_running(
-                t, self.momentum, None if mean is None else mean.mean(), var.mean()
-            )
-        stats = rstd.flatten() if mean is None else torch.cat((mean.flatten(), rstd.flatten()))
-        return (y, stats) if t.residual is None else (y, total, stats)
+        y, dtype = h * rstd, None if weight is None else weight.dtype
+        rounded, root = self.rounds_to(total.dtype, dtype), math.sqrt(self.target_variance)
+        if weight is not None:
+            weight = weight.to(acc)
+            weight = weight + self.weight_offset if self.weight_offset else weight
+        if root != 1.0:
+            # With no rounding in between, the bits equal a stock layer's with this weight.
+            if weight is None or rounded not in (None, acc):
+                y = y * root
+            else:
+                weight = weight * root
+        if rounded is not None:
+            y = y.to(rounded).to(acc)
+        if weight is not None:
+            y = y * weight
+        if t.bias is not None:
+            y = y + t.bias
+        return y.to(self.output_dtype(total.dtype, dtype)), mean, var, rstd
 
     def traced_gradients(
         self, dy: Tensor, dtotal: Tensor | None, x: Tensor, *others: Any
@@ -202,24 +224,23 @@ class LayerNormSpec(NamedTuple):
         lead = x.shape[: x.dim() - len(shape)]
         mean, rstd = stats.view(2, *lead, *[1] * len(shape))
         h = x.to(acc) if input_bias is None else x.to(acc) + input_bias
-        dy = dy.to(acc) if weight is not None else dy.to(acc) * root
-        wide = (v if v is None else v.to(acc) for v in (weight, bias))
-        scale, shift = next(wide), next(wide)
-        scale = scale if scale is None else scale * root
+        dy = dy.to(acc) * root if weight is None else dy.to(acc)
+        scale = None if weight is None else weight.to(acc) * root
+        shift = None if bias is None else bias.to(acc)
         mask = [needs[0] or needs[4], needs[2], needs[3]]
         dh, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             dy, h, shape, mean, rstd, scale, shift, mask
         )
-        found = {}
+        found = []
         if needs[0]:
-            found[0] = (dh if dtotal is None else dh + dtotal).to(x.dtype)
+            found.append((dh if dtotal is None else dh + dtotal).to(x.dtype))
         if needs[2]:
-            found[2] = (dweight * root).to(weight.dtype)
+            found.append((dweight * root).to(weight.dtype))
         if needs[3]:
-            found[3] = dbias.to(bias.dtype)
+            found.append(dbias.to(bias.dtype))
         if needs[4]:
-            found[4] = dh.sum(tuple(range(len(lead)))).to(input_bias.dtype)
-        return list(found.values())
+            found.append(dh.sum(tuple(range(len(lead)))).to(input_bias.dtype))
+        return found
 
     def compiled(self, t: Tensors, isolated: bool) -> Callable[[Tensors], Any] | None:
         """For a LayerNorm, the backward alone by an operator, unless a pointwise operator makes dy.
@@ -272,38 +293,8 @@ class LayerNormSpec(NamedTuple):
 
 
 def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> Tensor:
-    """An RMSNorm that torch has no operator for, with its library's order of operations."""
-    acc = accumulator_dtype(h.dtype, None if weight is None else weight.dtype)
-    wide, dims = h.to(acc), tuple(range(-len(spec.normalized_shape), 0))
-    rstd = torch.rsqrt(wide.square().mean(dims, keepdim=True) + rms_eps(h.dtype, spec.eps))
-    return _scaled(wide * rstd, h.dtype, weight, None, spec)
-
-
-def _scaled(
-    y: Tensor, total: torch.dtype, weight: Tensor | None, bias: Tensor | None, spec: LayerNormSpec
-) -> Tensor:
-    """The result of a norm, from normalised values y in the accumulator dtype.
-
-    total: the dtype of the tensor that was normalised.
-    """
-    acc, dtype = y.dtype, None if weight is None else weight.dtype
-    rounded, root = spec.rounds_to(total, dtype), math.sqrt(spec.target_variance)
-    if weight is not None:
-        weight = weight.to(acc)
-        weight = weight + spec.weight_offset if spec.weight_offset else weight
-    if root != 1.0:
-        # With no rounding in between, the bits equal a stock layer's with this weight.
-        if weight is None or rounded not in (None, acc):
-            y = y * root
-        else:
-            weight = weight * root
-    if rounded is not None:
-        y = y.to(rounded).to(acc)
-    if weight is not None:
-        y = y * weight
-    if bias is not None:
-        y = y + bias
-    return y.to(spec.output_dtype(total, dtype))
+    """An RMSNorm that torch has no operator for."""
+    return spec.by_formula(h, Tensors(h, None, weight))[0]
 
 
 def _row_statistics(
@@ -338,15 +329,7 @@ _NUMBERS = (
     "ScalarType? autocast, str autocast_output, bool centred, float weight_offset, str? rounding"
 )
 PLAIN, ADD = (
-    NormOperators(
-        name,
-        _NUMBERS,
-        ("stats",),
-        _spec_of,
-        has_total=has_total,
-        updates_running=True,
-        can_trace=True,
-    )  # fmt: skip
+    NormOperators(name, _NUMBERS, ("stats",), _spec_of, has_total=has_total, updates_running=True)
     for name, has_total in (("layer_norm", False), ("add_layer_norm", True))
 )
 # For torch.compile, which guards on each attribute that it reads.
