@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._layouts import is_contiguous
+from normplug._layouts import Levels, Spacing, is_contiguous
 from normplug._ops import eligible, parts, stock
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import (
@@ -31,7 +31,6 @@ from normplug.reference import accumulator_dtype, rms_eps
 if TYPE_CHECKING:
     from normplug._kernels.launch import Launch
     from normplug._kernels.layer_norm import launches
-    from normplug._kernels.layer_norm.launches import Spacing
 
 _OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 
@@ -383,12 +382,11 @@ class LayerNormPlan(Plan):
     def _spacing(self, t: Tensor | None) -> Any:
         return None if t is None else row_spacing(t.shape, t.stride(), self._row_dims)
 
-    def _forward(
-        self, flags: launches.Flags, strides: launches.Strides
-    ) -> tuple[Launch, tuple[int, int]]:
-        """The launch of a forward, and its scratch memory."""
+    def _forward(self, flags: launches.Flags, *spacings: Any) -> tuple[Launch, tuple[int, int]]:
+        """The launch of a forward, and its scratch memory. spacings: of x and the residual."""
         from normplug._kernels.layer_norm import launches, schedule
 
+        strides = launches.Strides(*spacings)
         sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
         shape = schedule.layer_norm_forward(*sizes, flags.running, self._machine[0])
         numbers = (0.0 if flags.given else self.spec.momentum or 0.0, *self._numbers)
@@ -396,10 +394,8 @@ class LayerNormPlan(Plan):
         return launch, launches.forward_scratch(shape, flags)
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        from normplug._kernels.layer_norm.launches import Strides
-
-        strides = Strides(self._spacing(t.x), self._spacing(t.residual))
-        launch, scratch = self._forward(replace(self._flags, stats=keep), strides)
+        spacings = self._spacing(t.x), self._spacing(t.residual)
+        launch, scratch = self._forward(replace(self._flags, stats=keep), *spacings)
         dense = (self._shape, self._strides)
         empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
         if keep:
@@ -418,13 +414,11 @@ class LayerNormPlan(Plan):
         )
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        from normplug._kernels.layer_norm.launches import Strides
-
         flags = replace(
             self._flags, given=True, stats=False, residual=False, running=False, tracked=False,
             cumulative=False,
         )  # fmt: skip
-        launch, _ = self._forward(flags, Strides(self._width))  # of the total
+        launch, _ = self._forward(flags, self._width)  # of the total
         y = (self._shape, self._strides, self._output_dtype)
         return Program(saved, (launch, {}), empties={"y": y})
 
@@ -498,8 +492,6 @@ class LayerNormPlan(Plan):
 
 def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> Spacing | None:
     """The spacing of rows; None if a row is not dense, or the kernels cannot express it."""
-    from normplug._kernels.layer_norm.launches import Levels
-
     outer = len(shape) - row_dims
     if not is_contiguous(shape[outer:], stride[outer:]):
         return None
@@ -527,8 +519,6 @@ def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> S
 
 def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
     """Whether rows, in any order, have no gaps between them. Their gradient then has none."""
-    from normplug._kernels.layer_norm.launches import Levels
-
     if isinstance(spacing, Levels):
         return spacing.dense(rows, width)
     return spacing == width
@@ -538,8 +528,6 @@ def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spa
     """The row spacing of t; None if no launch can take it together with the spacings `before`."""
     if t.is_contiguous():
         return width
-    from normplug._kernels.layer_norm.launches import Levels
-
     spacing = row_spacing(t.shape, t.stride(), row_dims)
     others = [each for each in before if isinstance(each, Levels)]
     if isinstance(spacing, Levels) and not all(map(spacing.goes_with, others)):

@@ -135,13 +135,8 @@ inline void make_history(const std::shared_ptr<Plan>& plan, const Program& progr
   }
   node->saved.reserve(program.saved.size());
   for (uint8_t slot : program.saved) {
-    const Tensor& t = slots[slot];
-    if (!t.defined()) {
-      node->saved.emplace_back();
-      continue;
-    }
     bool is_output = node->total_has_gradient && slot == program.results[1].first;
-    node->saved.emplace_back(t, is_output);
+    node->saved.emplace_back(slots[slot], is_output);
   }
 #ifdef NORMPLUG_NODE_CREATION_HOOKS
   torch::autograd::fire_node_creation_hooks(node);
@@ -164,18 +159,6 @@ inline std::shared_ptr<Program> run_kernels(Plan& plan, Slots& slots, bool keep)
   return program;
 }
 
-// Run a call by its plan, and record it for autograd. Call this without the GIL.
-inline std::shared_ptr<Program> run_forward(const std::shared_ptr<Plan>& plan, Slots& slots) {
-  at::DeviceGuard device(plan->device);
-  std::array<Tensor, kInputs> inputs;
-  for (size_t i = 0; i < kInputs; ++i) inputs[i] = slots[i];
-  bool keep = torch::autograd::compute_requires_grad(inputs[0], inputs[1], inputs[2], inputs[3],
-                                                     inputs[4]);
-  auto program = run_kernels(*plan, slots, keep);
-  if (keep) make_history(plan, *program, slots, inputs);
-  return program;
-}
-
 // Copy tensors to the given strides, run a call by its plan, and return the result.
 inline PyObject* call_plan(const std::shared_ptr<Plan>& plan, Slots& slots,
                            const Copies& copies = {}) {
@@ -183,7 +166,13 @@ inline PyObject* call_plan(const std::shared_ptr<Plan>& plan, Slots& slots,
   {
     py::gil_scoped_release no_gil;
     copy_tensors(copies, slots);  // which autograd records
-    program = run_forward(plan, slots);
+    at::DeviceGuard device(plan->device);
+    std::array<Tensor, kInputs> inputs;
+    for (size_t i = 0; i < kInputs; ++i) inputs[i] = slots[i];
+    bool keep = torch::autograd::compute_requires_grad(inputs[0], inputs[1], inputs[2], inputs[3],
+                                                       inputs[4]);
+    program = run_kernels(*plan, slots, keep);
+    if (keep) make_history(plan, *program, slots, inputs);
   }
   const auto& results = program->results;
   if (!plan->has_total) return THPVariable_Wrap(slots[results[0].first]);

@@ -223,21 +223,4 @@ inline bool read_module(PyObject* const* args, Py_ssize_t count, Reading& readin
   return true;
 }
 
-// Which tensors of a module call the plan takes: all that are not None in `tensors`. nullopt if the
-// call cannot be stored: a tensor is not in the module, or a setting is a tensor, whose value may
-// change.
-inline std::optional<uint8_t> used_of(const Reading& reading, PyObject* tensors) {
-  uint8_t used = 0;
-  for (size_t i = 0; i < kTensors; ++i) {
-    PyObject* taken = PyTuple_GET_ITEM(tensors, i);
-    if (taken == Py_None) continue;
-    if (taken != reading.tensors[i]) return std::nullopt;  // such as a cast copy
-    used |= static_cast<uint8_t>(1u << i);
-  }
-  for (PyObject* value : reading.values) {
-    if (THPVariable_Check(value)) return std::nullopt;
-  }
-  return used;
-}
-
 }  // namespace normplug
