@@ -160,6 +160,11 @@ class Program:
         return [launch.job([dtypes[slot] for slot in slots]) for launch, slots, _ in self.steps]
 
 
+def accumulator_of(t: Tensors) -> torch.dtype:
+    """The dtype of a call's sums: float64 if an input is."""
+    return accumulator_dtype(*(None if a is None else a.dtype for a in t[:_INPUTS]))
+
+
 def named(t: Tensors) -> dict[str, Tensor]:
     """The tensors of a call that are not None, by slot."""
     return {name: each for name, each in t._asdict().items() if each is not None}
@@ -196,7 +201,7 @@ class Plan:
 
     def __init__(self, t: Tensors, spec: Any) -> None:
         self.spec = spec
-        self.acc = accumulator_dtype(*(None if a is None else a.dtype for a in t[:_INPUTS]))
+        self.acc = accumulator_of(t)
         self.device = t.x.device
         # The GPU that must be current at a launch; None on the CPU.
         self.gpu = self.device.index if t.x.is_cuda else None

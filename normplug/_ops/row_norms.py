@@ -21,6 +21,7 @@ from normplug._ops.plans import (
     Needs,
     Plan,
     Program,
+    accumulator_of,
     gradients_of,
     named,
     strides_of,
@@ -183,9 +184,8 @@ class LayerNormSpec(NamedTuple):
 
         An RMSNorm has no mean. t: the call, for its weight, bias and input bias.
         """
-        vectors = (t.weight, t.bias, t.input_bias)
-        acc = accumulator_dtype(total.dtype, *(None if v is None else v.dtype for v in vectors))
-        weight, dims = t.weight, tuple(range(-len(self.normalized_shape), 0))
+        acc, weight = accumulator_of(t), t.weight
+        dims = tuple(range(-len(self.normalized_shape), 0))
         h, mean = total.to(acc), None
         if t.input_bias is not None:
             h = h + t.input_bias
@@ -273,9 +273,8 @@ class LayerNormSpec(NamedTuple):
         return y.view(shape), total.view(shape)
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
-        x, residual, weight, bias, input_bias, *_ = t
-        present = (each for each in (x, residual, weight, bias, input_bias) if each is not None)
-        acc = accumulator_dtype(*(each.dtype for each in present))
+        x, residual, weight, *_ = t
+        acc = accumulator_of(t)
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         rows = math.prod(x.shape[: x.dim() - len(self.normalized_shape)])
         stats = x.new_empty(2 * rows if self.centred else rows, dtype=acc)

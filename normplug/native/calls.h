@@ -143,10 +143,6 @@ inline Calls& calls() {
   return *stored;
 }
 
-inline PyObject* type_of(PyObject* object) {
-  return reinterpret_cast<PyObject*>(Py_TYPE(object));
-}
-
 // Read the call of a function; false if it must not be stored.
 inline bool read_call(PyObject* spec, PyObject* backend, PyObject* tensors, Reading& reading) {
   if (interposed() || !PyTuple_Check(tensors) || PyTuple_GET_SIZE(tensors) != kTensors) {
@@ -161,7 +157,7 @@ inline bool read_call(PyObject* spec, PyObject* backend, PyObject* tensors, Read
     PyErr_Clear();
     return false;
   }
-  reading.type = type_of(spec);
+  reading.type = reinterpret_cast<PyObject*>(Py_TYPE(spec));
   reading.values = {spec, backend};
   reading.hash = hash_of(static_cast<size_t>(start), reading.signature);
   return true;
@@ -186,7 +182,7 @@ inline bool read_module(PyObject* const* args, Py_ssize_t count, Reading& readin
   static PyObject* bias_name = PyUnicode_InternFromString("bias");
   PyObject *module = args[0], *input = args[1];
   if (count < 4 || !THPVariable_CheckExact(input) || interposed()) return false;
-  reading.type = type_of(module);
+  reading.type = reinterpret_cast<PyObject*>(Py_TYPE(module));
   auto names = py::reinterpret_steal<py::object>(PyObject_GetAttr(reading.type, reads_name));
   if (!names) {  // another thread has unswapped the layer
     PyErr_Clear();

@@ -12,8 +12,7 @@ windows are apart. Each value gathers the gradients of the windows whose peak it
 import triton.language as tl
 
 from normplug._kernels.activation import activate
-from normplug._kernels.batch_norm.columns import dx_terms
-from normplug._kernels.primitives import affine, kernel, scalar
+from normplug._kernels.primitives import affine, kernel, load_both, scalar
 from normplug._kernels.tiles import load
 
 LARGEST_WINDOW = 25  # values: the loops over a window are unrolled, so all its loads are in flight
@@ -125,7 +124,7 @@ def batch_norm_pool_backward(
     mean_dz = zeros
     slope = zeros
     if TRAINING and JOINED:
-        mean_dz, slope = dx_terms(dweight_ptr, channels, live, C)
+        mean_dz, slope = load_both(dweight_ptr, channels, live, C)
     elif TRAINING:
         each = 1.0 / ((tl.num_programs(0) // SLABS // rows).to(ACC) * H * W)
         mean_dz = tl.load(dbias_ptr + channels, mask=live, other=0.0) * each

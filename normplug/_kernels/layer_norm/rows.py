@@ -46,10 +46,7 @@ def _columns(start, WIDTH, U, BC, VECTOR):
 def _rows(tile, ROWS, R, WIDE):
     """The rows of a tile, and which of them exist."""
     rows = tile * R + tl.arange(0, R)
-    inside = rows < ROWS
-    if WIDE:
-        rows = rows.to(tl.int64)
-    return rows, inside
+    return rows.to(tl.int64) if WIDE else rows, rows < ROWS
 
 
 @triton.jit
@@ -82,12 +79,6 @@ def _store(pointer, value, places, inside, columns, live, EVEN):
 def _sum(values):
     """Sum each row of a tile: over what a thread holds, then over threads."""
     return tl.sum(tl.sum(values, axis=STEP_AXIS), axis=1)
-
-
-@triton.jit
-def _sums(a, b):
-    """Sum each row of two tiles, in one exchange between threads."""
-    return sum_both(tl.sum(a, axis=STEP_AXIS), tl.sum(b, axis=STEP_AXIS), 1)
 
 
 @triton.jit
@@ -304,7 +295,8 @@ def layer_norm_rows_backward(
                         weight = _vector(weight_ptr, columns, live, R, EVEN)
                     g *= factor_of(weight, OFFSET, ACC)
                 if CENTRED:
-                    sum_g, sum_gd = _sums(g, g * d)
+                    gd = g * d
+                    sum_g, sum_gd = sum_both(tl.sum(g, STEP_AXIS), tl.sum(gd, STEP_AXIS), 1)
                 else:
                     sum_gd = _sum(g * d)
                     sum_g = sum_gd
@@ -343,12 +335,10 @@ def layer_norm_rows_backward(
             arrive(counters_ptr)
     if SUMS > 0:
         stretches = tl.cdiv(WIDTH, FINISH)
-        if K > 1:
-            c = program  # all run at once, so they can wait for each other
-            step = PROGRAMS
-        else:
-            c = program - PROGRAMS  # further programs, which wait for programs before them
-            step = stretches
+        # K > 1: all run at once, so they can wait for each other. Otherwise further programs do it,
+        # which wait for programs before them.
+        c = program if K > 1 else program - PROGRAMS
+        step = PROGRAMS if K > 1 else stretches
         if (c >= 0) & (c < stretches):
             wait(counters_ptr, PROGRAMS, tl.minimum(stretches, PROGRAMS) if K > 1 else stretches)
             for stretch in range(c, stretches, step):
