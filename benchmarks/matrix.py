@@ -865,6 +865,40 @@ def weight_decay_groups(model):
     ]
 
 
+# normplug's own verbs, which take stock models, too.
+
+
+@row("`normplug.freeze`, training, `normplug.thaw`, training")
+def frozen(model):
+    held = train(normplug.freeze(model))
+    return held, train(normplug.thaw(model))
+
+
+@row("`normplug.recalibrate`")
+def recalibrated(model):
+    normplug.recalibrate(model, BATCHES)
+    return statistics(model), evaluate(model)
+
+
+@row("`normplug.watch`, `normplug.sync_buffers`")
+def watched(model):
+    with normplug.watch(model, every=2) as w:
+        trained = train(normplug.sync_buffers(model))
+    return trained, [torch.tensor([row.input_variance, row.affine_variance]) for row in w.rows]
+
+
+@row("`normplug.param_groups`")
+def grouped(model):
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [[names[id(p)] for p in g["params"]] for g in normplug.param_groups(model, 0.1)]
+
+
+@row("`normplug.doctor`")
+def examined(model):
+    findings = normplug.doctor(model, X).findings
+    return [(row.layer, row.finding) for row in findings], train(model)
+
+
 # Saving and loading.
 
 

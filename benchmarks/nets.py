@@ -53,6 +53,19 @@ def _resnet18_cifar(batch: int) -> Target:
     return images("", batch, 32, model=net)
 
 
+def _frozen_resnet50(batch: int, size: int = 640) -> Target:
+    """A detector's backbone: frozen norms, trained convolutions, and a loss on three scales."""
+    frozen = import_module("torchvision.ops.misc").FrozenBatchNorm2d
+    net = import_module("torchvision.models").resnet50(norm_layer=frozen)
+    scales = {"layer2": "0", "layer3": "1", "layer4": "2"}
+    body = import_module("torchvision.models._utils").IntermediateLayerGetter(net, scales)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack([each.float().square().mean() for each in model(*batch).values()]).sum()
+
+    return _laid_out(body, (torch.randn(batch, 3, size, size),), loss)
+
+
 def _vit_b_16(batch: int) -> Target:
     """A ViT-B/16 whose head does not start at zero, where the body would get no gradients."""
     net = import_module("torchvision.models").vit_b_16()
@@ -231,6 +244,7 @@ NETS = {
     "r2plus1d_18": Net(_r2plus1d, (16,)),
     "inception_v3": Net(_inception_v3, (128,)),
     "segformer_b2": Net(_segformer, (64,)),
+    "resnet50-frozen": Net(_frozen_resnet50, (16,)),
 }
 LAYERS = {
     "layer_norm": Net(partial(layer, nn.LayerNorm, (128,), 128), (32,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from normplug import functional
@@ -26,6 +27,11 @@ from normplug.modules import (
 
 if TYPE_CHECKING:
     from normplug._fuse.fuse import fuse, fusions, unfuse
+    from normplug._statistics.buffers import recalibrate, sync_buffers
+    from normplug._statistics.doctor import doctor
+    from normplug._statistics.freezing import freeze, thaw
+    from normplug._statistics.groups import param_groups
+    from normplug._statistics.watching import watch
 
 __version__ = "0.2.0"
 
@@ -43,26 +49,47 @@ __all__ = [
     "SyncBatchNorm",
     "by_depth",
     "check",
+    "doctor",
+    "freeze",
     "functional",
     "fuse",
     "fusions",
+    "param_groups",
     "plan",
+    "recalibrate",
     "set_mode",
     "swap",
     "swapped",
+    "sync_buffers",
     "target_variance",
+    "thaw",
     "unfuse",
     "unswap",
     "warm_up",
+    "watch",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import `fuse`, `fusions` and `unfuse` on first use, which saves a quarter of import time."""
-    if name not in ("fuse", "fusions", "unfuse"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from normplug._fuse import fuse as module
+# Imported on first use, which saves a quarter of import time: name -> module.
+_LATE = {
+    "doctor": "_statistics.doctor",
+    "freeze": "_statistics.freezing",
+    "fuse": "_fuse.fuse",
+    "fusions": "_fuse.fuse",
+    "param_groups": "_statistics.groups",
+    "recalibrate": "_statistics.buffers",
+    "sync_buffers": "_statistics.buffers",
+    "thaw": "_statistics.freezing",
+    "unfuse": "_fuse.fuse",
+    "watch": "_statistics.watching",
+}
 
+
+def __getattr__(name: str) -> Any:
+    """Import a name of `_LATE`."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_LATE[name]}")
     value = globals()[name] = getattr(module, name)
     return value
 

@@ -138,6 +138,11 @@ def filters(role: str, given: Any) -> list[Any]:
     return listed
 
 
+def statistics(caller: str, value: Any) -> None:
+    """Reject anything but "torch" and "safe"."""
+    _one_of(caller, "statistics", value, ("torch", "safe"))
+
+
 def swap_options(caller: str, **options: Any) -> None:
     """Reject options of `normplug.swap` that are wrong for every model."""
     for name, value in options.items():
@@ -145,6 +150,8 @@ def swap_options(caller: str, **options: Any) -> None:
             autocast_output(caller, value)
         elif name == "backend":
             backend(caller, value)
+        elif name == "statistics":
+            statistics(caller, value)
         elif name in ("track_running_stats", "preserve_output") and value is None:
             continue
         elif name not in ("include", "exclude"):

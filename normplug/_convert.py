@@ -83,8 +83,10 @@ def _register_adapted(cls: type[nn.Module]) -> None:
 
 def _adapted(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
     """Ask the adapters for the normplug class of a library's class, or for why there is none."""
-    # `plan` also finds norms of other libraries by "norm" in the name.
-    if "norm" in cls.__name__.lower() and cls.__module__.startswith(_LIBRARIES):
+    # `plan` also finds norms of other libraries by "norm" in the name. Copies of FrozenBatchNorm2d
+    # are in many projects.
+    known = cls.__module__.startswith(_LIBRARIES) or "Frozen" in cls.__name__
+    if "norm" in cls.__name__.lower() and known:
         return importlib.import_module("normplug.adapters").adapt(cls)  # not before it is needed
     return None
 
@@ -125,6 +127,7 @@ def convert(
     *,
     backend: str = "auto",
     autocast_output: str = "float32",
+    statistics: str = "torch",
     track_running_stats: bool | None = False,
     device: Any = None,
 ) -> None:
@@ -150,6 +153,7 @@ def convert(
         target_variance=target_variance,
         backend=backend,
         autocast_output=autocast_output,
+        statistics=statistics,
         unsynced_class=None if before is None else REPLACEMENTS.get(before, before),
     )
 
@@ -158,8 +162,8 @@ def settings(module: nn.Module) -> dict[str, Any]:
     """The options that a swap has set on a normplug layer; none for a stock layer."""
     if not isinstance(module, TargetVarianceNorm):
         return {}
-    tv, backend, autocast_output, *_ = module._normplug
-    return {"target_variance": tv, "backend": backend, "autocast_output": autocast_output}
+    names = ("target_variance", "backend", "autocast_output", "statistics")
+    return {name: getattr(module._normplug, name) for name in names}
 
 
 def revert(module: TargetVarianceNorm) -> None:

@@ -28,19 +28,21 @@ LAYERS = [
     {"_fuse"},
     {"adapters"},
     {"_swap"},
-    {"lightning"},
+    {"_statistics"},
+    {"lightning", "transformers"},
     {"bench", "experiment"},
+    {"__main__"},
     {"compare"},
 ]
 
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5370, "experiment": 2950, "_ops": 3600, "_fuse": 2270, "native": 1450,
-    "modules": 1480, "_swap": 1560, "bench": 985, "adapters": 460,
-    "lightning": 500, "reference.py": 290, "": 1910,
+    "_kernels": 5420, "experiment": 2960, "_ops": 3690, "_fuse": 2270, "native": 1630,
+    "modules": 1530, "_swap": 1620, "bench": 985, "adapters": 590,
+    "_statistics": 1390, "lightning": 350, "reference.py": 290, "": 2080,
 }  # fmt: skip
-MOST_FILES = 125
+MOST_FILES = 132
 
 
 def parts_imported(path):
@@ -93,7 +95,7 @@ import normplug
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 tools = {"triton", "lightning", "hydra", "matplotlib", "torchvision", "timm", "transformers"}
 assert not new & tools, new
-late = {"_fuse.fuse", "_kernels", "adapters", "lightning", "bench"}
+late = {"_fuse.fuse", "_kernels", "_statistics", "adapters", "lightning", "bench"}
 assert not {f"normplug.{part}" for part in late} & set(sys.modules)
 assert normplug.fuse.__name__ == "fuse" and "unfuse" in dir(normplug)
 normplug.swap(torch.nn.LayerNorm(4))

@@ -173,7 +173,7 @@ def _may_run(norm: Any, x: Any, operation: str, *modules: Any) -> bool:
     for name, method in sites.methods.items():  # inline: calling a function is slower
         if getattr(cls, name) is not method:
             return False
-    if norm._probe is not None and not sites.measures:
+    if norm._probe is not None:
         return False
     for module in (norm, *modules):
         if isinstance(module, nn.Module) and has_hooks(module):

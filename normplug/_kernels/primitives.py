@@ -67,6 +67,12 @@ def update_running(running_ptr, old, value, step, mask=None):
 
 
 @triton.jit
+def is_finite(mean, m2):
+    """Whether a batch's moments are neither infinite nor nan."""
+    return (tl.abs(mean) < float("inf")) & (tl.abs(m2) < float("inf"))
+
+
+@triton.jit
 def _add_pairs(a, b, c, d):
     return a + c, b + d
 

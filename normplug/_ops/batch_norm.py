@@ -30,6 +30,9 @@ class BatchNormSpec(NamedTuple):
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
     peers: the `peers.Peers` of the processes that join their batches; None for one process.
     instance: whether it is an InstanceNorm in evaluation with running statistics.
+    constant: whether neither weight nor bias needs a gradient, in evaluation, so that the backward
+        needs no x.
+    safe: whether a channel whose batch is not finite leaves its running statistics unchanged.
     """
 
     training: bool
@@ -41,6 +44,8 @@ class BatchNormSpec(NamedTuple):
     keeps_residual: bool = False
     peers: Any = None
     instance: bool = False
+    constant: bool = False
+    safe: bool = False
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
         """In evaluation, all dimensions but the channels; with pooling, the samples."""
@@ -53,7 +58,7 @@ class BatchNormSpec(NamedTuple):
         # torch.compile of torch 2.6 cannot trace `_replace`.
         return BatchNormSpec(
             self.training, self.momentum, self.eps, self.target_variance, self.activation,
-            peers=self.peers,
+            peers=self.peers, constant=self.constant, safe=self.safe,
         )  # fmt: skip
 
     def check(self, caller: str, t: Tensors, *, joined: bool = False) -> None:
@@ -76,6 +81,15 @@ class BatchNormSpec(NamedTuple):
     # PyTorch's kernels.
 
     def by_torch(self, t: Tensors) -> Tensor:
+        if not (self.safe and self.training and t.running_mean is not None):
+            return self._by_torch(t)
+        new = stock.with_copies(t)
+        y = self._by_torch(new)
+        if t.x.numel() > 0:
+            stock.take_finite(t, new)
+        return y
+
+    def _by_torch(self, t: Tensors) -> Tensor:
         like = None if self.instance else t.running_mean
         x, weight = t.x, stock.scaled_channels(t, self.target_variance, like)
         empty = x.numel() == 0
@@ -157,10 +171,10 @@ class BatchNormSpec(NamedTuple):
         return self.operator if pays else None
 
     def operator(self, t: Tensors) -> Tensor:
-        return self.joined_operator(t, 0)[0]
+        return self.joined_operator(t, 0)
 
-    def joined_operator(self, t: Tensors, number: int) -> tuple[Tensor, Tensor]:
-        """Y and stats of the batches that the peers of this number join; 0 for one process."""
+    def joined_operator(self, t: Tensors, number: int) -> Tensor:
+        """Y of the batches that the peers of this number join; 0 for one process."""
         pool, mean, var = self.pool, t.running_mean, t.running_var
         constants = (None, None) if self.training else (mean, var)
         tensors = (t.x, t.residual, t.weight, t.bias, None, *constants, None)
@@ -181,8 +195,11 @@ class BatchNormSpec(NamedTuple):
                 else:
                     counts, n = None, t.x.numel() // c
                     batch_var *= n / (n - 1)
-                stock.update_running(t, self.momentum, stats[:c], batch_var, counts)
-        return y, stats
+                new = stock.with_copies(t) if self.safe else t
+                stock.update_running(new, self.momentum, stats[:c], batch_var, counts)
+                if self.safe:
+                    stock.take_finite(t, new)
+        return y
 
     @property
     def reads_residual(self) -> bool:

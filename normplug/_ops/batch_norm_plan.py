@@ -53,13 +53,18 @@ class BatchNormPlan(Plan):
             running=t.running_mean is not None,
             cumulative=updates and spec.momentum is None,
             tracked=updates and t.tracked is not None and spec.momentum is not None,
+            safe=spec.safe and updates,
+            constant=spec.constant and spec.pool is None,
             **({} if peers is None else {"world": peers.world, "peers": peers.table}),
         )
         self.mark = 0 if peers is None else peers.mark
         self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
         self._keeps_residual = self._reads_residual or spec.keeps_residual
+        # Of constants, dx needs no x, if relu's mask replaces it.
+        self._keeps_x = not (self._flags.constant and spec.activation in (None, "relu"))
+        self._layout = x.shape, x.stride(), x.dtype
         self.is_recomputable = self._keeps_residual or not self._flags.residual
-        self.is_recomputable &= x.numel() > 0 and spec.pool is None
+        self.is_recomputable &= x.numel() > 0 and spec.pool is None and self._keeps_x
         self._machine = machine_of(x, peers is None)
 
     def _forward(self, flags: launches.Flags) -> tuple[Launch, tuple[int, int]]:
@@ -80,11 +85,12 @@ class BatchNormPlan(Plan):
             mask_bytes = schedule.mask_bytes(*self._shape)
             empties["bits"] = ((mask_bytes,), (1,), torch.uint8)
         kept = "residual" if self._keeps_residual else "nothing"
+        saved = (kept, "weight", "bias", "nothing", "stats", "bits")
         return Program(
             named(t),
             (launch, {}),
             empties=empties,
-            saved=("x", kept, "weight", "bias", "nothing", "stats", "bits"),
+            saved=("x" if self._keeps_x else "nothing", *saved),
             updates=RUNNING if spec.training else (),
             counts=self._flags.cumulative,
             scratch=scratch,
@@ -100,12 +106,12 @@ class BatchNormPlan(Plan):
         return Program(saved, (launch, {}), empties={"y": (x.shape, x.stride(), x.dtype)})
 
     def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
-        x, dy, plain = given["x"], given["dy"], self.spec.activation is None
+        x, dy, plain = self._stand_in("meta"), given["dy"], self.spec.activation is None
         copies = {} if lies_like(dy, x) else {"dy": x.stride()}
         # Without an activation, dy is the residual's gradient.
         through = needs[1] and not plain
         wanted = (needs[0], needs[2], needs[3], through)
-        empties = gradients_of(given, wanted[:3])
+        empties = gradients_of({**given, "x": x}, wanted[:3])
         if through:
             empties["dresidual"] = (x.shape, x.stride(), x.dtype)
         for_residual = "dy" if plain and needs[1] else "dresidual"
@@ -124,9 +130,16 @@ class BatchNormPlan(Plan):
             scratch=launches.scratch(geometry),
         )
 
+    def _stand_in(self, device: Any) -> Tensor:
+        """A tensor with the layout of x."""
+        shape, stride, dtype = self._layout
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, Any, Tensor]:
         x, residual, weight, bias, _, stats, *_ = saved
         spec, mean, var = self.spec, None, None
+        if x is None:  # the gradients do not depend on its values
+            x = self._stand_in(self.device).zero_().requires_grad_()
         if spec.peers is not None:
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
         if self._flags.bits:

@@ -29,7 +29,7 @@ from torch import Tensor
 from normplug import _activations, _checks
 from normplug._ops import eligible, peers, stock
 from normplug._ops.batch_norm import BatchNormSpec, channel_stats
-from normplug._ops.call import call, plan_of
+from normplug._ops.call import call
 from normplug._ops.spec import Tensors
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
@@ -48,13 +48,8 @@ def group_to_join(group: Any) -> Any:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def batch_norm(
-    t: Tensors, spec: BatchNormSpec, backend: str, group: Any, measured: bool
-) -> tuple[Tensor, Tensor | None]:
+def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> Tensor:
     """`functional.batch_norm` in training, over the batches of all processes of `group`.
-
-    Returns:
-        y, and the (C,) biased variance of the joined batch; this may be None if not `measured`.
 
     Raises:
         ValueError: invalid arguments; on the CPU, one value per channel in the joined batch. On
@@ -71,44 +66,35 @@ def batch_norm(
             others = peers.number_of(group.group_name, t.x.device)
         else:
             others = peers.of(group, t.x.device)
-        if others and (found := _by_kernels(t, spec, backend, others, measured)) is not None:
+        if others and (found := _by_kernels(t, spec, backend, others)) is not None:
             return found
-    y, var = _by_collectives(t, spec, backend, group)
+    y = _by_collectives(t, spec, backend, group)
     if t.residual is not None:
         y = y + t.residual
     y = _activations.apply(spec.activation, y)
-    return y if spec.pool is None else spec.pool(y), var
+    return y if spec.pool is None else spec.pool(y)
 
 
-def _by_kernels(
-    t: Tensors, spec: BatchNormSpec, backend: str, others: Any, measured: bool
-) -> tuple[Tensor, Tensor | None] | None:
-    """Y and variance by kernels that exchange the statistics; None if they cannot run.
+def _by_kernels(t: Tensors, spec: BatchNormSpec, backend: str, others: Any) -> Tensor | None:
+    """Y by kernels that exchange the statistics; None if they cannot run.
 
     others: the `Peers`, or for a compiler their number.
     """
     numbers = (spec.training, spec.momentum, spec.eps, spec.target_variance, spec.activation)
-    ours = BatchNormSpec(*numbers, spec.pool, spec.keeps_residual, others)
+    ours = BatchNormSpec(*numbers, spec.pool, spec.keeps_residual, others, safe=spec.safe)
     if ours.refusal(t) is not None:
         if spec.pool is None:
             return None
-        found = _by_kernels(t, spec.without_pool(), backend, others, measured)
-        return None if found is None else (spec.pool(found[0]), found[1])
+        found = _by_kernels(t, spec.without_pool(), backend, others)
+        return None if found is None else spec.pool(found)
     if isinstance(others, int):
-        y, stats = spec.joined_operator(t, others)
-    elif measured:
-        plan, ready = plan_of(t, ours)
-        y, (stats, *_) = plan.run_with_state(ready)
-    else:
-        return call(_CALLER, t, ours, backend), None
-    channels = t.x.shape[1]
-    return y, stock.variance_of(stats[channels : 2 * channels], spec.eps)
+        return spec.joined_operator(t, others)
+    y: Tensor = call(_CALLER, t, ours, backend)
+    return y
 
 
-def _by_collectives(
-    t: Tensors, spec: BatchNormSpec, backend: str, group: Any
-) -> tuple[Tensor, Tensor]:
-    """The norm without residual and activation; the biased variance of the joined batch."""
+def _by_collectives(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> Tensor:
+    """The norm without residual and activation."""
     numbers = (spec.eps, spec.target_variance)
     y, mean, var, n = _SyncBatchNorm.apply(t.x, t.weight, t.bias, *numbers, backend, group)
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
@@ -117,8 +103,11 @@ def _by_collectives(
     if t.running_mean is not None and t.running_var is not None:
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
         unbiased = var * (n / (n - 1).clamp(min=1))
-        stock.update_running(t, spec.momentum, mean, unbiased, counts=n > 1)
-    return y, var
+        new = stock.with_copies(t) if spec.safe else t
+        stock.update_running(new, spec.momentum, mean, unbiased, counts=n > 1)
+        if spec.safe:
+            stock.take_finite(t, new)
+    return y
 
 
 class _SyncBatchNorm(torch.autograd.Function):

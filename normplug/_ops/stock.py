@@ -148,6 +148,22 @@ def update_running(
     _move(running_var, var, step)
 
 
+def with_copies(t: Tensors) -> Tensors:
+    """The call, with copies of the running statistics and their counter."""
+    running = (None if each is None else each.clone() for each in t[-3:])
+    return Tensors(*t[:-3], *running)
+
+
+def take_finite(t: Tensors, new: Tensors) -> None:
+    """Take updated running statistics where a channel's are finite; count if the first's are."""
+    pairs: Any = list(zip(t[-3:-1], new[-3:-1], strict=True))
+    finite = torch.isfinite(pairs[0][1]) & torch.isfinite(pairs[1][1])
+    for running, value in pairs:
+        running.copy_(torch.where(finite, value, running))
+    if t.tracked is not None:
+        t.tracked.add_(finite.flatten()[0])
+
+
 def _move(running: Tensor, value: Tensor, step: float | Tensor) -> None:
     if running.dim() == 0 and running.dtype == torch.float64:
         # On the CPU, torch.compile of torch 2.8 to 2.13 drops writes to such a tensor, but keeps

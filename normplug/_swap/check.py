@@ -328,19 +328,26 @@ def _duplicate(thing: Any) -> Any:
 
 def _call(model: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
     """Call a model on a copy of the batch, with the same random numbers each time."""
-    cuda = torch.cuda.is_initialized()
+    with generators_kept() as numpy:
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
+        random.seed(0)
+        if numpy:
+            numpy.random.seed(0)
+        args, keywords = _duplicate((args, keywords))
+        return model(*args, **keywords)
+
+
+@contextmanager
+def generators_kept() -> Iterator[Any]:
+    """Restore the generators of torch, numpy and random; yields numpy, or None if it is unused."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     numpy: Any = sys.modules.get("numpy")
     states = random.getstate(), numpy and numpy.random.get_state()
     try:
-        with torch.random.fork_rng(list(range(torch.cuda.device_count())) if cuda else []):
-            torch.default_generator.manual_seed(0)
-            if cuda:
-                torch.cuda.manual_seed_all(0)
-            random.seed(0)
-            if numpy:
-                numpy.random.seed(0)
-            args, keywords = _duplicate((args, keywords))
-            return model(*args, **keywords)
+        with torch.random.fork_rng(devices):
+            yield numpy
     finally:
         random.setstate(states[0])
         if numpy:

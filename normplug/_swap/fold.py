@@ -26,7 +26,8 @@ Factors: TypeAlias = dict[nn.Module, float]
 
 def is_trained(module: nn.Module) -> bool:
     """Whether a norm has counted batches, or has a parameter whose values differ."""
-    for t in (module._buffers.get("num_batches_tracked"), *module.parameters()):
+    buffers = (module._buffers.get(name) for name in ("num_batches_tracked", "weight"))
+    for t in (*buffers, *module.parameters()):
         own = None if t is None else parts.own_part(t.detach())
         if type(own) is not Tensor or own.is_meta or not own.numel():
             continue  # it has no values
@@ -60,7 +61,7 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
                     "another one."
                 )
             continue
-        if "weight" not in module._parameters:
+        if "weight" not in {**module._parameters, **module._buffers}:
             raise ValueError(
                 f"{where} is not a parameter but computed from one, by a hook (weight_norm, prune) "
                 "or FSDP. Remove the hook first, or work inside FSDP.summon_full_params."

@@ -88,6 +88,20 @@ def findings(model: nn.Module) -> list[str]:
     return found
 
 
+def refuse_other_modes(caller: str, now: dict[str, float], saved: dict[str, float]) -> None:
+    """Refuse to resume a checkpoint of other modes; both map paths to target variances."""
+    differ = [
+        f"{shown(p)} in mode {NormMode(saved.get(p, 1.0))}, now {NormMode(now.get(p, 1.0))}"
+        for p in {**now, **saved}
+        if now.get(p, 1.0) != saved.get(p, 1.0)
+    ]
+    if differ:
+        raise ValueError(
+            f"normplug.{caller}: the checkpoint was trained in other modes: "
+            f"{some(differ, '; ')}. Resume with the modes of its training."
+        )
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside the wrappers of DDP, DataParallel, FSDP and torch.compile."""
     while True:

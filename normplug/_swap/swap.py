@@ -44,6 +44,7 @@ def swap(
     track_running_stats: bool | None = None,
     preserve_output: bool | None = None,
     sync: bool = False,
+    statistics: str = "torch",
     autocast_output: str = "low",
     backend: str = "auto",
 ) -> nn.Module:
@@ -80,6 +81,11 @@ def swap(
             variance have been trained.
         sync: make every BatchNorm a `normplug.SyncBatchNorm` over all processes, until `unswap`.
             With False, SyncBatchNorms stay synchronised in their own process group.
+        statistics: "torch" updates running statistics exactly as torch does. "safe" keeps them from
+            being poisoned: a channel of a BatchNorm or an InstanceNorm whose batch has a mean or
+            variance that is not finite keeps its own, and `num_batches_tracked` counts batches in
+            which the first channel is finite. Nor does a forward inside a backward count, as
+            activation checkpointing repeats it.
         autocast_output: the dtype that LayerNorm, RMSNorm and GroupNorm return under autocast:
             "low", the autocast dtype, or "float32", torch's rule.
         backend: "auto", "triton" or "torch".
@@ -111,6 +117,7 @@ def swap(
         autocast_output=autocast_output,
         backend=backend,
         preserve_output=preserve_output,
+        statistics=statistics,
         sync=sync,
         track_running_stats=track_running_stats,
     )
@@ -153,6 +160,7 @@ def swap(
                 targets[row.path],
                 backend=backend,
                 autocast_output=autocast_output,
+                statistics=statistics,
                 track_running_stats=track_running_stats,
                 device=None if weighted else _fold.neighbour(inventory, row.module).device,
             )

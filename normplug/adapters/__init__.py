@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from normplug import _activations
 from normplug._torch import GLOBAL_HOOKS, has_hooks
-from normplug.adapters import rms_norms
+from normplug.adapters import frozen, rms_norms
 from normplug.modules import GroupNorm, LayerNorm, TargetVarianceNorm
 from normplug.modules.batch_norm import _BatchNorm, _SyncBatchNorm
 from normplug.modules.row_norms import RowNorm, _RMSNorm
@@ -72,11 +72,10 @@ class FusedActivation(TargetVarianceNorm):
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
         after = [getattr(self, name) for name in self._after]
-        sites: Any = self._fusion_sites
-        unmeasured = self._probe is not None and not sites.measures
-        name = None if unmeasured else _activation_of(*after)
+        measures = self._probe is not None
+        name = None if measures else _activation_of(*after)
         y = self._fused(input, activation=name)
-        if unmeasured:
+        if measures:
             self._record(input, y)
         for module in after if name is None else ():
             y = module(y)
@@ -225,6 +224,8 @@ def adapt(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
         if cls.__module__ == module and cls.__name__ in norms:
             row = norms[cls.__name__]
             return row if isinstance(row, str) else _made(cls, place, row)  # type: ignore[arg-type]
+    if "Frozen" in cls.__name__:
+        return frozen.adapt(cls)
     searched = cls.__module__.startswith(("diffusers.", "transformers."))
     if searched and not issubclass(cls, (nn.LayerNorm, nn.GroupNorm)):
         return rms_norms.adapt(cls)

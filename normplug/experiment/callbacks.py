@@ -118,7 +118,8 @@ def variance_lines(trainer: Trainer) -> dict[str, str]:
         if not rows:
             continue
         low, high = (f(rows, key=lambda row: row.input_variance) for f in (min, max))
-        off = max(rows, key=lambda row: abs(row.output_variance / row.target_variance - 1))
+        known = [row for row in rows if math.isfinite(row.output_variance)] or rows
+        off = max(known, key=lambda row: abs(row.output_variance / row.target_variance - 1))
         lines["norms' inputs"] = (
             f"{rows[0].measure} from {low.input_variance:.3g} ({low.layer}) "
             f"to {high.input_variance:.3g} ({high.layer}) at step {rows[0].step}"

@@ -17,8 +17,6 @@ from normplug._swap import record
 from normplug._swap.check import refuse
 from normplug._swap.layer_modes import ModesLike, One, read
 from normplug._swap.swap import swap
-from normplug._table import shown, some
-from normplug.modes import NormMode
 
 _OPTIONS = [p.name for p in inspect.signature(swap).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
@@ -111,19 +109,9 @@ class SwapNorms(Callback):
         self._saved = state_dict["target_variances"]
 
     def _refuse_other_modes(self) -> None:
-        now, saved, self._saved = self._targets, self._saved, None
-        if saved is None:
-            return
-        differ = [
-            f"{shown(p)} in mode {NormMode(saved.get(p, 1.0))}, now {NormMode(now.get(p, 1.0))}"
-            for p in {**now, **saved}
-            if now.get(p, 1.0) != saved.get(p, 1.0)
-        ]
-        if differ:
-            raise ValueError(
-                "normplug.lightning.SwapNorms: the checkpoint was trained in other modes: "
-                f"{some(differ, '; ')}. Resume with the SwapNorms arguments of its training."
-            )
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            record.refuse_other_modes("lightning.SwapNorms", self._targets, saved)
 
     def _swap(self, pl_module: LightningModule) -> None:
         swap(pl_module, self.mode, **self.options)

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks, native
-from normplug._ops import eligible, parts
+from normplug._ops import eligible, parts, stock
 from normplug._ops.call import call
 from normplug._ops.spec import Tensors
-from normplug._torch import interposed
+from normplug._torch import in_backward, interposed
 from normplug.modes import ModeLike, NormMode
 from normplug.modes import target_variance as variance_of
 from normplug.modules.probe import Probe
-from normplug.reference import rms_eps
 
 # (target variance, whether for float64) -> its root as a tensor. Autograd multiplies by a tensor in
 # half the time that a float takes, with the same bits.
@@ -36,6 +35,7 @@ class Settings(NamedTuple):
     eps: Any = None  # a number; RMSNorm's may be None. The layer may show a `HiddenEps`.
     momentum: float | None = 0.1  # of statistics that are only watched
     unsynced_class: type[nn.Module] | None = None  # the class before a synchronised one
+    statistics: str = "torch"  # or "safe", for running statistics that evaluation uses
 
 
 def _setting(name: str, check: Callable[[str, Any], object]) -> Any:
@@ -126,8 +126,6 @@ class FusionSites(NamedTuple):
     # What runs before it: "sum" (of two tensors, by `_fused_add`), and "convolution_bias" (by
     # `_fused_bias`, for layers with a `normalized_shape`).
     before: tuple[str, ...] = ()
-    # Whether the fused methods, too, measure for a `VarianceLogger`.
-    measures: bool = False
 
 
 class TargetVarianceNorm(nn.Module):
@@ -141,7 +139,7 @@ class TargetVarianceNorm(nn.Module):
     # Replaced as a whole, so that a call in another thread never mixes old and new settings. Of the
     # attributes that normplug adds, the result of a call depends on this one only.
     _normplug: Settings = Settings()
-    # `_record` fills it while a `VarianceLogger` measures; else it is None.
+    # `_record` fills it while `normplug.watch` or a `VarianceLogger` measures; else it is None.
     _probe: Probe | None = None
 
     # What the result of a call depends on besides weight and bias, by name: three buffers, which
@@ -177,6 +175,7 @@ class TargetVarianceNorm(nn.Module):
 
     backend = _setting("backend", _checks.backend)
     autocast_output = _setting("autocast_output", _checks.autocast_output)
+    statistics = _setting("statistics", _checks.statistics)
     eps = eps_property("eps")
 
     @property
@@ -234,12 +233,20 @@ class TargetVarianceNorm(nn.Module):
         return (8, *self._affine_shape())
 
     def _variance(self, x: Tensor) -> Tensor:
-        """The `_measure` of each channel, row or group of x, for `VarianceLogger`."""
+        """The `_measure` of each channel, row or group of x, for `normplug.watch`."""
         raise NotImplementedError
 
-    def _divisor(self, variance: Tensor) -> Tensor:
-        """What an input with this `_variance` is normalised by, for `VarianceLogger`."""
-        return variance
+    def _plain_variance(self, y: Tensor, output: Tensor, weight: Tensor) -> Tensor:
+        """The `_variance` of the output y with weight and bias undone; output: that of y."""
+        bias: Tensor | None = getattr(self, "bias", None)
+        plain = y.to(output.dtype)
+        if bias is not None:
+            plain = plain - self._spread(parts.own_part(bias.detach()), y)
+        return self._variance(plain / self._spread(weight, y))
+
+    def _spread(self, vector: Tensor, y: Tensor) -> Tensor:
+        """A weight or bias, in a shape that broadcasts to y."""
+        return vector
 
     def group_to_join(self) -> Any:
         """The process group whose batches a forward would now join; None if there is none."""
@@ -270,7 +277,12 @@ class TargetVarianceNorm(nn.Module):
         reading: what it depends on besides `_call_reads`: input, residual, input bias, and others.
         isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
         """
-        y = None if torch.compiler.is_compiling() else native.forward(self, *reading)
+        if torch.compiler.is_compiling():
+            y = None
+        elif self._normplug.statistics == "safe" and self._is_guarded():
+            return self._run_guarded(*reading, isolated=isolated)
+        else:
+            y = native.forward(self, *reading)
         if y is None:
             y = self._by_torch(*reading)
         if y is None:
@@ -286,6 +298,19 @@ class TargetVarianceNorm(nn.Module):
         y = call(f"functional.{self._function}", t, spec, backend, isolated=isolated)
         if stores and not torch.compiler.is_compiling():
             native.learn(spec, backend, t, self, *reading)
+        return y
+
+    def _is_guarded(self) -> bool:
+        """Whether safe running statistics are now updated outside the kernels, or not at all."""
+        return False
+
+    def _run_guarded(self, *reading: Any, isolated: bool = False) -> Any:
+        """Run a call on copies of the running statistics; take them if the batch counts."""
+        t, spec = self._call(*reading)
+        new = stock.with_copies(t)
+        y = self._new_call(new, spec, *reading, isolated=isolated, stores=False)
+        if t.running_mean is not None and t.x.numel() > 0 and not in_backward():
+            stock.take_finite(t, new)
         return y
 
     def _by_torch(self, *reading: Any) -> Tensor | None:
@@ -364,13 +389,8 @@ class TargetVarianceNorm(nn.Module):
             "or use torch.jit.trace or torch.export."
         )
 
-    def _record(self, x: Tensor, y: Tensor | None = None, divisor: Tensor | None = None) -> None:
-        """Fill `_probe`; an empty x leaves it unchanged.
-
-        y: the output after weight and bias. It may be None where `_variance` has a value per
-            channel, as the weight does: weight^2 times that value is then the output's variance.
-        divisor: the variance that x was normalised by, if it was the variance of a joined batch.
-        """
+    def _record(self, x: Tensor, y: Tensor) -> None:
+        """Fill `_probe` from input and output; an empty x leaves it unchanged."""
         probe = self._probe
         assert probe is not None
         with torch.no_grad():
@@ -378,22 +398,16 @@ class TargetVarianceNorm(nn.Module):
             if x.numel() == 0:
                 return
             # As few operations as possible: on a GPU their launches are what measuring costs.
-            probe.variance = variance = self._variance(x)
-            if divisor is None:
-                divisor = self._divisor(variance)
-            probe.divisor = None
-            if divisor is not variance:
-                probe.divisor = divisor.to(variance.dtype, copy=True).expand_as(variance)
-            if y is not None:
-                probe.output = self._variance(parts.own_part(y.detach()))
+            y = parts.own_part(y.detach())
+            probe.input, probe.output = self._variance(x), self._variance(y)
+            probe.plain, probe.weight = probe.output, None
             weight: Tensor | None = self.weight  # type: ignore[assignment]
             if weight is not None:
-                weight = parts.own_part(weight.detach())
-                probe.weight = weight.to(torch.float32, copy=True)
+                weight = parts.own_part(weight.detach()).to(torch.float32, copy=True)
                 if self._weight_offset:
-                    probe.weight += self._weight_offset
-            probe.target_variance = self.target_variance
-            probe.eps = rms_eps(x.dtype, self._normplug.eps)  # RMSNorm's eps may be None
+                    weight += self._weight_offset
+                probe.weight = weight
+                probe.plain = self._plain_variance(y, probe.output, weight)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

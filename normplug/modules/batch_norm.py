@@ -10,10 +10,10 @@ from torch import Tensor, fx, nn
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
-from normplug._ops import batch_norm_sync, peers
+from normplug._ops import batch_norm_sync, peers, stock
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.spec import Pool, Tensors
-from normplug._torch import BatchNormBase
+from normplug._torch import BatchNormBase, in_backward
 from normplug.modules.base import FusionSites, TargetVarianceNorm
 
 
@@ -24,7 +24,11 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         """Normalise `input`; in training, update the running statistics."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        return self._fused(input)
+        measures = self._probe is not None  # read first: another thread may unswap the layer
+        y = self._fused(input)
+        if measures:
+            self._record(input, y)
+        return y
 
     def _fused(
         self,
@@ -41,13 +45,12 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         pool: only after relu and without a residual.
         keeps_residual: whether to save the residual, so that the backward can recompute the output.
         """
-        # Read first: another thread may unswap the layer. A joined call measures itself.
-        measures = self._probe is not None and self.group_to_join() is None
         reading = (input, residual, None, activation, pool, keeps_residual)
         y: Tensor = self._run(*reading, isolated=isolated)
-        if measures:
-            self._record(input)
         return y
+
+    def _is_guarded(self) -> bool:
+        return self.training and (self.momentum is None or in_backward())
 
     def _by_torch(self, x: Tensor, *others: Any) -> Tensor | None:
         weight, bias = self._affine()
@@ -60,7 +63,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         updates = spec.training and mean is not None
         if (
             (mean is None) != (var is None)
-            or (updates and (t.tracked is None or type(step) is not float))
+            or (updates and (t.tracked is None or type(step) is not float or spec.safe))
             # With a single sample, position or channel, PyTorch's CPU kernels misread gradients in
             # some layouts.
             or min(x.shape) < 2
@@ -90,15 +93,19 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         momentum = as_number(self.momentum)
         if momentum is None and tracked is None:
             momentum = 0.0  # not updated without its counter (a checkpoint of torch < 0.4.1)
-        t = Tensors(input, residual, *self._affine(), None, mean, var, tracked)
+        weight, bias = self._affine()
+        t = Tensors(input, residual, weight, bias, None, mean, var, tracked)
         own = self._normplug
         numbers = (momentum, own.eps, own.target_variance)
-        return t, BatchNormSpec(training, *numbers, activation, pool, keeps_residual)
+        trains = any(each is not None and each.requires_grad for each in (weight, bias))
+        constant = not (training or trains)
+        options = (activation, pool, keeps_residual)
+        # A cumulative average is guarded outside: see `_is_guarded`.
+        safe = own.statistics == "safe" and training and momentum is not None
+        return t, BatchNormSpec(training, *numbers, *options, constant=constant, safe=safe)
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
-    _fusion_sites = FusionSites(
-        {"forward": forward}, after=("activation", "addition", "max_pool"), measures=True
-    )
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_features,)
@@ -118,8 +125,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     def _variance(self, x: Tensor) -> Tensor:
         return functional.channel_stats(x)[1]
 
-    def _divisor(self, variance: Tensor) -> Tensor:
-        return variance if self.training or self.running_var is None else self.running_var
+    def _plain_variance(self, y: Tensor, output: Tensor, weight: Tensor) -> Tensor:
+        return output / weight.square()
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
@@ -168,17 +175,23 @@ class _SyncBatchNorm(_BatchNorm):
         if group is None:
             return super()._run(*reading, isolated=isolated)
         input = reading[0]
-        measured, compiling = self._probe is not None, torch.compiler.is_compiling()
-        if not (measured or compiling):
+        compiling = torch.compiler.is_compiling()
+        safe = self._normplug.statistics == "safe"
+        guarded = safe and not compiling and self._is_guarded()
+        if not (compiling or guarded):
             others = peers.known(group, input.device)
             y = native.forward(self, *reading, others) if others else None
             if y is not None:
                 return y
         t, spec = self._call(*reading)
-        y, variance = batch_norm_sync.batch_norm(t, spec, self.backend, group, measured)
-        if measured:
-            self._record(input, divisor=variance)
-        elif not compiling and (others := peers.known(group, input.device)):
+        if guarded:
+            new = stock.with_copies(t)
+            y = batch_norm_sync.batch_norm(new, spec, self.backend, group)
+            if t.running_mean is not None and not in_backward():
+                stock.take_finite(t, new)
+        else:
+            y = batch_norm_sync.batch_norm(t, spec, self.backend, group)
+        if not (compiling or guarded) and (others := peers.known(group, input.device)):
             native.learn(spec._replace(peers=others), self.backend, t, self, *reading, others)
         return y
 

@@ -118,6 +118,9 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
         x = x.to(reference.accumulator_dtype(x.dtype))
         return x.reshape(x.shape[0], self.num_groups, -1).var(-1, correction=0)
 
+    def _spread(self, vector: Tensor, y: Tensor) -> Tensor:
+        return vector.reshape(-1, *[1] * (y.dim() - 2))
+
 
 class _InstanceNorm(_Groups, InstanceNormBase):
     _function = "instance_norm"
@@ -132,6 +135,9 @@ class _InstanceNorm(_Groups, InstanceNormBase):
         """Compute `activation(forward(input))` in one call."""
         y: Tensor = self._run(input, None, None, activation)
         return y if y.dim() == input.dim() else y.squeeze(0)
+
+    def _is_guarded(self) -> bool:
+        return self.training and self.track_running_stats
 
     def _by_torch(self, input: Tensor, *others: Any) -> Tensor | None:
         weight, bias = self._affine()
@@ -197,8 +203,8 @@ class _InstanceNorm(_Groups, InstanceNormBase):
         x = self._batched(x).to(reference.accumulator_dtype(x.dtype))
         return x.flatten(2).var(-1, correction=0)
 
-    def _divisor(self, variance: Tensor) -> Tensor:
-        return self.running_var if self._uses_running(self.training) else variance  # type: ignore[return-value]
+    def _plain_variance(self, y: Tensor, output: Tensor, weight: Tensor) -> Tensor:
+        return output / weight.square()
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):

@@ -1,8 +1,7 @@
-"""What a norm measures in its forward while a `VarianceLogger` logs."""
+"""What a norm measures in its forward while `normplug.watch` or a `VarianceLogger` watches it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,66 +16,56 @@ class Probe:
     the GPU, so `averages` reduces all layers of a model together.
 
     Attributes:
-        variance: the `_measure` of each channel, row or group of the input; None if no forward with
+        input: the `_measure` of each channel, row or group of the input; None if no forward with
             data has run.
-        divisor: the variance that the input was normalised by, of the same shape; None if it was
-            `variance`.
-        output: the `_measure` of the output; None if `averages` can compute it with weight^2.
+        plain: the `_measure` of the output, with weight and bias undone.
+        output: the `_measure` of the output.
         weight: a copy of the weight, with its offset; None without weight.
-        target_variance: a float above 0.
-        eps: a float.
     """
 
-    variance: Tensor | None = None
-    divisor: Tensor | None = None
+    input: Tensor | None = None
+    plain: Tensor | None = None
     output: Tensor | None = None
     weight: Tensor | None = None
-    target_variance = 1.0
-    eps = 0.0
 
     def kind(self) -> tuple[Any, ...]:
         """A key: probes with equal keys can be reduced together."""
-        tensors = (self.variance, self.divisor, self.output, self.weight)
-        layouts = ((t.shape, t.dtype, t.device) if t is not None else None for t in tensors)
-        return (*layouts, self.target_variance, self.eps)
+        tensors = (self.input, self.plain, self.output, self.weight)
+        return tuple((t.shape, t.dtype, t.device) if t is not None else None for t in tensors)
 
 
-def averages(probes: Sequence[Probe]) -> list[list[float]]:
+def averages(probes: Sequence[Probe]) -> Tensor:
     """The average variances and the root mean square (RMS) of the weight of each probe's layer.
 
-    A variance before weight and bias is computed: tv * var / (divisor + eps).
-
     Returns:
-        for each probe: the variances of the input, of the output before weight and bias, and of the
+        (probes, 4), on the device of the first layer that has run: the variances of the input, of
+            the output before weight and bias (channels with a weight of 0 left out), and of the
             output, and the RMS of the weight (1 without weight); nan if no forward has run.
     """
-    groups: dict[Any, list[Probe]] = {}
-    for probe in probes:
-        if probe.variance is not None:
-            groups.setdefault(probe.kind(), []).append(probe)
-    rows: dict[Probe, list[float]] = {}
-    if groups:
-        tables = [_averages(group) for group in groups.values()]
-        values = torch.cat([table.to(tables[0].device) for table in tables]).tolist()
-        rows = dict(
-            zip((probe for group in groups.values() for probe in group), values, strict=True)
-        )
-    return [rows.get(probe, [math.nan] * 4) for probe in probes]
+    groups: dict[Any, list[int]] = {}
+    for number, probe in enumerate(probes):
+        if probe.input is not None:
+            groups.setdefault(probe.kind(), []).append(number)
+    if not groups:
+        return torch.full((len(probes), 4), torch.nan)
+    tables = [_averages([probes[i] for i in group]) for group in groups.values()]
+    device = tables[0].device
+    rows = torch.cat([table.to(device, torch.float32) for table in tables])
+    order = {number: row for row, number in enumerate(i for g in groups.values() for i in g)}
+    missing = rows.new_full((1, 4), torch.nan)
+    places = [order.get(number, len(rows)) for number in range(len(probes))]
+    return torch.cat([rows, missing])[places]
 
 
 def _averages(probes: list[Probe]) -> Tensor:
     """The averages of probes of one kind, (probes, 4)."""
-    first = probes[0]
-    variance = _joined(probes, "variance")
-    divisor = variance if first.divisor is None else _joined(probes, "divisor")
-    plain = first.target_variance * variance / (divisor + first.eps)
-    if first.weight is None:
-        square = torch.ones_like(variance[:, :1])
+    means = [_joined(probes, name) for name in ("input", "plain", "output")]
+    if probes[0].weight is None:
+        square = torch.ones_like(means[0][:, :1])
     else:
         square = _joined(probes, "weight").square()
-    output = plain * square if first.output is None else _joined(probes, "output")
-    means = [values.mean(1) for values in (variance, plain, output)]
-    return torch.stack([*means, square.mean(1).sqrt()], 1)
+    found = [means[0].mean(1), means[1].nanmean(1), means[2].mean(1), square.mean(1).sqrt()]
+    return torch.stack([each.to(found[0].dtype) for each in found], 1)
 
 
 def _joined(probes: list[Probe], name: str) -> Tensor:

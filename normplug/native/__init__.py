@@ -63,6 +63,8 @@ _NOT_STARTED = Status("Python", "no kernel has been needed yet", None)
 
 kernels: Mapping[str, int] = {}  # see `Status`; `_kernels.ahead` assigns it
 groups: list[str] = []  # see `Status`
+# Operator -> the Python functions of its forward and backward, which plan new calls.
+operators: dict[str, tuple[Any, Any]] = {}
 
 _loaded: ModuleType | None = None
 _paused = 0  # how many `python_way` contexts are open
@@ -78,10 +80,10 @@ def _nothing(*arguments: Any) -> Any:
 
 # The functions of `host_path.cpp`, which explains them. `_kernels`, `_ops` and `modules` call them.
 _FUNCTIONS = (
-    *("call", "keep", "forward", "learn", "run", "operate", "differentiate", "forget"),
+    *("call", "keep", "forward", "learn", "run", "keep_operator", "forget"),
     *("recomputable_node", "recompute"),
 )
-call = keep = forward = learn = run = operate = differentiate = forget = _nothing
+call = keep = forward = learn = run = keep_operator = forget = _nothing
 recomputable_node = recompute = _nothing
 
 
@@ -91,6 +93,8 @@ def _use(extension: ModuleType | None) -> None:
     _extension = extension
     for name in _FUNCTIONS:  # a call in another thread finds the old function or the new one
         globals()[name] = getattr(extension, name, _nothing)
+    if _loaded is not None:
+        _loaded.enable(extension is not None)
 
 
 def _unlock() -> None:
@@ -194,6 +198,8 @@ def _finish(process: Popen[bytes], library: Path) -> None:
 def _load(library: Path) -> None:
     global _loaded
     _loaded = building.load(library)
+    for name, functions in operators.items():
+        _loaded.implement(name, *functions)
     _use(None if _paused else _loaded)
     _set_status(Status("C++", "the host path is compiled", library), logging.DEBUG)
 

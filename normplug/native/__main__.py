@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from normplug import native
 from normplug.native import building
@@ -19,17 +20,20 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command = parser.parse_args(arguments).command
     try:
-        if command == "build":
-            library = native.build()
-        elif (library := building.library()).exists():
-            building.load(library)
-        else:
-            raise RuntimeError(building.failure(library) or f"{library} is not compiled yet")
+        print(native.build() if command == "build" else compiled())
     except (ImportError, OSError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(library)
     return 0
+
+
+def compiled() -> Path:
+    """The compiled file, checked to load."""
+    library = building.library()
+    if not library.exists():
+        raise RuntimeError(building.failure(library) or f"{library} is not compiled yet")
+    building.load(library)
+    return library
 
 
 if __name__ == "__main__":

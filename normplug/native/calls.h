@@ -36,14 +36,12 @@ inline bool is_plain(const Tensor& t) {
   return t.layout() == at::kStrided && !t.is_nested() && !t.key_set().has_any(strange);
 }
 
-// Append the layout of a tensor, on which plans depend; false unless it is a plain tensor or None.
-inline bool describe(PyObject* object, Signature& signature) {
-  if (object == Py_None) {
+// Append the layout of a tensor, on which plans depend; false unless it is plain or undefined.
+inline bool describe(const Tensor& t, Signature& signature) {
+  if (!t.defined()) {
     signature.push_back(-1);
     return true;
   }
-  if (!THPVariable_CheckExact(object)) return false;
-  const Tensor& t = THPVariable_Unpack(object);
   if (!is_plain(t)) return false;
   auto device = t.device();
   signature.push_back(static_cast<int64_t>(t.scalar_type()) |
@@ -53,6 +51,11 @@ inline bool describe(PyObject* object, Signature& signature) {
   signature.append(sizes.begin(), sizes.end());
   signature.append(strides.begin(), strides.end());
   return true;
+}
+
+inline bool describe(PyObject* object, Signature& signature) {
+  if (object == Py_None) return describe(Tensor(), signature);
+  return THPVariable_CheckExact(object) && describe(THPVariable_Unpack(object), signature);
 }
 
 inline size_t hash_of(size_t start, const Signature& signature) {
@@ -163,10 +166,11 @@ inline bool read_call(PyObject* spec, PyObject* backend, PyObject* tensors, Read
   return true;
 }
 
-// A tensor in one of a module's tables. None if the module has no such tensor; nullptr if it is a
-// plain attribute, such as a weight that a hook computes.
-inline PyObject* find_tensor(PyObject* table, PyObject* own, PyObject* name) {
+// A tensor in one of a module's two tables. None if the module has no such tensor; nullptr if it is
+// a plain attribute, such as a weight that a hook computes.
+inline PyObject* find_tensor(PyObject* table, PyObject* other, PyObject* own, PyObject* name) {
   PyObject* found = PyDict_GetItemWithError(table, name);
+  if (found == nullptr) found = PyDict_GetItemWithError(other, name);
   if (found != nullptr) return found;
   found = PyDict_GetItemWithError(own, name);
   return found == nullptr || found == Py_None ? Py_None : nullptr;
@@ -196,14 +200,19 @@ inline bool read_module(PyObject* const* args, Py_ssize_t count, Reading& readin
   auto& tensors = reading.tensors;
   tensors = {input,
              args[2],
-             find_tensor(parameters, own.ptr(), weight_name),
-             find_tensor(parameters, own.ptr(), bias_name),
+             find_tensor(parameters, buffers, own.ptr(), weight_name),
+             find_tensor(parameters, buffers, own.ptr(), bias_name),
              args[3],
-             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 0)),
-             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 1)),
-             find_tensor(buffers, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 2))};
+             find_tensor(buffers, parameters, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 0)),
+             find_tensor(buffers, parameters, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 1)),
+             find_tensor(buffers, parameters, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 2))};
   for (PyObject* each : tensors) {
     if (each == nullptr || !describe(each, reading.signature)) return false;
+  }
+  // A norm in evaluation saves less if neither weight nor bias needs a gradient.
+  for (size_t i : {2, 3}) {
+    bool trains = tensors[i] != Py_None && THPVariable_Unpack(tensors[i]).requires_grad();
+    reading.signature.push_back(trains);
   }
   auto device = THPVariable_Unpack(input).device().type();
   bool casts =

@@ -7,26 +7,20 @@
 //
 // No CUDA headers are needed. The driver's functions are looked up when the module is loaded.
 
-#include "calls.h"
+#include "operators.h"
 
 namespace {
 
 using namespace normplug;
 
-// The tensors of a stored call that its plan takes.
-Slots slots_of_call(const Way& way, const Reading& reading) {
-  Slots slots;
-  for (size_t i = 0; i < kTensors; ++i) {
-    if (way.used >> i & 1) slots[i] = THPVariable_Unpack(reading.tensors[i]);
-  }
-  return slots;
-}
-
 // Run a stored call; None if there is none. By value: another thread may clear the stored calls.
 PyObject* run_call(const Way* stored, const Reading& reading) {
   if (stored == nullptr) Py_RETURN_NONE;
   Way way = *stored;
-  Slots slots = slots_of_call(way, reading);
+  Slots slots;
+  for (size_t i = 0; i < kTensors; ++i) {
+    if (way.used >> i & 1) slots[i] = THPVariable_Unpack(reading.tensors[i]);
+  }
   return call_plan(way.plan, slots, way.copies);
 }
 
@@ -109,68 +103,43 @@ PyObject* run_plan(PyObject*, PyObject* const* args, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
-// The stored call of an operator, whose spec is a text. nullopt if it is not stored.
-std::optional<Way> find_operator(PyObject* spec, PyObject* tensors, Reading& reading) {
-  if (!read_call(spec, Py_None, tensors, reading)) return std::nullopt;
-  const Way* stored = calls().find(reading);
-  return stored == nullptr ? std::nullopt : std::optional<Way>(*stored);
-}
-
-// operate(spec, t): the results of a stored call, and then its state; None if it is not stored.
-PyObject* operate(PyObject*, PyObject* const* args, Py_ssize_t) {
+// keep_operator(spec, t, ready, plan): store the plan of an operator's call. ready: see `keep`.
+PyObject* keep_operator(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  Reading reading;
-  auto way = find_operator(args[0], args[1], reading);
-  if (!way) Py_RETURN_NONE;
-  Slots slots = slots_of_call(*way, reading);
-  variable_list found;
-  {
-    py::gil_scoped_release no_gil;
-    at::DeviceGuard device(way->plan->device);
-    copy_tensors(way->copies, slots);
-    auto program = run_kernels(*way->plan, slots, true);
-    for (const auto& result : program->results) found.push_back(slots[result.first]);
-    for (size_t i = kInputs; i < program->saved.size(); ++i) {
-      const Tensor& state = slots[program->saved[i]];
-      found.push_back(state.defined() ? state
-                                      : at::empty({0}, slots[0].options().dtype(at::kByte)));
-    }
+  Slots slots;
+  Copies copies;
+  for (size_t i = 0; i < kTensors; ++i) {
+    PyObject *given = PyTuple_GET_ITEM(args[1], i), *ready = PyTuple_GET_ITEM(args[2], i);
+    if (given == Py_None) continue;
+    slots[i] = THPVariable_Unpack(given);
+    if (ready != given) copies.emplace_back(i, THPVariable_Unpack(ready).strides().vec());
   }
-  return py::cast(found).cast<py::tuple>().release().ptr();
+  if (auto key = operator_key(py::handle(args[0]).cast<std::string>(), slots)) {
+    operators().store(*key, {std::move(copies), calls().plan(args[3])});
+  }
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
-// differentiate(spec, t, state, dy, dtotal, is_placeholder, needs): the gradients that are needed,
-// as a list; None if the call is not stored. is_placeholder: whether t's residual was not saved.
-PyObject* differentiate(PyObject*, PyObject* const* args, Py_ssize_t) {
+// implement(name, forward, backward): run an operator here; the Python functions plan new calls.
+PyObject* implement(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  Reading reading;
-  auto way = find_operator(args[0], args[1], reading);
-  if (!way) Py_RETURN_NONE;
-  Slots slots = slots_of_call(*way, reading);
-  auto state = py::handle(args[2]).cast<variable_list>();
-  auto gradient = [&](PyObject* t) { return t == Py_None ? Tensor() : THPVariable_Unpack(t); };
-  Tensor dy = gradient(args[3]), dtotal = gradient(args[4]);
-  bool is_placeholder = args[5] == Py_True;
-  auto needs = py::handle(args[6]).cast<std::array<bool, kInputs>>();
-  variable_list found;
-  {
-    py::gil_scoped_release no_gil;
-    at::DeviceGuard device(way->plan->device);
-    copy_tensors(way->copies, slots);
-    variable_list saved(slots.begin(), slots.begin() + kInputs);
-    if (is_placeholder) saved[1] = Tensor();
-    for (const Tensor& each : state) saved.push_back(each.numel() == 0 ? Tensor() : each);
-    for (Tensor& each : run_backward(*way->plan, saved, readable(dy), readable(dtotal), needs)) {
-      if (each.defined()) found.push_back(std::move(each));
-    }
-  }
-  return py::cast(found).release().ptr();
+  auto name = py::handle(args[0]).cast<std::string>();
+  register_operator<Forward>(name + "_forward", args[1]);
+  register_operator<Backward>(name + "_backward", args[2]);
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
+}
+
+// enable(whether): let operators run here, or leave them to Python.
+PyObject* enable(PyObject*, PyObject* whether) {
+  operators().enabled = whether == Py_True;
+  Py_RETURN_NONE;
 }
 
 PyObject* forget(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
+  operators().clear();
   calls().clear();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -215,8 +184,9 @@ PyMethodDef methods[] = {
     {"forward", reinterpret_cast<PyCFunction>(forward), METH_FASTCALL, "Run a stored call of a module."},
     {"learn", reinterpret_cast<PyCFunction>(learn), METH_FASTCALL, "Store a call of a module."},
     {"run", reinterpret_cast<PyCFunction>(run_plan), METH_FASTCALL, "Run a call by its plan."},
-    {"operate", reinterpret_cast<PyCFunction>(operate), METH_FASTCALL, "Run an operator."},
-    {"differentiate", reinterpret_cast<PyCFunction>(differentiate), METH_FASTCALL, "The gradients."},
+    {"keep_operator", reinterpret_cast<PyCFunction>(keep_operator), METH_FASTCALL, "Store a plan."},
+    {"implement", reinterpret_cast<PyCFunction>(implement), METH_FASTCALL, "Register an operator."},
+    {"enable", enable, METH_O, "Let operators run here, or leave them to Python."},
     {"forget", forget, METH_NOARGS, "Drop all stored calls."},
     {"recomputable_node", recomputable_node, METH_O, "The node that can recompute a tensor."},
     {"recompute", recompute, METH_O, "Recompute the result of a node."},

@@ -111,6 +111,21 @@ def test_batch_norm_compiles_alone_and_exchanging_its_statistics(name, dtype):
             check(made, dtype)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_batch_norm_with_safe_statistics_compiles(name, world):
+    others = {"world": world, "peers": 1 << 40 if world > 1 else 0, "safe": True}
+    forward, _ = batch_norm_launches(BATCH_NORMS[name], BFLOAT16, False, **others)
+    check(forward, BFLOAT16)
+
+
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_batch_norm_of_constants_compiles(name):
+    others = {"training": False, "constant": True, "activation": "relu"}
+    for made in batch_norm_launches(BATCH_NORMS[name], BFLOAT16, False, **others):
+        check(made, BFLOAT16)
+
+
 @pytest.mark.parametrize(
     ("width", "spacing", "dtype"),
     [

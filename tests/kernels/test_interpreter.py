@@ -11,6 +11,8 @@ FILES = [
     "test_pool_kernels.py",
     "test_calls.py",
     "test_batch_norm_kernels.py",
+    "test_constant_kernels.py",
+    "test_safe_kernels.py",
     "test_group_norm_kernels.py",
 ]
 if HAS_RECOMPUTE:

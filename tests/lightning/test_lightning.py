@@ -18,8 +18,8 @@ from accuracy import assert_same_bits
 from lightning_cases import trainer
 from normplug import target_variance
 from normplug._fuse.fuse import fused_modules
+from normplug._statistics.watching import MEASURED
 from normplug.lightning import SwapNorms, VarianceLogger
-from normplug.lightning.variance_logger import MEASURED
 from normplug.modules.probe import Probe, averages
 
 STEPS = 6
@@ -268,7 +268,7 @@ def test_the_variances_are_those_of_the_outputs_without_and_with_the_weight(laye
     layer._probe = Probe()
     y, rms = layer(x), layer.weight.square().mean().sqrt()
     expected = [layer._variance(each).mean() for each in (x, plain, y)]
-    measured = torch.tensor(averages([layer._probe])[0])
+    measured = averages([layer._probe])[0].float()
     torch.testing.assert_close(measured, torch.stack([*expected, rms]), rtol=1e-5, atol=1e-6)
 
 

@@ -33,7 +33,7 @@ def run_in(directory, monkeypatch, *overrides, draws=False):
 
     if not draws:
         monkeypatch.setattr("normplug.experiment.compare.draw", lambda *_: [])
-        heat_map = "normplug.lightning.heat_map.draw_heat_map"
+        heat_map = "normplug._statistics.heat_map.draw_heat_map"
         monkeypatch.setattr(heat_map, lambda *_: None)
     monkeypatch.chdir(directory)
     monkeypatch.setattr(sys, "argv", ["train.py", *overrides])

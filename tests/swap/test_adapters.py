@@ -236,7 +236,7 @@ def test_variance_is_measured_before_the_activation(layers):
     layer = swap(layers.BatchNormAct2d(8), "golden")
     layer._probe = Probe()
     y = layer(X)
-    torch.testing.assert_close(averages([layer._probe])[0][2], ROOT**2, rtol=1e-4, atol=0)
+    torch.testing.assert_close(averages([layer._probe])[0][2].item(), ROOT**2, rtol=1e-4, atol=0)
     assert (y >= 0).all()
     stock = nn.Sequential(layers.BatchNormAct2d(8))
     assert [name for name, _ in norm_layers(stock)] == ["0"]
@@ -268,9 +268,12 @@ def test_unknown_subclasses_and_frozen_norms_are_left_and_plan_says_why(layers):
     class Mine(layers.BatchNormAct2d):
         pass
 
-    model = nn.Sequential(
-        Mine(8), misc.FrozenBatchNorm2d(8), layers.FrozenBatchNormAct2d(8), layers.SimpleNorm2d(8)
-    )
+    class Other(misc.FrozenBatchNorm2d):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    Other.__name__ = "OtherFrozenBatchNorm2d"
+    model = nn.Sequential(Mine(8), Other(8), layers.FrozenBatchNormAct2d(8), layers.SimpleNorm2d(8))
     frozen = "frozen batch norm: it uses stored statistics, so there is no variance to set"
     assert [(row.becomes, row.note) for row in plan(model)] == [
         (None, "a subclass of timm.BatchNormAct2d, which may have a forward of its own"),

@@ -15,10 +15,11 @@ import normplug
 from accuracy import assert_same_bits
 from normplug import SyncBatchNorm
 from normplug._ops import peers
+from normplug._statistics import heat_map
 from normplug.experiment.callbacks import variance_loggers
 from normplug.experiment.config import UserError
 from normplug.experiment.graph import GraphedLoss, refuse_graph
-from normplug.lightning import VarianceLogger, heat_map
+from normplug.lightning import VarianceLogger
 from sync_cases import ran
 from training import SMALL
 

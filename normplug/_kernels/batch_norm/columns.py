@@ -35,7 +35,14 @@ from normplug._kernels.activation import (
 )
 from normplug._kernels.batch_norm.exchange import joined_moments, joined_sums
 from normplug._kernels.merging import after_parts, publish_part, ready_flag
-from normplug._kernels.primitives import affine, kernel, load_both, scalar, update_running
+from normplug._kernels.primitives import (
+    affine,
+    is_finite,
+    kernel,
+    load_both,
+    scalar,
+    update_running,
+)
 from normplug._kernels.tiles import (
     STEP_AXIS,
     as_tile,
@@ -163,11 +170,13 @@ def coefficients(stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, A
 @triton.jit
 def finish_forward(
     mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, HW,
-    CHANNELS, PEERS, momentum, eps, BCH, ACC, VARIANCE, RUNNING, CUMULATIVE, TRACKED, WORLD,
+    CHANNELS, PEERS, momentum, eps, BCH, ACC, VARIANCE, RUNNING, CUMULATIVE, TRACKED, SAFE, WORLD,
 ):  # fmt: skip
     """Save a slab's statistics, update its running statistics, and count the batch.
 
-    A joined batch with fewer than two values per channel updates nothing, and is not counted.
+    A joined batch with fewer than two values per channel updates nothing, and is not counted. With
+    SAFE, neither does a channel whose moments are not finite; the first channel's decide whether
+    the batch is counted.
     """
     places = tl.arange(0, BCH)
     channels = slab * CHANNELS + places
@@ -181,6 +190,10 @@ def finish_forward(
         counted = tl.where(tl.max(n, axis=0) > 1, 1, 0)
         tl.store(stats_ptr + 2 * C + 0 * channels, n, mask=channels == 0)
         n = tl.maximum(n, 1.0)
+    if SAFE:
+        finite = is_finite(mean, m2)
+        updated = updated & finite
+        counted = counted * tl.max(tl.where((places == 0) & finite, 1, 0), axis=0)
     var = m2 / n
     rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
     tl.store(stats_ptr + channels, mean, mask=there)
@@ -231,8 +244,8 @@ def batch_norm_columns_forward(
     TRAINING: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, VARIANCE: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
     ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
-    TRACKED: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    WORLD: tl.constexpr,
+    TRACKED: tl.constexpr, SAFE: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
@@ -240,7 +253,8 @@ def batch_norm_columns_forward(
     GIVEN, from stats. Without NORMALIZE, only statistics are written. VARIANCE: stats are (mean,
     var). If WORLD > 1, the number of values per channel follows them. RUNNING: the running
     statistics are updated, with CUMULATIVE as averages over `tracked` batches (the host has counted
-    this one), and otherwise by momentum. TRACKED: `tracked` is incremented.
+    this one), and otherwise by momentum. TRACKED: `tracked` is incremented. SAFE: see
+    `finish_forward`.
     """
     t = tl.program_id(0)
     W = WIDTH_UNITS * UNIT
@@ -269,7 +283,7 @@ def batch_norm_columns_forward(
                 finish_forward(
                     mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr,
                     stats_ptr, HW, CHANNELS, PEERS, momentum, eps, BCH, ACC, VARIANCE, RUNNING,
-                    CUMULATIVE, TRACKED, WORLD,
+                    CUMULATIVE, TRACKED, SAFE, WORLD,
                 )  # fmt: skip
                 if NORMALIZE and not SOLO:
                     arrive(flag_ptr)

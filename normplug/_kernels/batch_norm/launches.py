@@ -19,14 +19,16 @@ from normplug._kernels.merging import room_for_parts
 class Flags:
     """What a call has and asks for, besides its shape and dtype.
 
-    given: without training, mean and rstd are passed in. running, cumulative, tracked: the kernels'
-    constants of these names. normalize: without it, only statistics are computed. variance: they
-    are saved as (mean, var), not as (mean, rstd).
+    given: without training, mean and rstd are passed in. running, cumulative, tracked, safe: the
+    kernels' constants of these names. normalize: without it, only statistics are computed.
+    variance: they are saved as (mean, var), not as (mean, rstd).
 
     world, peers: how many processes join their batches, and the address of this process's table:
     see `exchange`.
 
     share: a backward without dx saves the terms by which another kernel computes it.
+
+    constant: only dx and the residual's gradient are ever wanted, and training is off.
     """
 
     training: bool = True
@@ -38,24 +40,27 @@ class Flags:
     running: bool = False
     cumulative: bool = False
     tracked: bool = False
+    safe: bool = False
     normalize: bool = True
     variance: bool = False
     share: bool = False
+    constant: bool = False
     world: int = 1
     peers: int = 0
 
     @property
     def bits(self) -> bool:
-        """Whether the forward saves relu's signs, so that the residual need not be saved."""
-        return self.residual and self.activation == "relu" and not self.given
+        """Whether the forward saves relu's signs, so that residual or x need not be saved."""
+        reads_less = self.residual or self.constant
+        return reads_less and self.activation == "relu" and not self.given
 
 
 def forward_launch(
     shape: Geometry, dtype: torch.dtype, flags: Flags, momentum: float, eps: float, tv: float
 ) -> Launch:
     """Set up the forward kernel of a geometry."""
-    # With cumulative, the host increments `tracked` before the launch.
-    assert not (flags.cumulative and flags.tracked)
+    # With cumulative, the host increments `tracked` before the launch, whatever the batch holds.
+    assert not (flags.cumulative and (flags.tracked or flags.safe))
     both = flags.training and flags.normalize
     given: dict[str, Any] = {
         "momentum": momentum,

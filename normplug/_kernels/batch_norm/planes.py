@@ -19,7 +19,7 @@ from normplug._kernels.activation import (
 )
 from normplug._kernels.batch_norm.columns import finish_backward, finish_forward
 from normplug._kernels.merging import merge_tile_moments, merge_tile_sums, tile_counts
-from normplug._kernels.primitives import kernel, scalar, update_running
+from normplug._kernels.primitives import is_finite, kernel, scalar, update_running
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, is_last, wait
 
@@ -54,12 +54,13 @@ def batch_norm_planes_forward(
     TRAINING: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, VARIANCE: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
     ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
-    TRACKED: tl.constexpr, WIDE: tl.constexpr, WORLD: tl.constexpr,
+    TRACKED: tl.constexpr, SAFE: tl.constexpr, WIDE: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
     Without NORMALIZE, one program per channel, after the TILES programs, writes the statistics:
-    LAG = TILES.
+    LAG = TILES. SAFE: a channel whose moments are not finite updates nothing, and the first
+    channel's decide whether the batch is counted.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT
@@ -86,7 +87,7 @@ def batch_norm_planes_forward(
                     finish_forward(
                         mean, m2, channel, C, N, running_mean_ptr, running_var_ptr, tracked_ptr,
                         stats_ptr, HW, 1, PEERS, momentum, eps, 1, ACC, VARIANCE, RUNNING,
-                        CUMULATIVE, TRACKED, WORLD,
+                        CUMULATIVE, TRACKED, SAFE, WORLD,
                     )  # fmt: skip
                     arrive(counters_ptr + channel)
     u = t - LAG
@@ -110,18 +111,20 @@ def batch_norm_planes_forward(
             )
             n = total.to(ACC)
             var = m2 / n
+            updated = is_finite(mean, m2) if SAFE else None
             if RUNNING:
                 if k == 0:
                     step = scalar(momentum, ACC)
                     if CUMULATIVE:
                         step = 1.0 / tl.load(tracked_ptr).to(ACC)
                     old_mean = tl.load(running_mean_ptr + channel)
-                    update_running(running_mean_ptr + channel, old_mean, mean, step)
+                    update_running(running_mean_ptr + channel, old_mean, mean, step, updated)
                     old_var = tl.load(running_var_ptr + channel)
-                    update_running(running_var_ptr + channel, old_var, m2 / (n - 1.0), step)
+                    var_ptr = running_var_ptr + channel
+                    update_running(var_ptr, old_var, m2 / (n - 1.0), step, updated)
             if TRACKED:
                 if u == 0:
-                    tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
+                    tl.store(tracked_ptr, tl.load(tracked_ptr) + 1, mask=updated)
         elif GIVEN:
             mean = tl.load(stats_ptr + channel)
             rstd = tl.load(stats_ptr + C + channel)

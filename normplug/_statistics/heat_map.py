@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,24 +16,26 @@ from normplug._results import replace_file
 
 PANELS = {
     "input_variance": "input",
-    "ratio": "output before weight and bias, over target",
-    "affine_variance": "output after weight and bias",
+    "affine_variance": "output",
 }
 
 
-def draw_heat_map(log: Path, model: str) -> None:
+def draw_heat_map(log: Any, picture: Path, model: str) -> None:
     """Draw the variances of every layer (first at the top) at every logged step.
 
-    `variance.png` is written beside the log, a `variance.csv`. The title names the model and the
-    run, which is the directory.
+    What is constant by construction, such as the output before weight and bias, is not drawn.
+
+    Args:
+        log: the rows, a CSV file or its path.
+        picture: the file to write. The title names its directory, which is the run.
+        model: the model's name, for the title.
     """
-    rows = pd.read_csv(log)
-    rows["ratio"] = rows.output_variance / rows.target_variance
+    rows = pd.read_csv(log, dtype={"layer": str})
     values = rows.pivot(index=["depth", "layer"], columns="step", values=list(PANELS))
     layers, steps = values.index.get_level_values("layer"), sorted(set(rows.step))
     width, height = 12 + 0.065 * max(map(len, layers)), min(max(0.17 * len(layers), 2), 40)
     figure = Figure(figsize=(width, height + 1.5), layout="constrained")
-    title = f"{model}, run {'/'.join(log.resolve().parent.parts[1:][-4:])}"
+    title = f"{model}, run {'/'.join(picture.resolve().parent.parts[1:][-4:])}"
     title = textwrap.fill(title, int(11 * width))
     figure.suptitle(
         f"{title}\nvariance at each norm (hatched: no value above 0)", fontsize="medium"
@@ -60,5 +63,5 @@ def draw_heat_map(log: Path, model: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     few = -(-len(layers) // int(8 * height))  # as many names as there is room for
     drawn[0].set_yticks(range(0, len(layers), few), layers[::few], fontsize=7)
-    with replace_file(log.with_suffix(".png")) as part:
+    with replace_file(picture) as part:
         figure.savefig(part, format="png", dpi=120)

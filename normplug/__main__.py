@@ -1,0 +1,48 @@
+"""`python -m normplug`: what an issue needs to say about the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+import normplug
+from normplug import native
+from normplug._checks import DEFAULT_BACKEND
+from normplug._ops import eligible
+from normplug._table import table
+from normplug.native.__main__ import compiled
+
+_PACKAGES = ("triton", "numpy", "lightning", "transformers", "timm", "torchvision", "diffusers")
+_VARIABLES = ("NORMPLUG_", "TRITON_", "TORCH", "PYTORCH_", "CUDA_", "NCCL_", "OMP_NUM_THREADS")
+
+
+def report() -> str:
+    """Versions, GPUs, backend, host path and environment variables, one a line."""
+    rows = [
+        ("normplug", normplug.__version__),
+        ("Python", f"{platform.python_version()}, {platform.platform()}"),
+        ("torch", f"{torch.__version__}, CUDA {torch.version.cuda}"),
+    ]
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            rows.append((package, version(package)))
+    gpus = range(torch.cuda.device_count())
+    rows += [(f"GPU {i}", str(torch.cuda.get_device_properties(i))) for i in gpus]
+    device = torch.empty(0, device="cuda" if gpus else "cpu")
+    why = eligible.refusal_now() or eligible.refusal_of_device(device)
+    rows.append(("backend", f"{DEFAULT_BACKEND}; kernels: {why or 'they can run'}"))
+    try:
+        rows.append(("host path", str(compiled())))
+    except (ImportError, OSError, RuntimeError) as error:
+        rows.append(("host path", str(error).partition("\n")[0]))
+    rows.append(("status", str(native.status())))
+    rows += [(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_VARIABLES)]
+    return table(rows)
+
+
+if __name__ == "__main__":
+    print(report())

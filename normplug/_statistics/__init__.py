@@ -1,0 +1,1 @@
+"""Running statistics that can be trusted: kept, repaired, watched and examined."""

@@ -1,0 +1,130 @@
+"""Frozen batch norms, recognised by what their forward computes.
+
+torchvision has a FrozenBatchNorm2d, and so have detectron2, DETR and copies of them: four buffers,
+weight, bias, running_mean and running_var, which are constants. `adapt` runs the forward of a class
+on a small input, and takes the class if it is the formula of a BatchNorm in evaluation.
+
+The normplug class is made on first use; its name is explained in `rms_norms`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normplug import reference
+from normplug._activations import ActivationLike
+from normplug._ops.batch_norm import BatchNormSpec
+from normplug._ops.spec import Pool, Tensors
+from normplug.modules.base import FusionSites, TargetVarianceNorm
+from normplug.modules.batch_norm import _BatchNorm
+
+_BUFFERS = ("weight", "bias", "running_mean", "running_var")
+_EPS = 1e-5  # of classes that have no attribute for it, such as DETR's
+
+
+class FrozenBatchNorm(TargetVarianceNorm):
+    """A BatchNorm whose weight, bias and statistics are buffers.
+
+    It saves nothing for the backward; with relu in the same call, one bit per element. It returns
+    the dtype of its input, where the stock classes under autocast return the dtype of the buffers.
+    """
+
+    _function = "batch_norm"
+    _call_reads = TargetVarianceNorm._call_reads
+    forward = _BatchNorm.forward
+    _fused = _BatchNorm._fused
+    _variance = _BatchNorm._variance
+    _plain_variance = _BatchNorm._plain_variance
+    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
+
+    @classmethod
+    def _refusal(cls, module: nn.Module) -> str | None:
+        if set(_BUFFERS) - set(module._buffers) or module._parameters:
+            return "it lacks one of the four buffers of a frozen batch norm"
+        return None
+
+    @classmethod
+    def _adopt(cls, module: nn.Module, track_running_stats: bool | None, device: Any) -> None:
+        vars(module).setdefault("eps", _EPS)
+
+    def _statistics(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self._buffers["running_mean"], self._buffers["running_var"], None
+
+    def _by_torch(self, *reading: Any) -> Tensor | None:
+        return None
+
+    def _call(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        input_bias: None = None,
+        activation: ActivationLike = None,
+        pool: Pool | None = None,
+        keeps_residual: bool = False,
+    ) -> tuple[Tensors, BatchNormSpec]:
+        t = Tensors(input, residual, *self._affine(), None, *self._statistics())
+        own = self._normplug
+        numbers = (0.0, own.eps, own.target_variance)
+        options = (activation, pool, keeps_residual)
+        return t, BatchNormSpec(False, *numbers, *options, constant=True)
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        return tuple(self._buffers["weight"].shape)  # type: ignore[union-attr]
+
+    def _example_shape(self) -> tuple[int, ...]:
+        return (4, *self._affine_shape(), 2, 2)
+
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        affine, (mean, var, _) = self._affine(), self._statistics()
+        return reference.batch_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
+
+
+def adapt(cls: type[nn.Module]) -> type[FrozenBatchNorm] | None:
+    """The normplug class of a frozen batch norm; None if its forward computes something else."""
+    try:
+        return _adapted(cls)  # type: ignore[arg-type]
+    except Exception:  # the forward needs what the probe lacks, such as an activation
+        return None
+
+
+def __getattr__(name: str) -> Any:
+    """Make a class on first use. Pickle looks it up by its name in this module."""
+    module, _, kind = name.replace(":", ".").rpartition(".")
+    if module and (ours := adapt(getattr(importlib.import_module(module), kind))) is not None:
+        return ours
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def _adapted(cls: type[nn.Module]) -> type[FrozenBatchNorm] | None:
+    if not _computes_the_formula(cls):
+        return None
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    namespace = {
+        "__module__": __name__,
+        "__qualname__": path.replace(".", ":"),
+        "__doc__": f"`{path}` that normalises to the target of its mode.",
+    }
+    return type(cls.__name__, (FrozenBatchNorm, cls), namespace)
+
+
+@torch.no_grad()
+def _computes_the_formula(cls: type[nn.Module]) -> bool:
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        generator = torch.Generator("cpu").manual_seed(0)
+        values = [torch.rand(3, generator=generator, dtype=torch.float64) + 0.1 for _ in _BUFFERS]
+        values[-1] *= 1e-4  # so that a wrong eps shows
+        layer: Any = object.__new__(cls)
+        nn.Module.__init__(layer)
+        vars(layer)["eps"] = _EPS
+        for name, value in zip(_BUFFERS, values, strict=True):
+            layer.register_buffer(name, value)
+        x = torch.randn(2, 3, 2, 2, generator=generator, dtype=torch.float64)
+        weight, bias, mean, var = values
+        expected = reference.batch_norm(x, weight, bias, eps=_EPS, mean=mean, var=var).y
+        return torch.allclose(cls.forward(layer, x.clone()), expected)

@@ -1,0 +1,85 @@
+"""A callback for transformers' Trainer: it watches norms, keeps modes, and publishes the model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from normplug import _checks, _convert
+from normplug._checks import needs
+from normplug._statistics.watching import Measurement, append_csv, filled
+from normplug._swap.record import refuse_other_modes
+from normplug._swap.swap import unswap
+
+with needs("normplug.transformers", "zoo"):
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+
+__all__ = ["NormCallback"]
+
+
+class NormCallback(TrainerCallback, ExportableState):
+    """Watch the norms of a model that transformers' Trainer trains, and keep their modes.
+
+    - Every `every` optimizer steps it measures as `normplug.watch` does, and appends rows to
+      `variance.csv` in the Trainer's output directory. The main process measures, its own part of
+      the batch, and the last forward of an accumulated step.
+    - Each checkpoint records the mode of each layer, in `trainer_state.json`. Resuming in other
+      modes is refused.
+    - With `publish`, a stock model with the same outputs is saved there at the end, by
+      `save_pretrained`; the trained one stays swapped.
+
+    Args:
+        every: measure on optimizer steps 0, every, 2 * every, ...; None never measures.
+        publish: the directory of the stock model, or None.
+
+    Raises:
+        ValueError: `every` below 1; a checkpoint of another mode is resumed.
+        TypeError: an argument of another type.
+    """
+
+    def __init__(self, every: int | None = 50, publish: str | Path | None = None) -> None:
+        if every is not None:
+            _checks.count("transformers.NormCallback", "every", every)
+        _checks.path("transformers.NormCallback", "publish", publish)
+        self.every, self.publish = every, publish
+        self._measurement: Measurement | None = None
+        self._modes: dict[str, float] = {}
+
+    def state(self) -> dict[str, Any]:
+        """The mode of each layer, for a checkpoint."""
+        publish = None if self.publish is None else str(self.publish)
+        arguments = {"every": self.every, "publish": publish}
+        return {"args": arguments, "attributes": {"_modes": self._modes}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Record the modes; refuse other modes than a resumed checkpoint's."""
+        layers = _convert.normplug_layers(rest["model"])
+        self._modes = {path: layer.target_variance for path, layer in layers}
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if state.global_step > 0 and isinstance(saved, dict):
+            before = saved["attributes"]["_modes"]
+            refuse_other_modes("transformers.NormCallback", self._modes, before)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """On a logged step, make every norm measure."""
+        logged = self.every is not None and state.global_step % self.every == 0
+        if logged and state.is_world_process_zero:
+            self._measurement = Measurement(rest["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """After a logged step, write what was measured."""
+        if self._measurement is None:
+            return
+        place = (int(state.epoch or 0), 0, args.world_size)
+        rows = filled([self._measurement.finish(state.global_step - 1, *place)])
+        self._measurement.release()
+        self._measurement = None
+        append_csv(Path(args.output_dir) / "variance.csv", rows)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Publish the stock model, if asked."""
+        if self.publish is not None and state.is_world_process_zero:
+            stock: Any = unswap(copy.deepcopy(rest["model"]))
+            stock.save_pretrained(self.publish)

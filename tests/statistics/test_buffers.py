@@ -1,0 +1,120 @@
+"""`recalibrate` and `sync_buffers`."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import statistics_cases
+import sync_cases
+from normplug import fuse, recalibrate, swap
+from statistics_cases import images, net, statistics
+
+
+def inputs(model, data, layer):
+    """Everything that reaches a layer while it normalises by these batches."""
+    seen = []
+    hook = layer.register_forward_pre_hook(lambda _, x: seen.append(x[0].detach().double()))
+    model.eval()
+    for norm in (model[1], model[4]):
+        norm.train()
+    with torch.no_grad():
+        for x in data:
+            model(x)
+    hook.remove()
+    return torch.cat(seen)
+
+
+@pytest.mark.parametrize("change", [lambda m: m, swap, lambda m: fuse(swap(m))])
+def test_statistics_are_those_of_all_the_data_in_uneven_batches(change):
+    data = images(11).split([4, 4, 3])
+    model = change(net())
+    report = recalibrate(model, data)
+    assert [(row.path, row.calls) for row in report] == [("1", 3), ("4", 3)]
+    assert "variance moved by" in str(report)
+    assert all(m.training for m in model.modules())
+    for index in (1, 4):
+        twin = net()
+        x = inputs(twin, data, twin[index])
+        torch.testing.assert_close(model[index].running_mean.double(), x.mean((0, 2, 3)))
+        torch.testing.assert_close(model[index].running_var.double(), x.var((0, 2, 3)))
+        assert model[index].num_batches_tracked == 0
+
+
+def test_an_instance_norm_averages_over_samples():
+    model, data = net(nn.InstanceNorm2d), images(7).split([4, 3])
+    recalibrate(model, data)
+    x = model[0](torch.cat(data)).double()
+    torch.testing.assert_close(model[1].running_mean.double(), x.mean((0, 2, 3)))
+    torch.testing.assert_close(model[1].running_var.double(), x.var((2, 3)).mean(0))
+
+
+def test_a_layer_that_is_called_several_times_counts_every_call():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x, twice=True):
+            return self.norm(x) + self.norm(5 * x)
+
+    x = torch.randn(6, 3).double()
+    model = Twice().double()
+    assert [row.calls for row in recalibrate(model, [{"x": x, "label": 1}])] == [2]
+    whole = torch.cat([x, 5 * x])
+    torch.testing.assert_close(model.norm.running_var, whole.var(0))
+
+
+def test_how_far_it_moved_is_in_standard_errors():
+    model, data = net(), images(64).split(4)
+    far = list(recalibrate(model, data))
+    near = list(recalibrate(model, images(64, seed=2).split(4)))
+    assert all(row.mean > 10 for row in far)
+    assert all(0.2 < row.mean < 4 and 0.2 < row.variance < 4 for row in near)
+
+
+def test_generators_modes_and_after_an_error_statistics_are_restored():
+    model = nn.Sequential(net(), nn.Dropout(), nn.Flatten(), nn.Linear(7, 1))
+    before, states = statistics(model), (random.getstate(), torch.get_rng_state())
+    np_state = np.random.get_state()[1].copy()
+
+    def loader():
+        yield torch.rand(2, 3, 9, 9) + random.random() + np.random.rand()
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        recalibrate(model, loader())
+    after = statistics(model)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert states[0] == random.getstate()
+    assert torch.equal(states[1], torch.get_rng_state())
+    assert (np_state == np.random.get_state()[1]).all()
+    assert all(m.training for m in model.modules())
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="no BatchNorm or InstanceNorm with running statistics"):
+        recalibrate(nn.LayerNorm(3), [])
+    with pytest.raises(TypeError, match="must be an iterable of batches.*got Tensor"):
+        recalibrate(net(), images(2))
+    with pytest.raises(ValueError, match="gave no batch"):
+        recalibrate(net(), [])
+
+
+def test_two_processes_get_the_statistics_of_all_their_data(tmp_path):
+    checks = [statistics_cases.recalibrated, statistics_cases.synchronised]
+    results = sync_cases.ran(sync_cases.process, 2, tmp_path, checks)
+    (first, calls), (second, _) = (result["recalibrated"] for result in results)
+    alone = net()
+    recalibrate(alone, images(12).split(4))
+    assert calls == [3, 3]
+    for key, value in statistics(alone).items():
+        assert torch.equal(first[key], second[key])
+        torch.testing.assert_close(first[key], value)
+    for result in results:
+        merged = result["synchronised"]
+        assert (merged["1.running_mean"] == 3.0).all()
+        assert (merged["4.running_var"] == 1.75 + 3.0).all()
+        assert merged["4.num_batches_tracked"] == 2

@@ -1,0 +1,55 @@
+"""`normplug.transformers.NormCallback`."""
+
+import csv
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
+
+from normplug import swap  # noqa: E402
+from normplug.transformers import NormCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning", "error:normplug:UserWarning")
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+
+
+def trainer(model, directory, steps, callback):
+    words = torch.randint(32, (8, 12), generator=torch.Generator().manual_seed(0))
+    arguments = TrainingArguments(
+        str(directory), max_steps=steps, per_device_train_batch_size=4, report_to=[],
+        save_steps=2, use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in words]
+    return Trainer(model, arguments, train_dataset=rows, callbacks=[callback])
+
+
+def make(mode):
+    torch.manual_seed(0)
+    return swap(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **SIZES)), mode)
+
+
+def test_it_logs_keeps_the_modes_of_checkpoints_and_publishes_the_stock_model(tmp_path):
+    model, published = make("golden"), tmp_path / "published"
+    trainer(model, tmp_path, 3, NormCallback(every=2, publish=published)).train()
+    with (tmp_path / "variance.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["0"] * 3 + ["2"] * 3
+    assert all(0.5 < float(row["output_variance"]) < 0.63 for row in rows)
+    stock, x = LlamaForCausalLM.from_pretrained(published), torch.arange(6)[None]
+    torch.testing.assert_close(stock(x).logits, model.eval()(x).logits)
+    assert isinstance(stock.model.norm, nn.Module)
+    assert not hasattr(stock.model.norm, "mode")
+    resumed = trainer(make("golden"), tmp_path, 4, NormCallback(every=None))
+    resumed.train(resume_from_checkpoint=True)
+    other = trainer(make("standard"), tmp_path, 5, NormCallback())
+    with pytest.raises(ValueError, match="NormCallback: the checkpoint was trained in other modes"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="NormCallback: every must be at least 1; got 0"):
+        NormCallback(every=0)

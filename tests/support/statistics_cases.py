@@ -1,0 +1,73 @@
+"""What each of two processes checks about running statistics."""
+
+import torch
+from torch import nn
+
+from normplug import doctor, recalibrate, swap, sync_buffers
+
+
+def net(kind=nn.BatchNorm2d):
+    torch.manual_seed(0)
+    norms = kind(4, track_running_stats=True), kind(6, track_running_stats=True)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), norms[0], nn.ReLU(), nn.Conv2d(4, 6, 3), norms[1])
+
+
+def images(count, seed=1):
+    torch.manual_seed(seed)
+    return torch.randn(count, 3, 9, 9) * 2 + 1
+
+
+def statistics(model):
+    return {k: v.clone() for k, v in model.state_dict().items() if "running" in k or "num_" in k}
+
+
+def recalibrated(rank, world, device):
+    """Each process has another part of the data, of another size."""
+    model = swap(net())
+    data = images(12)
+    own = [data[:4], data[4:8]] if rank == 0 else [data[8:]]
+    rows = list(recalibrate(model, own))
+    return statistics(model), [row.calls for row in rows]
+
+
+def synchronised(rank, world, device):
+    """Process 1 has counted three batches for process 0's one. The weights are 1/4 and 3/4."""
+    model = net()
+    for layer in (model[1], model[4]):
+        layer.running_mean.fill_(4.0 * rank)
+        layer.running_var.fill_(1.0 + rank)
+        layer.num_batches_tracked.fill_(1 + 2 * rank)
+    assert sync_buffers(model) is model
+    return statistics(model)
+
+
+def joined(rank, world, device):
+    """Process 1 has a bad batch, and then none."""
+    model = swap(net(), sync=True, statistics="safe")
+    found = [statistics(model)]
+    for bad in (True, False):
+        x = images(4, seed=rank)
+        if bad and rank == 1:
+            x[0, 0, 4, 4] = float("nan")
+        model(x)
+        found.append(statistics(model))
+    return found
+
+
+def examined(rank, world, device):
+    """Process 1 has other statistics in one layer."""
+    model = net()
+    model[0].bias = model[3].bias = None
+    for seed in range(30):
+        model(images(16, seed))
+    model[1].running_mean += 0.1 * rank
+    before = [tuple(row) for row in doctor(model, images(16))]
+    return before, [tuple(row) for row in doctor(sync_buffers(model), images(16))]
+
+
+def evaluated(rank, world, device):
+    """The output in evaluation, before and after a synchronisation."""
+    model = swap(net())
+    model(images(8, seed=rank))
+    before = model.eval()(images(4)).detach()
+    return before, sync_buffers(model)(images(4)).detach()
