@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,3 +51,35 @@ def laid_out_like(tensor: Tensor, x: Tensor) -> Tensor:
     if lies_like(tensor, x):
         return tensor
     return tensor.contiguous() if x.is_contiguous() else torch.empty_like(x).copy_(tensor)
+
+
+class Levels(NamedTuple):
+    """Where row r begins, in values, if rows have strides on two levels or on three.
+
+        (g // heads) * outer + (g % heads) * middle + (r % inner) * step        g = r // inner
+
+    `heads` and `middle` describe the heads of an attention. They are compiled into a kernel; the
+    rest is not.
+    """
+
+    inner: int
+    outer: int
+    step: int
+    heads: int = 1
+    middle: int = 0
+
+    def goes_with(self, other: Levels) -> bool:
+        """Whether one launch can take both."""
+        return self.inner == other.inner and (
+            self.heads == other.heads or 1 in (self.heads, other.heads)
+        )
+
+    def dense(self, rows: int, width: int) -> bool:
+        """Whether `rows` rows of `width` values leave no gaps."""
+        if self.heads == 1:
+            return self.outer == width and self.step == rows // self.inner * width
+        within = self.heads * width
+        return self.middle == width and self.step == within and self.outer == self.inner * within
+
+
+Spacing = int | Levels  # of rows: one stride from each to the next, or strides on levels

@@ -64,11 +64,7 @@ class Job(NamedTuple):
 
 @cache
 def most_workers() -> int:
-    """How many kernels to compile at once in other processes.
-
-    Raises:
-        ValueError: `NORMPLUG_COMPILE_WORKERS` is not an integer, or below 0.
-    """
+    """How many kernels to compile at once in other processes."""
     wanted = os.environ.get("NORMPLUG_COMPILE_WORKERS", "")
     if wanted and not wanted.isdecimal():
         raise ValueError(

@@ -65,9 +65,6 @@ class Launch:
 
     A kernel's tensors come first, then its numbers, then its constants. `grid` programs have
     `warps` warps each. The programs of a `cooperative` launch all run at once.
-
-    Raises:
-        TypeError: An argument has no value, or a given name is not an argument.
     """
 
     def __init__(
@@ -224,13 +221,7 @@ class Workspace:
         """The default stream's workspace, grown to at least `counters` and `room` elements."""
         key = (device.index, dtype)
         kept = cls._kept.get(key)
-        if kept is None or not kept.fits(counters, room):
-            if kept is not None:
-                counters = max(counters, kept.counters.numel())
-                room = max(room, kept.partial.numel())
-            kept = cls._kept[key] = cls(device, dtype, max(counters, 4096), max(room, 1 << 16))
+        has = (4096, 1 << 16) if kept is None else (kept.counters.numel(), kept.partial.numel())
+        if kept is None or counters > has[0] or room > has[1]:
+            kept = cls._kept[key] = cls(device, dtype, max(counters, has[0]), max(room, has[1]))
         return kept
-
-    def fits(self, counters: int, room: int) -> bool:
-        """Whether both buffers are large enough."""
-        return self.counters.numel() >= counters and self.partial.numel() >= room

@@ -197,14 +197,12 @@ def ready_flag(counters_ptr, unit, UNITS, ITEMS):
 
 
 @triton.jit
-def _finish_columns(
-    gradient_ptr, parts_ptr, which, stretch, WIDTH, PARTS, factor, SUMS, F, FINISH, ACC
-):
-    """Store a stretch of FINISH columns of a gradient, the sum of its parts times `factor`.
+def _finish_columns(gradient_ptr, parts, which, factor, SUMS, F, FINISH, ACC):
+    """Store a stretch of FINISH columns of a gradient: row `which` of all parts, times `factor`.
 
-    Each of PARTS parts has SUMS rows of WIDTH sums, of which row `which` belongs to this gradient.
     Parts are added F at a time, in order.
     """
+    parts_ptr, stretch, WIDTH, PARTS = parts
     columns = stretch * FINISH + tl.arange(0, FINISH)
     live = columns < WIDTH
     total = tl.zeros([F, FINISH], ACC)
@@ -227,18 +225,11 @@ def finish_gradients(
     Each of PARTS parts has SUMS rows of WIDTH sums, in the order of the gradients. ROOT: the sums
     for dweight lack the factor root.
     """
+    parts = parts_ptr, stretch, WIDTH, PARTS
     if DWEIGHT:
-        _finish_columns(
-            dweight_ptr, parts_ptr, 0, stretch, WIDTH, PARTS, scalar(root, ACC) if ROOT else 1.0,
-            SUMS, FAN_IN, FINISH, ACC,
-        )  # fmt: skip
+        factor = scalar(root, ACC) if ROOT else 1.0
+        _finish_columns(dweight_ptr, parts, 0, factor, SUMS, FAN_IN, FINISH, ACC)
     if DBIAS:
-        _finish_columns(
-            dbias_ptr, parts_ptr, SUMS - 1 - DINPUT_BIAS, stretch, WIDTH, PARTS, 1.0, SUMS, FAN_IN,
-            FINISH, ACC,
-        )  # fmt: skip
+        _finish_columns(dbias_ptr, parts, SUMS - 1 - DINPUT_BIAS, 1.0, SUMS, FAN_IN, FINISH, ACC)
     if DINPUT_BIAS:
-        _finish_columns(
-            dinput_bias_ptr, parts_ptr, SUMS - 1, stretch, WIDTH, PARTS, 1.0, SUMS, FAN_IN, FINISH,
-            ACC,
-        )  # fmt: skip
+        _finish_columns(dinput_bias_ptr, parts, SUMS - 1, 1.0, SUMS, FAN_IN, FINISH, ACC)

@@ -38,11 +38,7 @@ def kernel(function):
 @triton.jit
 def scalar(value, ACC):
     """Decode a number from the host, which passes a float64 as bits: kernels take no float64."""
-    if ACC == tl.float64:
-        number = value.to(tl.int64).to(tl.float64, bitcast=True)
-    else:
-        number = value
-    return number
+    return value.to(tl.int64).to(tl.float64, bitcast=True) if ACC == tl.float64 else value
 
 
 @triton.jit
@@ -85,6 +81,14 @@ def _add_pairs(a, b, c, d):
 def sum_both(a, b, AXIS):
     """Sum a and b over an axis, in one exchange between threads."""
     return tl.reduce((a, b), AXIS, _add_pairs)
+
+
+@triton.jit
+def load_both(pointer, places, live, COUNT):
+    """Load two numbers per place, COUNT apart, which another program may have stored."""
+    a = tl.load(pointer + places, mask=live, other=0.0, cache_modifier=".cg")
+    b = tl.load(pointer + COUNT + places, mask=live, other=0.0, cache_modifier=".cg")
+    return a, b
 
 
 @triton.jit

@@ -181,10 +181,10 @@ class BatchNormSpec(NamedTuple):
         activation = _activations.parts(self.activation)
         numbers = (self.training, self.eps, self.target_variance, *activation)
         if pool is None:
-            y, stats, *_ = _plain(*tensors, *numbers, [], number)
+            y, stats, *_ = _plain(*tensors, *numbers, [], number, False)
         else:
             window = [*pool.kernel, *pool.stride, *pool.padding, int(pool.ceil_mode)]
-            y, stats, *_ = _pooled(*tensors, *numbers, window, number)
+            y, stats, *_ = _pooled(*tensors, *numbers, window, number, False)
         if self.training and mean is not None and var is not None:
             c = t.x.shape[1]
             with torch.no_grad():

@@ -21,15 +21,7 @@ from normplug._kernels.batch_norm import launches, schedule, windows
 from normplug._kernels.launch import COOPERATIVE, Launch
 from normplug._layouts import is_channels_last, lies_like
 from normplug._ops import eligible, peers, stock
-from normplug._ops.plans import (
-    RUNNING,
-    Needs,
-    Plan,
-    Program,
-    gradients_of,
-    named,
-    strides_of,
-)
+from normplug._ops.plans import RUNNING, Needs, Plan, Program, gradients_of, named, strides_of
 from normplug._ops.spec import Pool, Tensors
 from normplug.reference import accumulator_dtype
 

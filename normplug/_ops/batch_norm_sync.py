@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from normplug import _activations, _checks
-from normplug._layouts import dense, is_channels_last, laid_out_like
 from normplug._ops import eligible, peers, stock
 from normplug._ops.batch_norm import BatchNormSpec, channel_stats
 from normplug._ops.call import call
@@ -142,51 +141,24 @@ class _SyncBatchNorm(torch.autograd.Function):
         x, weight, mean, rstd, n = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
-        if dy is None:
-            dy = torch.zeros_like(x)
-        by_operators, dims = _has_operators(x), channel_dims(x)
-        if by_operators:
-            x = dense(x)
-            dy = laid_out_like(dy, x)
-            given = (dy, x, mean, rstd, None, True, False, False)
-            sums = torch.cat(torch.batch_norm_backward_reduce(*given)[:2])
-        else:
-            dtype, dy = x.dtype, dy.to(mean.dtype)
-            x = x.to(mean.dtype) - per_channel(mean, x)  # from here on, centred
-            sums = torch.cat([dy.sum(dims), (dy * x).sum(dims)])
+        acc, dims = mean.dtype, channel_dims(x)
+        dy = torch.zeros_like(x, dtype=acc) if dy is None else dy.to(acc)
+        centred = x.to(acc) - per_channel(mean, x)
+        sum_dy, sum_dy_centred = dy.sum(dims), (dy * centred).sum(dims)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            total = sums.clone()
+            total = torch.cat([sum_dy, sum_dy_centred])
             dist.all_reduce(total, group=ctx.group)
-            scale = torch.full_like(rstd, ctx.scale)
-            if weight is not None:
-                scale = weight.to(rstd.dtype) * scale
             mean_dy, mean_dy_centred = (total / n.clamp(min=1)).chunk(2)
-            if by_operators:
-                # The operator divides sums by int32 counts. These are means already: divide by 1.
-                one = torch.ones(1, dtype=torch.int32, device=x.device)
-                means = (mean_dy, mean_dy_centred, one)
-                dx = torch.batch_norm_backward_elemt(dy, x, mean, rstd, scale, *means)
-            else:
-                slope = per_channel(mean_dy_centred * rstd * rstd, x)
-                dy = dy - per_channel(mean_dy, x)
-                dx = ((dy - x * slope) * per_channel(scale * rstd, x)).to(dtype)
-        sum_dy, sum_dy_centred = sums.chunk(2)
+            scale = rstd * ctx.scale if weight is None else weight.to(acc) * ctx.scale * rstd
+            slope = per_channel(mean_dy_centred * rstd * rstd, x)
+            dx = dy - per_channel(mean_dy, x) - centred * slope
+            dx = (dx * per_channel(scale, x)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             dweight = (sum_dy_centred * rstd * ctx.scale).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             dbias = sum_dy.to(ctx.bias_dtype)
         return dx, dweight, dbias, None, None, None, None
-
-
-def _has_operators(x: Tensor) -> bool:
-    """Whether torch's operators for a synchronised backward can take x: only in eager CUDA."""
-    if eligible.is_compiling() or not x.is_cuda or x.numel() == 0:
-        return False
-    # For contiguous half input they round the mean to half: an error of 1e-3 (torch 2.11).
-    # They read channels_last of 4 and 5 dimensions only.
-    channels_last = x.dim() in (4, 5) and is_channels_last(x.shape, x.stride())
-    return channels_last or x.dtype == accumulator_dtype(x.dtype)
 
 
 def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:

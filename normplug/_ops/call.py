@@ -34,13 +34,10 @@ class Way(NamedTuple):
 
 
 def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = False) -> Any:
-    """Run a call, without the checks if its key is stored.
+    """Run a call, without the checks if its key is stored. It returns y, or (y, total).
 
     caller: the function's name, for errors. spec: see `normplug._ops.spec`. isolated: whether a
         compiler gains nothing by fusing the norm with its neighbours.
-
-    Returns:
-        y, or (y, total) for a norm of rows with a residual.
     """
     key: tuple[Any, ...] = ()
     if not torch.compiler.is_compiling():
@@ -94,11 +91,7 @@ def choose(
     isolated: bool = False,
     key: tuple[Any, ...] = (),
 ) -> Way:
-    """Choose how a checked call runs. key: of the call, if it is known.
-
-    Raises:
-        NotImplementedError: backend "triton" where the kernels cannot run.
-    """
+    """Choose how a checked call runs. key: of the call, if it is known."""
     backend = _checks.backend(caller, backend)
     if backend == "torch":
         return Way(spec.by_torch, t, "backend is 'torch'")
@@ -137,16 +130,14 @@ def key_of(t: Tensors, spec: Hashable, backend: Hashable) -> tuple[Any, ...]:
 
     () if an argument has no shape: a nested tensor, or not a tensor, which the checks refuse.
     """
-    key = [backend, spec]
     try:
-        for a in t:
-            if a is None:
-                key.append(None)
-            else:
-                key.append((a.shape, a.stride(), a.dtype, a.device, type(a), a.is_neg()))
+        layouts = [
+            None if a is None else (a.shape, a.stride(), a.dtype, a.device, type(a), a.is_neg())
+            for a in t
+        ]
     except (AttributeError, RuntimeError):
         return ()
-    return tuple(key)
+    return (backend, spec, *layouts)
 
 
 def made_once(key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -> Any:
@@ -169,10 +160,9 @@ def _description(way: Way, t: Tensors) -> str:
     """Which kernels run a call, and why, or from where they are launched."""
     if way.plan is None:
         return f"PyTorch's kernels, as {way.why}"
-    program = way.plan.forward_program(way.t, torch.is_grad_enabled())
+    jobs, _ = way.plan.jobs(way.t, torch.is_grad_enabled())
     kernels = ", ".join(
-        f"{job.kernel.__name__} with num_warps={job.options['num_warps']}"
-        for job in program.jobs(way.plan.acc)
+        f"{job.kernel.__name__} with num_warps={job.options['num_warps']}" for job in jobs
     )
     copied = "" if way.t is t else "copies to a layout that the kernels read, "
     status = native.status()

@@ -14,7 +14,7 @@ from normplug._activations import ActivationLike
 from normplug._layouts import dense, lies_like
 from normplug._ops import eligible, stock
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import Needs, Plan, Program, gradients_of, named
+from normplug._ops.plans import Needs, Plan, Program, accumulator_of, gradients_of, named
 from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype
 
@@ -116,15 +116,14 @@ class GroupNormSpec(NamedTuple):
         y, stats = OPERATORS.differentiable(
             t.x, None, t.weight, t.bias, None, None, None, None,
             self.groups, self.eps, self.target_variance, *_activations.parts(self.activation),
-            self.autocast, self.autocast_output,
+            self.autocast, self.autocast_output, False,
         )  # fmt: skip
         if t.running_mean is not None:
             self.update_by(t, stats)
         return y
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
-        present = (each.dtype for each in (t.x, t.weight, t.bias) if each is not None)
-        stats = t.x.new_empty(2 * t.x.shape[0] * self.groups, dtype=accumulator_dtype(*present))
+        stats = t.x.new_empty(2 * t.x.shape[0] * self.groups, dtype=accumulator_of(t))
         return torch.empty_like(dense(t.x), dtype=self.output_dtype(t.x.dtype)), stats
 
     def fake_dx(self, x: Tensor) -> Tensor:

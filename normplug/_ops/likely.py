@@ -57,15 +57,14 @@ def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
         # A layer of another family may refuse the input. No guess may fail the first call.
         with contextlib.suppress(Exception):
             for other, spec in _calls(layer, label, t, plan.spec):
-                key = key_of(other, spec, None)
-                if key in known:
+                if (key := key_of(other, spec, None)) in known:
                     continue
                 known.add(key)
                 its: Any = spec.plan(other)
                 its._machine = plan._machine
-                forward = its.forward_program(other, keep)
-                forwards += forward.jobs(its.acc)
-                backwards += its.backward_jobs(other, forward, keep)
+                forward, backward = its.jobs(other, keep)
+                forwards += forward
+                backwards += backward
     jobs = [*forwards, *reversed(backwards)]
     times = Counter(job.key for job in jobs)
     return sorted(jobs, key=lambda job: times[job.key] == 1)

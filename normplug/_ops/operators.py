@@ -41,10 +41,12 @@ class NormOperators:
         forward(*Tensors, spec) -> (y, [total,] *state)
         backward(dy, dtotal, x, residual, weight, bias, input_bias, *state, has_residual, spec,
                  needs) -> the gradients of these five that are needed
-        NAME(*Tensors, *numbers, [traced]) -> (y, [total,] *state)
+        NAME(*Tensors, *numbers, traced) -> (y, [total,] *state)
 
     If a norm has a total, the backward takes it as x, without a residual. `spec` is the text of the
-    numbers.
+    numbers. If `traced`, for a spec that can be, the forward is PyTorch's operations, its
+    `traced(t)`, which a compiler fuses with their neighbours. So is the backward, its
+    `traced_gradients`, if a pointwise operator makes dy.
 
     Args:
         name: in the namespace "normplug".
@@ -53,9 +55,6 @@ class NormOperators:
         spec: makes the spec from the numbers.
         has_total: whether the forward returns x + residual as well.
         updates_running: whether the forward updates the running statistics.
-        can_trace: whether NAME has the argument `traced`. If it is set, the forward is PyTorch's
-            operations, the spec's `traced(t)`, which a compiler fuses with their neighbours. So is
-            the backward, `traced_gradients`, if a pointwise operator makes dy.
     """
 
     def __init__(
@@ -67,10 +66,9 @@ class NormOperators:
         *,
         has_total: bool = False,
         updates_running: bool = False,
-        can_trace: bool = False,
     ) -> None:
-        self.has_total, self.can_trace = has_total, can_trace
-        self.results = 2 if has_total else 1  # y, and the total
+        self.has_total = has_total
+        self.results = 1 + has_total  # y, and the total
         self._states, self._spec = len(state), spec
         self._specs: dict[str, Any] = {}
         tensors = f"Tensor x, {_AFFINE}, {_UPDATED if updates_running else _RUNNING}"
@@ -86,7 +84,7 @@ class NormOperators:
         torch.library.register_fake(self.forward._name, self._fake_forward, lib=_library)
         torch.library.register_fake(self.backward._name, self._fake_backward, lib=_library)
         native.operators[name] = self._forward, self._backward
-        whole = f"({tensors}, {numbers}{', bool traced' if can_trace else ''}) -> ({outputs})"
+        whole = f"({tensors}, {numbers}, bool traced) -> ({outputs})"
         apply = partial(_Differentiable.apply, self)
         self.differentiable = self._define(name, whole, apply, "CompositeImplicitAutograd")
 
@@ -155,14 +153,11 @@ class NormOperators:
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operators: NormOperators, *arguments: Any) -> tuple[Tensor, ...]:
-        t, numbers = Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
+        t, (*numbers, ctx.traced) = Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
         ctx.others = [None] * (len(arguments) - _INPUTS)
-        traced = operators.can_trace and numbers[-1]
-        if operators.can_trace:
-            numbers = numbers[:-1]
-        ctx.operators, ctx.text, ctx.traced = operators, operators.text_of(numbers), traced
+        ctx.operators, ctx.text = operators, operators.text_of(numbers)
         ctx.spec = operators.spec(ctx.text)
-        outputs = ctx.spec.traced(t) if traced else operators.forward(*t, ctx.text)
+        outputs = ctx.spec.traced(t) if ctx.traced else operators.forward(*t, ctx.text)
         x, residual, *vectors = arguments[:_INPUTS]
         ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
         ctx.has_residual = residual is not None and not operators.has_total

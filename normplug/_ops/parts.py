@@ -61,11 +61,9 @@ def run_sharded(
 
     own, residual = (local(value, placements, placements) for value in (x, t.residual))
     vectors = [local(value, whole, summed) for value in (t.weight, t.bias, t.input_bias)]
-    statistics = [
-        _statistic(caller, "running_mean", t.running_mean),
-        _statistic(caller, "running_var", t.running_var),
-        _statistic(caller, "num_batches_tracked", t.tracked),
-    ]
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    given = zip(names, (t.running_mean, t.running_var, t.tracked), strict=True)
+    statistics = [_statistic(caller, name, value) for name, value in given]
     result = call(Tensors(own, residual, *vectors, *statistics))
     if isinstance(result, tuple):
         return tuple(_joined(y, x, placements) for y in result)

@@ -142,13 +142,12 @@ class Program:
         for slot, shape, stride, dtype in self.empties:
             slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         if self.steps:
-            stream, work = plan.workspace(self.scratch)
-            slots[_PARTIAL], slots[_COUNTERS] = work.partial, work.counters
-            if recordings and (jobs := jobs_of(work.partial)) is not None:
-                for launch, _, pick in self.steps:
-                    job = launch.job([t.dtype for t in pick(slots)])
+            if recordings and (jobs := jobs_of(slots[self.steps[0].slots[0]])) is not None:
+                for job in self.jobs(plan.acc):
                     jobs.setdefault(job.key, job)
                 return
+            stream, work = plan.workspace(self.scratch)
+            slots[_PARTIAL], slots[_COUNTERS] = work.partial, work.counters
             for launch, _, pick in self.steps:
                 launch(stream, *pick(slots))
         if self.updates:
@@ -159,6 +158,11 @@ class Program:
         """The jobs that compile the kernels; accumulator: the dtype of partial results."""
         dtypes = {_PARTIAL: accumulator, _COUNTERS: torch.int64, **self._dtypes}
         return [launch.job([dtypes[slot] for slot in slots]) for launch, slots, _ in self.steps]
+
+
+def accumulator_of(t: Tensors) -> torch.dtype:
+    """The dtype of a call's sums: float64 if an input is."""
+    return accumulator_dtype(*(None if a is None else a.dtype for a in t[:_INPUTS]))
 
 
 def named(t: Tensors) -> dict[str, Tensor]:
@@ -197,7 +201,7 @@ class Plan:
 
     def __init__(self, t: Tensors, spec: Any) -> None:
         self.spec = spec
-        self.acc = accumulator_dtype(*(None if a is None else a.dtype for a in t[:_INPUTS]))
+        self.acc = accumulator_of(t)
         self.device = t.x.device
         # The GPU that must be current at a launch; None on the CPU.
         self.gpu = self.device.index if t.x.is_cuda else None
@@ -235,7 +239,7 @@ class Plan:
             found = self._programs[keep] = self.forward_program(call, keep)
             is_on_gpu = self.gpu is not None and not recordings
             if is_on_gpu and not torch.cuda.is_current_stream_capturing():
-                self._expect_next(call, found, keep)
+                self._expect_next(call, keep)
         return found
 
     def backward_of(
@@ -261,48 +265,46 @@ class Plan:
         pairs = zip(self._given_slots, given, strict=False)
         return {SLOTS[slot]: t for slot, t in pairs if t is not None}
 
-    def _expect_next(self, t: Tensors, forward: Program, keep: bool) -> None:
+    def _expect_next(self, t: Tensors, keep: bool) -> None:
         """Have worker processes compile what follows the first kernel, which this process compiles.
 
         It is the rest of the call, and then the calls that are likely to follow.
         """
         from normplug._kernels import ahead
 
-        jobs = [*forward.jobs(self.acc)[1:], *self.backward_jobs(t, forward, keep)]
+        forward, backward = self.jobs(t, keep)
+        jobs = [*forward[1:], *backward]
         begun = [ahead.expect(job) for job in jobs]
         # If these are all compiled already, the others probably are, too.
         if any(begun) or not jobs:
             for job in likely.jobs_after(self, t, keep):
                 ahead.expect(job)
 
-    def backward_jobs(self, t: Tensors, forward: Program, keep: bool) -> list[ahead.Job]:
-        """The kernels of a forward's backward, if it computes all gradients.
+    def jobs(self, t: Tensors, keep: bool) -> tuple[list[ahead.Job], list[ahead.Job]]:
+        """The kernels of a forward, and of its backward if it computes all gradients.
 
-        It assumes that dy has the strides of y, or of an input with its rows in another order, as
+        The backward's dy has the strides of y, or of an input with its rows in another order, as
         after an attention. The total often has no gradient. keep: see `forward_program`.
         """
-        jobs: list[ahead.Job] = []
+        program = self._programs.get(keep) or self.forward_program(t, keep)
+        forward, backward = program.jobs(self.acc), list["ahead.Job"]()
         needs = tuple(a is not None and a.requires_grad for a in t[:_INPUTS])
         if not keep or not any(needs):
-            return jobs
+            return forward, backward
         slots: list[Any] = [*t, *BLANKS]
-        for slot, shape, stride, dtype in forward.empties:
+        for slot, shape, stride, dtype in program.empties:
             slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        saved, y = [slots[slot] for slot in forward.saved], slots[_Y]
+        saved, y = [slots[slot] for slot in program.saved], slots[_Y]
         alike = [torch.empty_like(a, device="meta") for a in t[:2] if a is not None]
         strides = dict.fromkeys(a.stride() for a in (y, *alike) if a.shape == y.shape)
         for dy in (y.new_empty_strided(y.shape, stride) for stride in strides):
             for dtotal in (slots[_TOTAL], None) if self.has_total else (None,):
-                jobs += self.backward_of(saved, dy, dtotal, needs).jobs(self.acc)
-        return jobs
+                backward += self.backward_of(saved, dy, dtotal, needs).jobs(self.acc)
+        return forward, backward
 
     def run(self, t: Tensors) -> Any:
         """Run a call, and record it for autograd if gradients are enabled."""
-        x, residual = t.x, t.residual
-        if unwrap_if_dead(x) is not x or (
-            residual is not None and unwrap_if_dead(residual) is not residual
-        ):
-            t = unwrapped(t)
+        t = unwrapped(t)
         if native._extension is not None and (result := native.run(self, t)) is not None:
             return result
         if not torch.is_grad_enabled():
@@ -357,7 +359,7 @@ class Plan:
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
         if self.mark:
             self.spec.peers.take_turn(stream)
-        if stream != 0 or self.gpu is None or recordings:  # recordings use fake tensors
+        if stream != 0 or self.gpu is None:
             return stream, Workspace(self.device, self.acc, *scratch)
         work = self._workspaces.get(scratch)
         if work is None:

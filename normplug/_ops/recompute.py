@@ -66,14 +66,6 @@ def _hook() -> Any:
     return (top_saved_tensors_hooks(True) or (None,))[0]
 
 
-def _recipe(
-    make: Callable[[], Tensor], copy: Callable[[Tensor], Tensor] | None, t: Tensor
-) -> Callable[[], Tensor]:
-    """The function that makes t: the y that `make` returns, a copy of it, or a view of either."""
-    view = (t.size(), t.stride(), t.storage_offset())
-    return lambda: (make() if copy is None else copy(make())).as_strided(*view)
-
-
 def _cast(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, y: Tensor) -> Tensor:
     return y.new_empty_strided(size, stride, dtype=dtype).copy_(y.view(size))
 
@@ -103,23 +95,31 @@ class _Pack:
         return t.detach(), t._version
 
     def _recipe(self, t: Tensor) -> Callable[[], Tensor] | None:
-        y = self.y
+        """The function that makes t: y, a copy of it, or a view of either; None if none does."""
+        y, make, copy = self.y, self._make, None
         assert y is not None
-        assert self._make is not None
+        assert make is not None
         if y._version != self._version:
             return None
         if t.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
-            unchanged = t.dtype == y.dtype and t._version == y._version
-            return _recipe(self._make, None, t) if unchanged else None
+            if t.dtype != y.dtype or t._version != y._version:
+                return None
+        elif (copy := self._copy(t, y)) is None:
+            return None
+        view = (t.size(), t.stride(), t.storage_offset())
+        return lambda: (make() if copy is None else copy(make())).as_strided(*view)
+
+    def _copy(self, t: Tensor, y: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """The function that makes t, or what t is a view of, from y; None if none does."""
         source = t if t._base is None else t._base
         if source._version != 0 or source.dtype != t.dtype or source.device != y.device:
             return None
-        copy = self._copy(source, y.dtype)
-        return None if copy is None else _recipe(self._make, copy, t)
-
-    def _copy(self, source: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """The function that makes `source` from y, whose dtype is `dtype`; None if none does."""
-        nodes = _history(source.grad_fn)
+        # The `grad_fn` of an operation, of its first input, and of that one's first input.
+        nodes: list[Any] = []
+        node: Any = source.grad_fn
+        while node is not None and len(nodes) < 3:
+            nodes.append(node)
+            node = node.next_functions[0][0] if node.next_functions else None
         names = [node.name() for node in nodes]
         # The cast that autocast makes, of y or of a view of it. A linear layer may save a view of
         # the cast as a matrix of rows.
@@ -128,7 +128,7 @@ class _Pack:
             if of_view or self._reads_y(nodes[0]):
                 return partial(_cast, source.size(), source.stride(), source.dtype)
         # The copy that a linear layer makes of a tensor permuted by attention, as a matrix of rows.
-        is_plain = source.dtype == dtype and source.is_contiguous()
+        is_plain = source.dtype == y.dtype and source.is_contiguous()
         permuted = ["UnsafeViewBackward0", "CloneBackward0", "TransposeBackward0"]
         if is_plain and names == permuted and self._reads_y(nodes[2]):
             return partial(_permuted, (nodes[2]._saved_dim0, nodes[2]._saved_dim1))
@@ -138,15 +138,6 @@ class _Pack:
         """Whether y is the first input of the operation with this `grad_fn`."""
         # The total of the same norm has the same `grad_fn`, as its result 1.
         return bool(node.next_functions) and node.next_functions[0] == (self._node, 0)
-
-
-def _history(node: Any) -> list[Any]:
-    """The `grad_fn` of an operation, of its first input, and of that one's first input."""
-    found: list[Any] = []
-    while node is not None and len(found) < 3:
-        found.append(node)
-        node = node.next_functions[0][0] if node.next_functions else None
-    return found
 
 
 def _unpack(kept: Callable[[], Tensor] | tuple[Tensor, int]) -> Tensor:

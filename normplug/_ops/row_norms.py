@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._layouts import is_contiguous
+from normplug._layouts import Levels, Spacing, is_contiguous
 from normplug._ops import eligible, parts, stock
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import (
@@ -21,6 +21,7 @@ from normplug._ops.plans import (
     Needs,
     Plan,
     Program,
+    accumulator_of,
     gradients_of,
     named,
     strides_of,
@@ -31,7 +32,6 @@ from normplug.reference import accumulator_dtype, rms_eps
 if TYPE_CHECKING:
     from normplug._kernels.launch import Launch
     from normplug._kernels.layer_norm import launches
-    from normplug._kernels.layer_norm.launches import Spacing
 
 _OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 
@@ -130,7 +130,7 @@ class LayerNormSpec(NamedTuple):
             moment = rows.to(accumulator_dtype(total.dtype)).square().mean()
             stock.update_running(t, self.momentum, None, moment)
         if self.weight_offset or self.rounding is not None:
-            return composed_rms_norm(total, t.weight, self)
+            return self.by_formula(total, t)[0]
         promotes = autocast is None or self.autocast_output == "low"
         h, weight, _ = stock.prepared(total, t.weight, None, self.target_variance, shape, promotes)
         eps = self.eps if h.dtype == total.dtype else rms_eps(total.dtype, self.eps)
@@ -172,26 +172,47 @@ class LayerNormSpec(NamedTuple):
     def traced(self, t: Tensors) -> tuple[Tensor, ...]:
         """What the forward operator returns, by PyTorch's operations, which a compiler fuses."""
         total = t.x if t.residual is None else t.x + t.residual
-        vectors = (t.residual, t.weight, t.bias, t.input_bias)
-        present = (v.dtype for v in (t.x, *vectors) if v is not None)
-        acc, dims = accumulator_dtype(*present), tuple(range(-len(self.normalized_shape), 0))
-        h = total.to(acc)
+        y, mean, var, rstd = self.by_formula(total, t)
+        if t.running_var is not None:
+            average = None if mean is None else mean.mean()
+            stock.update_running(t, self.momentum, average, var.mean())
+        stats = rstd.flatten() if mean is None else torch.cat((mean.flatten(), rstd.flatten()))
+        return (y, stats) if t.residual is None else (y, total, stats)
+
+    def by_formula(self, total: Tensor, t: Tensors) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """The norm of `total`, in its library's order of operations; mean, var and rstd of rows.
+
+        An RMSNorm has no mean. t: the call, for its weight, bias and input bias.
+        """
+        acc, weight = accumulator_of(t), t.weight
+        dims = tuple(range(-len(self.normalized_shape), 0))
+        h, mean = total.to(acc), None
         if t.input_bias is not None:
             h = h + t.input_bias
-        mean = None
         if self.centred:
             var, mean = torch.var_mean(h, dims, correction=0, keepdim=True)
             h = h - mean
         else:
             var = h.square().mean(dims, keepdim=True)
         rstd = torch.rsqrt(var + rms_eps(total.dtype, self.eps))
-        y = _scaled(h * rstd, total.dtype, t.weight, t.bias, self)
-        if t.running_var is not None:
-            stock.update_running(
-                t, self.momentum, None if mean is None else mean.mean(), var.mean()
-            )
-        stats = rstd.flatten() if mean is None else torch.cat((mean.flatten(), rstd.flatten()))
-        return (y, stats) if t.residual is None else (y, total, stats)
+        y, dtype = h * rstd, None if weight is None else weight.dtype
+        rounded, root = self.rounds_to(total.dtype, dtype), math.sqrt(self.target_variance)
+        if weight is not None:
+            weight = weight.to(acc)
+            weight = weight + self.weight_offset if self.weight_offset else weight
+        if root != 1.0:
+            # With no rounding in between, the bits equal a stock layer's with this weight.
+            if weight is None or rounded not in (None, acc):
+                y = y * root
+            else:
+                weight = weight * root
+        if rounded is not None:
+            y = y.to(rounded).to(acc)
+        if weight is not None:
+            y = y * weight
+        if t.bias is not None:
+            y = y + t.bias
+        return y.to(self.output_dtype(total.dtype, dtype)), mean, var, rstd
 
     def traced_gradients(
         self, dy: Tensor, dtotal: Tensor | None, x: Tensor, *others: Any
@@ -202,24 +223,23 @@ class LayerNormSpec(NamedTuple):
         lead = x.shape[: x.dim() - len(shape)]
         mean, rstd = stats.view(2, *lead, *[1] * len(shape))
         h = x.to(acc) if input_bias is None else x.to(acc) + input_bias
-        dy = dy.to(acc) if weight is not None else dy.to(acc) * root
-        wide = (v if v is None else v.to(acc) for v in (weight, bias))
-        scale, shift = next(wide), next(wide)
-        scale = scale if scale is None else scale * root
+        dy = dy.to(acc) * root if weight is None else dy.to(acc)
+        scale = None if weight is None else weight.to(acc) * root
+        shift = None if bias is None else bias.to(acc)
         mask = [needs[0] or needs[4], needs[2], needs[3]]
         dh, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             dy, h, shape, mean, rstd, scale, shift, mask
         )
-        found = {}
+        found = []
         if needs[0]:
-            found[0] = (dh if dtotal is None else dh + dtotal).to(x.dtype)
+            found.append((dh if dtotal is None else dh + dtotal).to(x.dtype))
         if needs[2]:
-            found[2] = (dweight * root).to(weight.dtype)
+            found.append((dweight * root).to(weight.dtype))
         if needs[3]:
-            found[3] = dbias.to(bias.dtype)
+            found.append(dbias.to(bias.dtype))
         if needs[4]:
-            found[4] = dh.sum(tuple(range(len(lead)))).to(input_bias.dtype)
-        return list(found.values())
+            found.append(dh.sum(tuple(range(len(lead)))).to(input_bias.dtype))
+        return found
 
     def compiled(self, t: Tensors, isolated: bool) -> Callable[[Tensors], Any] | None:
         """For a LayerNorm, the backward alone by an operator, unless a pointwise operator makes dy.
@@ -253,9 +273,8 @@ class LayerNormSpec(NamedTuple):
         return y.view(shape), total.view(shape)
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
-        x, residual, weight, bias, input_bias, *_ = t
-        present = (each for each in (x, residual, weight, bias, input_bias) if each is not None)
-        acc = accumulator_dtype(*(each.dtype for each in present))
+        x, residual, weight, *_ = t
+        acc = accumulator_of(t)
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         rows = math.prod(x.shape[: x.dim() - len(self.normalized_shape)])
         stats = x.new_empty(2 * rows if self.centred else rows, dtype=acc)
@@ -272,38 +291,8 @@ class LayerNormSpec(NamedTuple):
 
 
 def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> Tensor:
-    """An RMSNorm that torch has no operator for, with its library's order of operations."""
-    acc = accumulator_dtype(h.dtype, None if weight is None else weight.dtype)
-    wide, dims = h.to(acc), tuple(range(-len(spec.normalized_shape), 0))
-    rstd = torch.rsqrt(wide.square().mean(dims, keepdim=True) + rms_eps(h.dtype, spec.eps))
-    return _scaled(wide * rstd, h.dtype, weight, None, spec)
-
-
-def _scaled(
-    y: Tensor, total: torch.dtype, weight: Tensor | None, bias: Tensor | None, spec: LayerNormSpec
-) -> Tensor:
-    """The result of a norm, from normalised values y in the accumulator dtype.
-
-    total: the dtype of the tensor that was normalised.
-    """
-    acc, dtype = y.dtype, None if weight is None else weight.dtype
-    rounded, root = spec.rounds_to(total, dtype), math.sqrt(spec.target_variance)
-    if weight is not None:
-        weight = weight.to(acc)
-        weight = weight + spec.weight_offset if spec.weight_offset else weight
-    if root != 1.0:
-        # With no rounding in between, the bits equal a stock layer's with this weight.
-        if weight is None or rounded not in (None, acc):
-            y = y * root
-        else:
-            weight = weight * root
-    if rounded is not None:
-        y = y.to(rounded).to(acc)
-    if weight is not None:
-        y = y * weight
-    if bias is not None:
-        y = y + bias
-    return y.to(spec.output_dtype(total, dtype))
+    """An RMSNorm that torch has no operator for."""
+    return spec.by_formula(h, Tensors(h, None, weight))[0]
 
 
 def _row_statistics(
@@ -338,15 +327,7 @@ _NUMBERS = (
     "ScalarType? autocast, str autocast_output, bool centred, float weight_offset, str? rounding"
 )
 PLAIN, ADD = (
-    NormOperators(
-        name,
-        _NUMBERS,
-        ("stats",),
-        _spec_of,
-        has_total=has_total,
-        updates_running=True,
-        can_trace=True,
-    )  # fmt: skip
+    NormOperators(name, _NUMBERS, ("stats",), _spec_of, has_total=has_total, updates_running=True)
     for name, has_total in (("layer_norm", False), ("add_layer_norm", True))
 )
 # For torch.compile, which guards on each attribute that it reads.
@@ -400,12 +381,11 @@ class LayerNormPlan(Plan):
     def _spacing(self, t: Tensor | None) -> Any:
         return None if t is None else row_spacing(t.shape, t.stride(), self._row_dims)
 
-    def _forward(
-        self, flags: launches.Flags, strides: launches.Strides
-    ) -> tuple[Launch, tuple[int, int]]:
-        """The launch of a forward, and its scratch memory."""
+    def _forward(self, flags: launches.Flags, *spacings: Any) -> tuple[Launch, tuple[int, int]]:
+        """The launch of a forward, and its scratch memory. spacings: of x and the residual."""
         from normplug._kernels.layer_norm import launches, schedule
 
+        strides = launches.Strides(*spacings)
         sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
         shape = schedule.layer_norm_forward(*sizes, flags.running, self._machine[0])
         numbers = (0.0 if flags.given else self.spec.momentum or 0.0, *self._numbers)
@@ -413,10 +393,8 @@ class LayerNormPlan(Plan):
         return launch, launches.forward_scratch(shape, flags)
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        from normplug._kernels.layer_norm.launches import Strides
-
-        strides = Strides(self._spacing(t.x), self._spacing(t.residual))
-        launch, scratch = self._forward(replace(self._flags, stats=keep), strides)
+        spacings = self._spacing(t.x), self._spacing(t.residual)
+        launch, scratch = self._forward(replace(self._flags, stats=keep), *spacings)
         dense = (self._shape, self._strides)
         empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
         if keep:
@@ -435,13 +413,11 @@ class LayerNormPlan(Plan):
         )
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        from normplug._kernels.layer_norm.launches import Strides
-
         flags = replace(
             self._flags, given=True, stats=False, residual=False, running=False, tracked=False,
             cumulative=False,
         )  # fmt: skip
-        launch, _ = self._forward(flags, Strides(self._width))  # of the total
+        launch, _ = self._forward(flags, self._width)  # of the total
         y = (self._shape, self._strides, self._output_dtype)
         return Program(saved, (launch, {}), empties={"y": y})
 
@@ -515,8 +491,6 @@ class LayerNormPlan(Plan):
 
 def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> Spacing | None:
     """The spacing of rows; None if a row is not dense, or the kernels cannot express it."""
-    from normplug._kernels.layer_norm.launches import Levels
-
     outer = len(shape) - row_dims
     if not is_contiguous(shape[outer:], stride[outer:]):
         return None
@@ -544,8 +518,6 @@ def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> S
 
 def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
     """Whether rows, in any order, have no gaps between them. Their gradient then has none."""
-    from normplug._kernels.layer_norm.launches import Levels
-
     if isinstance(spacing, Levels):
         return spacing.dense(rows, width)
     return spacing == width
@@ -555,8 +527,6 @@ def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spa
     """The row spacing of t; None if no launch can take it together with the spacings `before`."""
     if t.is_contiguous():
         return width
-    from normplug._kernels.layer_norm.launches import Levels
-
     spacing = row_spacing(t.shape, t.stride(), row_dims)
     others = [each for each in before if isinstance(each, Levels)]
     if isinstance(spacing, Levels) and not all(map(spacing.goes_with, others)):

@@ -79,24 +79,17 @@ _started = False
 _lock = threading.Lock()  # one thread starts
 
 
-def _nothing(*arguments: Any) -> None:
+def _nothing(*arguments: Any) -> Any:
     """Stand in for a C++ function while calls run through Python."""
 
 
-# The functions of `host_path.cpp`, which `_kernels`, `_ops` and `modules` call.
-call: Any = _nothing  # (spec, backend, t): run a call that `keep` has stored, or return None
-keep: Any = _nothing  # (spec, backend, t, ready, run): store a call, if `run` is a plan's
-forward: Any = _nothing  # (module, input, residual, input_bias, *others): as `call`, for `learn`
-learn: Any = _nothing  # (spec, backend, t, module, input, ...): store a module's call
-run: Any = _nothing  # (plan, t): run a call by its plan
-keep_operator: Any = _nothing  # (spec, t, ready, plan): store the call of an operator
-forget: Any = _nothing  # (): drop all stored calls, since the Python cache has dropped its own
-recomputable_node: Any = _nothing  # (y): the C++ node that can recompute y, or None
-recompute: Any = _nothing  # (node): recompute the first result of such a node
+# The functions of `host_path.cpp`, which explains them. `_kernels`, `_ops` and `modules` call them.
 _FUNCTIONS = (
     *("call", "keep", "forward", "learn", "run", "keep_operator", "forget"),
     *("recomputable_node", "recompute"),
 )
+call = keep = forward = learn = run = keep_operator = forget = _nothing
+recomputable_node = recompute = _nothing
 
 
 def _use(extension: ModuleType | None) -> None:

@@ -24,32 +24,6 @@ inline Tensor readable(const Tensor& t) {
   return t._is_zerotensor() ? at::zeros(t.sizes(), t.options()) : t.resolve_neg();
 }
 
-struct NormBackward : public Node {
-  std::shared_ptr<Plan> plan;
-  std::vector<SavedVariable> saved;
-  std::mutex mutex;
-  bool total_has_gradient = false;
-
-  std::string name() const override { return "NormBackward"; }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex);
-    for (auto& each : saved) each.reset_data();
-  }
-
-  // The tensors that the forward saved, in the order that the Python `Plan` documents.
-  variable_list unpacked() {
-    std::lock_guard<std::mutex> lock(mutex);
-    variable_list found;
-    found.reserve(saved.size());
-    for (auto& each : saved) found.push_back(each.unpack(getptr()));
-    return found;
-  }
-
-  variable_list apply(variable_list&& grads) override;
-  Tensor recomputed();
-};
-
 inline Slots slots_of(const Plan& plan, const variable_list& saved) {
   Slots slots;
   for (size_t i = 0; i < saved.size(); ++i) slots[plan.saved_slots[i]] = saved[i];
@@ -80,35 +54,58 @@ inline variable_list run_backward(Plan& plan, const variable_list& saved, const 
   return gradients;
 }
 
-inline variable_list NormBackward::apply(variable_list&& grads) {
-  at::DeviceGuard device(plan->device);
-  variable_list found = unpacked(), gradients;
-  Tensor dy = grads[0], dtotal = total_has_gradient && grads.size() > 1 ? grads[1] : Tensor();
-  if (!plan->has_total && !dy.defined()) dy = input_metadata(0).zeros_like();
-  dy = readable(dy);
-  dtotal = readable(dtotal);
-  std::array<bool, kInputs> needs;
-  for (size_t i = 0; i < kInputs; ++i) needs[i] = next_edge(i).is_valid();
-  if (!at::GradMode::is_enabled()) return run_backward(*plan, found, dy, dtotal, needs);
-  py::gil_scoped_acquire gil;  // create_graph=True
-  for (py::handle each : plan->python.attr("composed_backward")(found, dy, dtotal,
-                                                               py::tuple(py::cast(needs)))) {
-    gradients.push_back(each.is_none() ? Tensor() : each.cast<Tensor>());
-  }
-  return gradients;
-}
+struct NormBackward : public Node {
+  std::shared_ptr<Plan> plan;
+  std::vector<SavedVariable> saved;
+  std::mutex mutex;
+  bool total_has_gradient = false;
 
-inline Tensor NormBackward::recomputed() {
-  at::DeviceGuard device(plan->device);
-  at::AutoGradMode no_grad(false);
-  variable_list found = unpacked();
-  auto program = find_program(*plan, "recompute", [&] {
-    return plan->python.attr("recompute_of")(found);
-  });
-  Slots slots = slots_of(*plan, found);
-  run(*plan, *program, slots);
-  return result_of(program->results[0], slots);
-}
+  std::string name() const override { return "NormBackward"; }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto& each : saved) each.reset_data();
+  }
+
+  // The tensors that the forward saved, in the order that the Python `Plan` documents.
+  variable_list unpacked() {
+    std::lock_guard<std::mutex> lock(mutex);
+    variable_list found;
+    found.reserve(saved.size());
+    for (auto& each : saved) found.push_back(each.unpack(getptr()));
+    return found;
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    at::DeviceGuard device(plan->device);
+    variable_list found = unpacked(), gradients;
+    Tensor dy = grads[0], dtotal = total_has_gradient && grads.size() > 1 ? grads[1] : Tensor();
+    if (!plan->has_total && !dy.defined()) dy = input_metadata(0).zeros_like();
+    dy = readable(dy);
+    dtotal = readable(dtotal);
+    std::array<bool, kInputs> needs;
+    for (size_t i = 0; i < kInputs; ++i) needs[i] = next_edge(i).is_valid();
+    if (!at::GradMode::is_enabled()) return run_backward(*plan, found, dy, dtotal, needs);
+    py::gil_scoped_acquire gil;  // create_graph=True
+    for (py::handle each : plan->python.attr("composed_backward")(found, dy, dtotal,
+                                                                 py::tuple(py::cast(needs)))) {
+      gradients.push_back(each.is_none() ? Tensor() : each.cast<Tensor>());
+    }
+    return gradients;
+  }
+
+  Tensor recomputed() {
+    at::DeviceGuard device(plan->device);
+    at::AutoGradMode no_grad(false);
+    variable_list found = unpacked();
+    auto program = find_program(*plan, "recompute", [&] {
+      return plan->python.attr("recompute_of")(found);
+    });
+    Slots slots = slots_of(*plan, found);
+    run(*plan, *program, slots);
+    return result_of(program->results[0], slots);
+  }
+};
 
 template <typename T>
 inline auto make_node() {
@@ -120,10 +117,10 @@ inline auto make_node() {
 }
 
 inline void make_history(const std::shared_ptr<Plan>& plan, const Program& program,
-                         const Slots& slots, const std::array<Tensor, kInputs>& inputs) {
+                         const Slots& slots) {
   auto node = make_node<NormBackward>();
-  node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2],
-                                                           inputs[3], inputs[4]));
+  node->set_next_edges(torch::autograd::collect_next_edges(slots[0], slots[1], slots[2], slots[3],
+                                                           slots[4]));
   node->plan = plan;
   const Tensor& y = slots[program.results[0].first];
   torch::autograd::set_history(y, node);
@@ -135,13 +132,8 @@ inline void make_history(const std::shared_ptr<Plan>& plan, const Program& progr
   }
   node->saved.reserve(program.saved.size());
   for (uint8_t slot : program.saved) {
-    const Tensor& t = slots[slot];
-    if (!t.defined()) {
-      node->saved.emplace_back();
-      continue;
-    }
     bool is_output = node->total_has_gradient && slot == program.results[1].first;
-    node->saved.emplace_back(t, is_output);
+    node->saved.emplace_back(slots[slot], is_output);
   }
 #ifdef NORMPLUG_NODE_CREATION_HOOKS
   torch::autograd::fire_node_creation_hooks(node);
@@ -164,18 +156,6 @@ inline std::shared_ptr<Program> run_kernels(Plan& plan, Slots& slots, bool keep)
   return program;
 }
 
-// Run a call by its plan, and record it for autograd. Call this without the GIL.
-inline std::shared_ptr<Program> run_forward(const std::shared_ptr<Plan>& plan, Slots& slots) {
-  at::DeviceGuard device(plan->device);
-  std::array<Tensor, kInputs> inputs;
-  for (size_t i = 0; i < kInputs; ++i) inputs[i] = slots[i];
-  bool keep = torch::autograd::compute_requires_grad(inputs[0], inputs[1], inputs[2], inputs[3],
-                                                     inputs[4]);
-  auto program = run_kernels(*plan, slots, keep);
-  if (keep) make_history(plan, *program, slots, inputs);
-  return program;
-}
-
 // Copy tensors to the given strides, run a call by its plan, and return the result.
 inline PyObject* call_plan(const std::shared_ptr<Plan>& plan, Slots& slots,
                            const Copies& copies = {}) {
@@ -183,7 +163,11 @@ inline PyObject* call_plan(const std::shared_ptr<Plan>& plan, Slots& slots,
   {
     py::gil_scoped_release no_gil;
     copy_tensors(copies, slots);  // which autograd records
-    program = run_forward(plan, slots);
+    at::DeviceGuard device(plan->device);
+    bool keep = torch::autograd::compute_requires_grad(slots[0], slots[1], slots[2], slots[3],
+                                                       slots[4]);
+    program = run_kernels(*plan, slots, keep);
+    if (keep) make_history(plan, *program, slots);
   }
   const auto& results = program->results;
   if (!plan->has_total) return THPVariable_Wrap(slots[results[0].first]);

@@ -42,11 +42,7 @@ mv -f "$LOG" "$NOTE"
 
 @cache
 def library() -> Path:
-    """The path of the compiled file, whether or not it exists yet.
-
-    Raises:
-        RuntimeError: it cannot be compiled on this platform.
-    """
+    """The path of the compiled file, whether or not it exists yet."""
     if sys.platform != "linux":
         raise RuntimeError(f"the host path in C++ needs Linux; this is {sys.platform}")
     folder = os.environ.get("NORMPLUG_CACHE_DIR") or Path(
@@ -70,9 +66,6 @@ def start_compiler(target: Path, *, again: bool = True) -> subprocess.Popen[byte
     """Start the compiler, which continues even if this process ends.
 
     again: whether to start it if it failed less than a day ago.
-
-    Raises:
-        RuntimeError: there is no compiler, it failed lately, or the result cannot be written.
     """
     note = target.with_suffix(_FAILED)
     if not again and note.exists() and time.time() - note.stat().st_mtime < _A_DAY:
@@ -102,11 +95,7 @@ def start_compiler(target: Path, *, again: bool = True) -> subprocess.Popen[byte
 
 
 def finish(process: subprocess.Popen[bytes], target: Path) -> None:
-    """Wait for a compilation.
-
-    Raises:
-        RuntimeError: it failed; the message says why.
-    """
+    """Wait for a compilation; a RuntimeError says why it failed."""
     process.wait()
     if not target.exists():  # another process may have compiled it
         raise RuntimeError(failure(target) or "the compiler was stopped")
@@ -166,11 +155,7 @@ def _import(path: str) -> ModuleType:
 
 
 def command(output: Path) -> list[str]:
-    """The compiler's command line: `CXX`, or the first of `_COMPILERS` that is found.
-
-    Raises:
-        RuntimeError: no compiler is found.
-    """
+    """The compiler's command line: `CXX`, or the first of `_COMPILERS` that is found."""
     wanted = os.environ.get("CXX", "").strip()
     commands = [shlex.split(wanted)] if wanted else [[name] for name in _COMPILERS]
     found = next((words for words in commands if shutil.which(words[0])), None)

@@ -146,10 +146,6 @@ inline Calls& calls() {
   return *stored;
 }
 
-inline PyObject* type_of(PyObject* object) {
-  return reinterpret_cast<PyObject*>(Py_TYPE(object));
-}
-
 // Read the call of a function; false if it must not be stored.
 inline bool read_call(PyObject* spec, PyObject* backend, PyObject* tensors, Reading& reading) {
   if (interposed() || !PyTuple_Check(tensors) || PyTuple_GET_SIZE(tensors) != kTensors) {
@@ -164,7 +160,7 @@ inline bool read_call(PyObject* spec, PyObject* backend, PyObject* tensors, Read
     PyErr_Clear();
     return false;
   }
-  reading.type = type_of(spec);
+  reading.type = reinterpret_cast<PyObject*>(Py_TYPE(spec));
   reading.values = {spec, backend};
   reading.hash = hash_of(static_cast<size_t>(start), reading.signature);
   return true;
@@ -190,7 +186,7 @@ inline bool read_module(PyObject* const* args, Py_ssize_t count, Reading& readin
   static PyObject* bias_name = PyUnicode_InternFromString("bias");
   PyObject *module = args[0], *input = args[1];
   if (count < 4 || !THPVariable_CheckExact(input) || interposed()) return false;
-  reading.type = type_of(module);
+  reading.type = reinterpret_cast<PyObject*>(Py_TYPE(module));
   auto names = py::reinterpret_steal<py::object>(PyObject_GetAttr(reading.type, reads_name));
   if (!names) {  // another thread has unswapped the layer
     PyErr_Clear();
@@ -230,23 +226,6 @@ inline bool read_module(PyObject* const* args, Py_ssize_t count, Reading& readin
   for (Py_ssize_t i = 4; i < count; ++i) reading.values.push_back(args[i]);
   reading.hash = hash_of(reinterpret_cast<size_t>(reading.type), reading.signature);
   return true;
-}
-
-// Which tensors of a module call the plan takes: all that are not None in `tensors`. nullopt if the
-// call cannot be stored: a tensor is not in the module, or a setting is a tensor, whose value may
-// change.
-inline std::optional<uint8_t> used_of(const Reading& reading, PyObject* tensors) {
-  uint8_t used = 0;
-  for (size_t i = 0; i < kTensors; ++i) {
-    PyObject* taken = PyTuple_GET_ITEM(tensors, i);
-    if (taken == Py_None) continue;
-    if (taken != reading.tensors[i]) return std::nullopt;  // such as a cast copy
-    used |= static_cast<uint8_t>(1u << i);
-  }
-  for (PyObject* value : reading.values) {
-    if (THPVariable_Check(value)) return std::nullopt;
-  }
-  return used;
 }
 
 }  // namespace normplug

@@ -65,20 +65,28 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // learn(spec, backend, t, module, input, residual, input_bias, *others): store the call of a module,
-// for `forward` to run, with the plan of the function call that it makes, if that is stored.
+// for `forward` to run, with the plan of the function call that it makes, if that is stored. Not if
+// a tensor of that call is not in the module (such as a cast copy), or a setting is a tensor, whose
+// value may change.
 PyObject* learn(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Reading function, module;
   bool is_read = read_call(args[0], args[1], args[2], function);
   const Way* found = is_read ? calls().find(function) : nullptr;
-  if (found != nullptr && read_module(args + 3, count - 3, module) &&
-      calls().find(module) == nullptr) {
-    Way way = *found;  // a copy: `store` may clear the stored calls
-    if (auto used = used_of(module, args[2])) {
-      way.used = *used;
-      calls().store(module, std::move(way));
-    }
+  if (found == nullptr || !read_module(args + 3, count - 3, module) ||
+      calls().find(module) != nullptr) {
+    Py_RETURN_NONE;
   }
+  Way way = *found;  // a copy: `store` may clear the stored calls
+  way.used = 0;
+  bool may_store = true;
+  for (size_t i = 0; i < kTensors; ++i) {
+    bool is_taken = function.tensors[i] != Py_None;
+    may_store &= !is_taken || function.tensors[i] == module.tensors[i];
+    way.used |= is_taken << i;
+  }
+  for (PyObject* value : module.values) may_store &= !THPVariable_Check(value);
+  if (may_store) calls().store(module, std::move(way));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

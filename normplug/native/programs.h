@@ -126,8 +126,7 @@ struct Program {
   std::vector<Step> steps;
   std::vector<Result> results;
   std::vector<uint8_t> saved, updates;  // updates: the slots updated in place
-  py::object scratch;
-  int64_t counters, room;  // `scratch`: how many counters and partial results
+  std::pair<int64_t, int64_t> scratch;  // how many counters and partial results
   Tensor kept_partial, kept_counters;  // of the default stream
 };
 
@@ -173,9 +172,7 @@ inline std::shared_ptr<Program> program_of(py::handle python) {
   program->results = attribute<std::vector<Result>>(python, "results");
   program->saved = attribute<std::vector<uint8_t>>(python, "saved");
   program->updates = attribute<std::vector<uint8_t>>(python, "updates");
-  program->scratch = python.attr("scratch");
-  std::tie(program->counters, program->room) =
-      program->scratch.cast<std::pair<int64_t, int64_t>>();
+  program->scratch = attribute<std::pair<int64_t, int64_t>>(python, "scratch");
   return program;
 }
 
@@ -208,8 +205,8 @@ inline void* stream_of(const Plan& plan) {
 inline void find_workspace(Plan& plan, Program& program, void* stream, Slots& slots) {
   if (stream != nullptr) {
     auto options = at::TensorOptions().device(plan.device);
-    slots[kCounters] = at::zeros({program.counters}, options.dtype(at::kLong));
-    slots[kPartial] = at::empty({program.room}, options.dtype(plan.accumulator));
+    slots[kCounters] = at::zeros({program.scratch.first}, options.dtype(at::kLong));
+    slots[kPartial] = at::empty({program.scratch.second}, options.dtype(plan.accumulator));
     return;
   }
   {
@@ -258,16 +255,6 @@ inline std::shared_ptr<const Compiled> compiled_of(const Step& step) {
   return compiled->parameters.size() > Compiled::kMostParameters ? nullptr : compiled;
 }
 
-inline void launch_by_python(const Plan& plan, Step& step, void* stream, const Slots& slots) {
-  py::gil_scoped_acquire gil;
-  py::list tensors;
-  for (uint8_t slot : step.slots) tensors.append(slots[slot]);
-  step.launch(reinterpret_cast<uintptr_t>(stream), *tensors);
-  if (plan.device.is_cuda() && std::atomic_load(&step.compiled) == nullptr) {
-    std::atomic_store(&step.compiled, compiled_of(step));
-  }
-}
-
 inline void launch(const Plan& plan, Step& step, void* stream, const Slots& slots) {
   auto compiled = std::atomic_load(&step.compiled);
   if (compiled != nullptr) {
@@ -282,7 +269,13 @@ inline void launch(const Plan& plan, Step& step, void* stream, const Slots& slot
       return;
     }
   }
-  launch_by_python(plan, step, stream, slots);
+  py::gil_scoped_acquire gil;
+  py::list tensors;
+  for (uint8_t slot : step.slots) tensors.append(slots[slot]);
+  step.launch(reinterpret_cast<uintptr_t>(stream), *tensors);
+  if (plan.device.is_cuda() && compiled == nullptr) {
+    std::atomic_store(&step.compiled, compiled_of(step));
+  }
 }
 
 // Have kernels that wait for other processes run one after another; an error if a wait has ended.

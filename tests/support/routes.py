@@ -225,9 +225,9 @@ def check_operators(cases: Any, case: Any, device: str) -> None:
     count = running.pop("num_batches_tracked", None)
     t = Tensors(**tensors.inputs(case.needs), **running, tracked=count)
     operators, numbers = cases.operators(case)
-    for traced in ([False], [True]) if operators.can_trace else ([],):
-        torch.library.opcheck(operators.differentiable, (*t, *numbers, *traced))
     text = operators.text_of(numbers)
+    for traced in (False, True) if hasattr(operators.spec(text), "traced") else (False,):
+        torch.library.opcheck(operators.differentiable, (*t, *numbers, traced))
     bare = Tensors(*(each if each is None else each.detach() for each in t))
     torch.library.opcheck(operators.forward, (*bare, text), test_utils=INNER_RULES)
     outputs = operators.forward(*bare, text)

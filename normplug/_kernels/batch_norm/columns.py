@@ -35,7 +35,14 @@ from normplug._kernels.activation import (
 )
 from normplug._kernels.batch_norm.exchange import joined_moments, joined_sums
 from normplug._kernels.merging import after_parts, publish_part, ready_flag
-from normplug._kernels.primitives import affine, is_finite, kernel, scalar, update_running
+from normplug._kernels.primitives import (
+    affine,
+    is_finite,
+    kernel,
+    load_both,
+    scalar,
+    update_running,
+)
 from normplug._kernels.tiles import (
     STEP_AXIS,
     as_tile,
@@ -80,10 +87,7 @@ def slab_columns(slab, LIVE, W, HW, CHANNELS, BC, SEGMENTS):
     places = tl.arange(0, BC)
     columns = slab * LIVE + places
     live = (places < LIVE) & (columns < W)
-    if SEGMENTS:
-        own = tl.where(live, places // HW, -1)
-    else:
-        own = places
+    own = tl.where(live, places // HW, -1) if SEGMENTS else places
     return columns, live, own, slab * CHANNELS + own
 
 
@@ -108,8 +112,7 @@ def column_moments(x_ptr, area, start, U, BT, BC, STAGES, ACC, EVEN, WIDE):
     tiles = (end - start) // (U * BT)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         row = start + tile * (U * BT)
-        x = load_tile(x_ptr, area, row, U, BT, EVEN, True, WIDE, False)
-        x = x.to(ACC) - top
+        x = load_tile(x_ptr, area, row, U, BT, EVEN, True, WIDE, False).to(ACC) - top
         tile_mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
         x = x - tl.expand_dims(tile_mean, STEP_AXIS)
         difference = tile_mean - mean
@@ -120,8 +123,7 @@ def column_moments(x_ptr, area, start, U, BT, BC, STAGES, ACC, EVEN, WIDE):
     row = start + tiles * (U * BT)
     counts = n + tl.zeros([BT, 1], ACC)
     if row < end:
-        x = load_tile(x_ptr, area, row, U, BT, EVEN, False, WIDE, False)
-        x = x.to(ACC) - top
+        x = load_tile(x_ptr, area, row, U, BT, EVEN, False, WIDE, False).to(ACC) - top
         there = (tile_rows(row, U, BT) < end)[:, :, None]
         more = lane_counts(end - row, BT, ACC)
         tile_mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / tl.maximum(more, 1.0)
@@ -160,18 +162,9 @@ def channel_sums(value, channel, BCH):
 @triton.jit
 def coefficients(stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS):
     """Each column's mean, scale and bias; another program may have written the statistics."""
-    mean = tl.load(stats_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
-    rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
+    mean, rstd = load_both(stats_ptr, channels, live, C)
     scale, bias = affine(rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS)
     return mean, scale, bias
-
-
-@triton.jit
-def dx_terms(means_ptr, channels, live, C):
-    """Load each column's mean of dz, and slope of dx in x - mean, from `finish_backward`."""
-    mean_dz = tl.load(means_ptr + channels, mask=live, other=0.0, cache_modifier=".cg")
-    slope = tl.load(means_ptr + C + channels, mask=live, other=0.0, cache_modifier=".cg")
-    return mean_dz, slope
 
 
 @triton.jit
@@ -395,7 +388,7 @@ def _tile_gradients(
     if WAIT:
         flag_ptr, writes, means_ptr, channels, C = terms
         wait(flag_ptr, 1, writes)
-        terms = dx_terms(means_ptr, channels, area[1], C)
+        terms = load_both(means_ptr, channels, area[1], C)
     centred = x.to(ACC) - mean[None, None, :]
     dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
     if BITS:
@@ -455,10 +448,7 @@ def batch_norm_columns_backward(
         slab, LIVE_UNITS * UNIT, W, HW, CHANNELS, BC, SEGMENTS
     )
     # For each channel: the mean of dz, and the slope of dx in x - mean.
-    if SHARE:
-        means_ptr = dx_ptr
-    else:
-        means_ptr = after_parts(partial_ptr, SLABS, GATHERS, BCH)
+    means_ptr = dx_ptr if SHARE else after_parts(partial_ptr, SLABS, GATHERS, BCH)
     flag_ptr = ready_flag(counters_ptr, slab, SLABS, GATHERS)
     R: tl.constexpr = U * BT
     tensors = dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr, dresidual_ptr
@@ -508,7 +498,7 @@ def batch_norm_columns_backward(
                     tl.debug_barrier()  # all threads see the terms just stored
                 else:
                     wait(flag_ptr, 1, GATHERS)
-                terms = dx_terms(means_ptr, channels, live, C)
+                terms = load_both(means_ptr, channels, live, C)
                 if start + whole * R < end:
                     _tile_gradients(
                         0, 0, terms, tensors, area, start + whole * R, norm, slab, SLABS, U, BT, BC,

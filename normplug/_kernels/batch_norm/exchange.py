@@ -91,10 +91,7 @@ def _agreed(place_ptr, late, ended, rounds):
     Warps may hold copies of one tensor, and see a word arrive at different times. But they must all
     loop equally often, so they take the decision of one thread.
     """
-    if _CLOCK:
-        time = tl.extra.cuda.globaltimer()
-    else:
-        time = rounds * (_POLLS * 1000000)
+    time = tl.extra.cuda.globaltimer() if _CLOCK else rounds * (_POLLS * 1000000)
     state = (time & ~3) | tl.where(late > 0, 1, 0) | tl.where(ended != 0, 2, 0)
     tl.debug_barrier()  # all threads have read the earlier state
     tl.store(place_ptr, state)
@@ -106,8 +103,7 @@ def _agreed(place_ptr, late, ended, rounds):
 def _exchange(a, b, count, channels, there, C, PEERS, BACKWARD, WORLD, ACC):
     """Send a message to all processes, and wait for theirs.
 
-    Returns:
-        The address of the messages, WORDS * CHANNELS apart, and whether all have arrived.
+    It returns the address of the messages, WORDS * CHANNELS apart, and whether all have arrived.
     """
     table = PEERS.to(tl.int64).to(tl.pointer_type(tl.int64))
     rank = tl.load(table)
@@ -182,12 +178,10 @@ def joined_moments(mean, m2, values, channels, there, C, PEERS, WORLD, ACC):
         m2 += _read(message, 1, there, ACC) + difference * difference * (n * fraction)
         mean += difference * fraction
         n += more.to(ACC)
-    nothing = float("nan")
-    return (
-        tl.where(arrived, n, 0.0),
-        tl.where(arrived, mean, nothing),
-        tl.where(arrived, m2, nothing),
-    )
+    n = tl.where(arrived, n, 0.0)
+    mean = tl.where(arrived, mean, float("nan"))
+    m2 = tl.where(arrived, m2, float("nan"))
+    return n, mean, m2
 
 
 @triton.jit

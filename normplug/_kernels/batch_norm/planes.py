@@ -64,10 +64,7 @@ def batch_norm_planes_forward(
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT
-    if WIDE:
-        total = N.to(tl.int64) * HW
-    else:
-        total = N * HW
+    total = (N.to(tl.int64) if WIDE else N) * HW
     if TRAINING:
         if t < TILES:
             channel = t // TILES_A_CHANNEL
@@ -216,10 +213,7 @@ def batch_norm_planes_backward(
     """
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT
-    if WIDE:
-        total = N.to(tl.int64) * HW
-    else:
-        total = N * HW
+    total = (N.to(tl.int64) if WIDE else N) * HW
     if t < TILES:
         channel = t // TILES_A_CHANNEL
         k = t - channel * TILES_A_CHANNEL

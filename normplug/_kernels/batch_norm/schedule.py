@@ -7,7 +7,7 @@ docs/notebook.md. Any choice gives correct results; only speed depends on it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from normplug._kernels import at_once, floor_2, needs_int64, power_of_2, tile_of, unit_of
 
@@ -22,7 +22,7 @@ _FEW_ROWS = 2048  # up to which one program takes a slab, and slabs are narrow
 _MANY_ROWS = 1 << 17  # beyond which slabs of float32 are wide
 
 
-@dataclass(frozen=True)
+@dataclass
 class Planes:
     """The n * hw values of each of `c` channels, cut into tiles of `block`; see `planes`.
 
@@ -38,21 +38,13 @@ class Planes:
     tiles_a_channel: int
     lag: int
 
-    @property
-    def tiles(self) -> int:
-        return self.c * self.tiles_a_channel
-
-    @property
-    def kp(self) -> int:
-        """Tiles that are merged at a time."""
-        return min(power_of_2(self.tiles_a_channel), 1024)
-
-    @property
-    def wide(self) -> bool:
-        return needs_int64(self.n * self.c, self.hw)
+    def __post_init__(self) -> None:
+        self.tiles = self.c * self.tiles_a_channel
+        self.kp = min(power_of_2(self.tiles_a_channel), 1024)  # tiles that are merged at a time
+        self.wide = needs_int64(self.n * self.c, self.hw)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Columns:
     """`rows` rows of `c` channels of `hw` columns, in slabs of `channels`; see `columns`.
 
@@ -78,55 +70,22 @@ class Columns:
     group: int = 1
     head: int = 0
 
-    @property
-    def slabs(self) -> int:
-        return -(-self.c // self.channels)
-
-    @property
-    def live(self) -> int:
-        """Columns of a slab without its padding."""
-        return self.channels * self.hw
-
-    @property
-    def width(self) -> int:
-        """Columns of the tensor."""
-        return self.c * self.hw
-
-    @property
-    def segments(self) -> bool:
-        """Whether channels have more than one column."""
-        return self.hw > 1
-
-    @property
-    def tile(self) -> int:
-        """Rows of a tile."""
-        return self.u * self.bt
-
-    @property
-    def rows_each(self) -> int:
-        """Rows that a program gathers."""
-        each = self.gather_rows or -(-self.rows // (self.programs * self.tile)) * self.tile
-        return max(each, 1)
-
-    @property
-    def gathers(self) -> int:
-        """Programs that gather a slab."""
-        return max(-(-self.rows // self.rows_each), 1)
-
-    @property
-    def solo(self) -> bool:
-        """Whether a single program takes each slab."""
-        return self.programs > 0 and self.gathers == 1
-
-    @property
-    def writes(self) -> int:
-        """Programs that write a slab, a tile each, if other programs gather it."""
-        return -(-self.rows // self.tile)
-
-    @property
-    def bch(self) -> int:
-        """Channels of a slab, padded to a power of two."""
-        return self.bc if self.hw == 1 else power_of_2(self.channels)
+    def __post_init__(self) -> None:
+        self.slabs = -(-self.c // self.channels)
+        self.live = self.channels * self.hw  # columns of a slab without its padding
+        self.width = self.c * self.hw  # columns of the tensor
+        self.segments = self.hw > 1  # whether channels have more than one column
+        self.bch = power_of_2(self.channels) if self.segments else self.bc  # channels, padded
+        self.tile = self.u * self.bt  # rows of a tile
+        # Programs that write a slab, a tile each, if other programs gather it.
+        self.writes = -(-self.rows // self.tile)
+        # Rows that a program gathers, and programs that gather a slab.
+        each = self.gather_rows or -(-self.writes // self.programs) * self.tile
+        self.rows_each = max(each, 1)
+        self.gathers = max(-(-self.rows // self.rows_each), 1)
+        self.solo = self.programs > 0 and self.gathers == 1  # a single program takes each slab
+        self.even = self.c % self.channels == 0 and self.live == self.bc
+        self.wide = needs_int64(self.rows, self.width)
 
     @property
     def grid(self) -> int:
@@ -138,16 +97,8 @@ class Columns:
         # See `columns.assignment`. Of the group after the last, only the idle `head` remains.
         return gathers + groups * (gathers + writes) - (gathers - self.head)
 
-    @property
-    def even(self) -> bool:
-        return self.c % self.channels == 0 and self.live == self.bc
 
-    @property
-    def wide(self) -> bool:
-        return needs_int64(self.rows, self.width)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Pixels:
     """`rows` rows of `width` pixels of `c` adjacent channels; see `windows`.
 
@@ -163,17 +114,10 @@ class Pixels:
     bp: int
     warps: int
 
-    @property
-    def slabs(self) -> int:
-        return -(-self.c // self.bc)
-
-    @property
-    def grid(self) -> int:
-        return self.rows * self.slabs
-
-    @property
-    def even(self) -> bool:
-        return self.c % self.bc == 0
+    def __post_init__(self) -> None:
+        self.slabs = -(-self.c // self.bc)
+        self.grid = self.rows * self.slabs
+        self.even = self.c % self.bc == 0
 
 
 Geometry = Planes | Columns
@@ -254,12 +198,12 @@ def _columns(
         return cut(4, 3, programs=1)
     if few and cooperative and (slabs == 1 or slab_bytes < _PHASED_SLAB):
         return cut(4, 3, programs=max(sms // slabs, 1))
-    shape = cut(4, 2)
+    tile = u * at_once(4, bc, itemsize, unit)
     row_bytes = channels * hw * itemsize * tensors
-    items = max(1, _ITEM_BYTES * itemsize // row_bytes // shape.tile) * shape.tile
+    items = max(1, _ITEM_BYTES * itemsize // row_bytes // tile) * tile
     group = max(1, min(slabs, _GROUP_BYTES // (slab_bytes * tensors)))
     head = min(4 * sms, group * -(-rows // items))
-    return replace(shape, gather_rows=items, group=group, head=head)
+    return cut(4, 2, gather_rows=items, group=group, head=head)
 
 
 def pixels(rows: int, width: int, c: int, itemsize: int) -> Pixels:

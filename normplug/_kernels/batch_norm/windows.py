@@ -12,8 +12,8 @@ windows are apart. Each value gathers the gradients of the windows whose peak it
 import triton.language as tl
 
 from normplug._kernels.activation import activate
-from normplug._kernels.batch_norm.columns import dx_terms
-from normplug._kernels.primitives import affine, kernel, scalar
+from normplug._kernels.primitives import affine, kernel, load_both, scalar
+from normplug._kernels.tiles import load
 
 LARGEST_WINDOW = 25  # values: the loops over a window are unrolled, so all its loads are in flight
 _NOWHERE = tl.constexpr(255)
@@ -76,10 +76,7 @@ def batch_norm_pool_forward(
                 first_place = (line - top) * KW
                 column = tl.minimum(tl.maximum(left + kw, 0), W - 1)
                 offsets = column[:, None] * C + channels[None, :]
-                if EVEN:
-                    x = tl.load(line_ptr + offsets)
-                else:
-                    x = tl.load(line_ptr + offsets, mask=live[None, :], other=0)
+                x = load(line_ptr, offsets, live[None, :], EVEN, False)
                 z = (x.to(ACC) - mean[None, :]) * scale[None, :] + bias[None, :]
                 higher = (z > best) | (z != z)
                 best = tl.where(higher, z, best)
@@ -127,7 +124,7 @@ def batch_norm_pool_backward(
     mean_dz = zeros
     slope = zeros
     if TRAINING and JOINED:
-        mean_dz, slope = dx_terms(dweight_ptr, channels, live, C)
+        mean_dz, slope = load_both(dweight_ptr, channels, live, C)
     elif TRAINING:
         each = 1.0 / ((tl.num_programs(0) // SLABS // rows).to(ACC) * H * W)
         mean_dz = tl.load(dbias_ptr + channels, mask=live, other=0.0) * each

@@ -15,12 +15,11 @@ import triton.language as tl
 from normplug._kernels.activation import activate
 from normplug._kernels.group_norm.shared import (
     gradient_before,
-    load_statistics,
     load_vector,
     save_statistics,
 )
 from normplug._kernels.merging import after_parts, finish_gradients, publish_part, ready_flag
-from normplug._kernels.primitives import kernel, scalar
+from normplug._kernels.primitives import kernel, load_both, scalar
 from normplug._kernels.tiles import (
     STEP_AXIS,
     column_totals,
@@ -53,11 +52,7 @@ def item_of(turn, SLABS, K, S, ROWS_EACH, C, BC, REVERSE):
 @triton.jit
 def behind_parts(partial_ptr, UNITS, K, BC, SINGLE):
     """The address in `partial` after the parts of items; with SINGLE there are no parts."""
-    if SINGLE:
-        behind_ptr = partial_ptr
-    else:
-        behind_ptr = after_parts(partial_ptr, UNITS, K, BC)
-    return behind_ptr
+    return partial_ptr if SINGLE else after_parts(partial_ptr, UNITS, K, BC)
 
 
 @triton.jit
@@ -389,7 +384,7 @@ def group_norm_columns_backward(
         sample, slab, k, start, area = item_of(t, SLABS, K, S, ROWS_EACH, C, BC, False)
         columns, live, end, C = area
         groups = sample * G + columns // CHANNELS
-        mean, rstd = load_statistics(stats_ptr, groups, live, GROUPS)
+        mean, rstd = load_both(stats_ptr, groups, live, GROUPS)
         norm = _norm(mean, rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
         before = sample.to(tl.int64) * S * C
         sum_dz = tl.zeros([BT, BC], ACC)
@@ -431,7 +426,7 @@ def group_norm_columns_backward(
             sample, slab, k, start, area = item_of(u, SLABS, K, S, ROWS_EACH, C, BC, True)
             columns, live, end, C = area
             groups = sample * G + columns // CHANNELS
-            mean, rstd = load_statistics(stats_ptr, groups, live, GROUPS)
+            mean, rstd = load_both(stats_ptr, groups, live, GROUPS)
             norm = _norm(mean, rstd, weight_ptr, bias_ptr, columns, live, root, ACC, WEIGHT, BIAS)
             wait(ready_flag(counters_ptr, sample, UNITS, K), SLABS, SLABS * K)
             own_ptr = sums_ptr + sample.to(tl.int64) * (2 * C)

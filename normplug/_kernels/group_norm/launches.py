@@ -34,7 +34,6 @@ def forward_launch(
     given["ACTIVATION"] = kernel_code(flags.activation)
     if isinstance(shape, Columns):
         kernel, grid = columns.group_norm_columns_forward, shape.programs + shape.lag
-        given |= shape.groups_of_slab
     else:
         kernel, grid = planes.group_norm_planes_forward, shape.grid
     return Launch(kernel, grid, shape.warps, shape, flags, **given)
@@ -65,7 +64,6 @@ def backward_launch(
     }
     if isinstance(shape, Columns):
         kernel = columns.group_norm_columns_backward
-        given |= shape.groups_of_slab
     else:
         kernel = planes.group_norm_planes_backward
     return Launch(kernel, shape.programs + lag + finishers, shape.warps, shape, **given)

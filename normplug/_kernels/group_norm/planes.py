@@ -15,7 +15,6 @@ import triton.language as tl
 from normplug._kernels.activation import activate
 from normplug._kernels.group_norm.shared import (
     gradient_before,
-    load_statistics,
     load_vector,
     publish_sums,
     save_statistics,
@@ -27,14 +26,15 @@ from normplug._kernels.merging import (
     ready_flag,
     tile_counts,
 )
-from normplug._kernels.primitives import kernel, scalar, sum_both
+from normplug._kernels.primitives import kernel, load_both, scalar, sum_both
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, wait
 
 
 @triton.jit
-def _runs(groups, inside, k, G, CHANNELS, HW, WIDTH, BLOCK, RUN, WIDE):
+def _runs(groups, inside, k, sizes, BLOCK, RUN, WIDE):
     """Tile k of some groups: offsets and mask; the runs' channels, and which runs exist."""
+    G, CHANNELS, HW, WIDTH = sizes
     begins = k * BLOCK + tl.arange(0, BLOCK // RUN) * RUN
     columns = begins[:, None] + tl.arange(0, RUN)[None, :]
     mask = inside[:, None, None] & (columns < WIDTH)[None, :, :]
@@ -103,13 +103,12 @@ def group_norm_planes_forward(
     """
     t = tl.program_id(0)
     WIDTH = WIDTH_UNITS * UNIT
+    sizes = G, CHANNELS, HW, WIDTH
     GROUPS = N * G
     if HELD:
         groups = t * R + tl.arange(0, R)
         inside = groups < GROUPS
-        offsets, mask, channels, live = _runs(
-            groups, inside, 0, G, CHANNELS, HW, WIDTH, BLOCK, RUN, WIDE
-        )
+        offsets, mask, channels, live = _runs(groups, inside, 0, sizes, BLOCK, RUN, WIDE)
         x = load(x_ptr, offsets, mask, EVEN, False)
         n = WIDTH.to(ACC)
         mean, m2, d = _moments(
@@ -126,9 +125,7 @@ def group_norm_planes_forward(
             k = t - group * K
             groups = group + tl.arange(0, 1)
             inside = groups < GROUPS
-            offsets, mask, channels, live = _runs(
-                groups, inside, k, G, CHANNELS, HW, WIDTH, BLOCK, RUN, WIDE
-            )
+            offsets, mask, channels, live = _runs(groups, inside, k, sizes, BLOCK, RUN, WIDE)
             x = load(x_ptr, offsets, mask, EVEN, False)
             count = tile_counts(k, WIDTH, BLOCK, ACC)
             mean, m2, d = _moments(
@@ -148,12 +145,10 @@ def group_norm_planes_forward(
             k = K - 1 - (u - group * K)
             groups = group + tl.arange(0, 1)
             inside = groups < GROUPS
-            offsets, mask, channels, live = _runs(
-                groups, inside, k, G, CHANNELS, HW, WIDTH, BLOCK, RUN, WIDE
-            )
+            offsets, mask, channels, live = _runs(groups, inside, k, sizes, BLOCK, RUN, WIDE)
             x = load(x_ptr, offsets, mask, EVEN, True)
             wait(ready_flag(counters_ptr, group, GROUPS, K), 1, K)
-            mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
+            mean, rstd = load_both(stats_ptr, groups, inside, GROUPS)
             d = x.to(ACC) - mean[:, None, None]
             _normalise(
                 d, y_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, rstd, root, ACC,
@@ -236,7 +231,7 @@ def group_norm_planes_backward(
                 groups = sample * G + own_groups
                 offsets, mask, own, live = _planes(groups, inside, 0, 0, CHANNELS, HW, CB, SB, WIDE)
                 channels = (own_groups * CHANNELS)[:, None] + own[None, :]
-                mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
+                mean, rstd = load_both(stats_ptr, groups, inside, GROUPS)
                 dy = load(dy_ptr, offsets, mask, EVEN, False)
                 x = load(x_ptr, offsets, mask, EVEN, False)
                 dz, centred, weight, scale = _gradient(
@@ -279,7 +274,7 @@ def group_norm_planes_backward(
             inside = groups < GROUPS
             offsets, mask, own, live = _planes(groups, inside, kc, ks, CHANNELS, HW, CB, SB, WIDE)
             channels = ((groups % G) * CHANNELS)[:, None] + own[None, :]
-            mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
+            mean, rstd = load_both(stats_ptr, groups, inside, GROUPS)
             dy = load(dy_ptr, offsets, mask, EVEN, not DX)
             x = load(x_ptr, offsets, mask, EVEN, not DX)
             dz, centred, weight, scale = _gradient(
@@ -317,11 +312,11 @@ def group_norm_planes_backward(
                     groups, inside, kc, k - kc * KS, CHANNELS, HW, CB, SB, WIDE
                 )
                 channels = ((groups % G) * CHANNELS)[:, None] + own[None, :]
-                mean, rstd = load_statistics(stats_ptr, groups, inside, GROUPS)
+                mean, rstd = load_both(stats_ptr, groups, inside, GROUPS)
                 dy = load(dy_ptr, offsets, mask, EVEN, True)
                 x = load(x_ptr, offsets, mask, EVEN, True)
                 wait(ready_flag(counters_ptr, group, GROUPS, K), 1, K)
-                mean_g, mean_gx = load_statistics(means_ptr, groups, inside, GROUPS)
+                mean_g, mean_gx = load_both(means_ptr, groups, inside, GROUPS)
                 dz, centred, _, scale = _gradient(
                     dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT,
                     BIAS, ACTIVATION,

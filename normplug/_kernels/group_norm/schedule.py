@@ -32,7 +32,7 @@ _MERGED = 1024  # channels, at most, whose moments a program merges at a time
 _FINISH = 64  # channels of a gradient that one program adds up
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Planes:
     """`n` samples of `groups` groups of `channels` planes of `hw` values; see `planes`.
 
@@ -48,47 +48,29 @@ class _Planes:
     lag: int
     r: int
 
-    @property
-    def width(self) -> int:
-        """Values of a group."""
-        return self.channels * self.hw
-
-    @property
-    def held(self) -> bool:
-        return self.lag == 0
-
-    @property
-    def wide(self) -> bool:
-        return needs_int64(self.n * self.groups, self.width)
+    def __post_init__(self) -> None:
+        self.width = self.channels * self.hw  # values of a group
+        self.held = self.lag == 0
+        self.wide = needs_int64(self.n * self.groups, self.width)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlanesForward(_Planes):
     """Tiles of `block` adjacent values of a group, as runs of `run` values of one channel."""
 
     block: int
     run: int
 
-    @property
-    def unit(self) -> int:
-        return unit_of(self.width)
-
-    @property
-    def k(self) -> int:
-        """Tiles of a group."""
-        return -(-self.width // self.block)
-
-    @property
-    def grid(self) -> int:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         units = self.n * self.groups
-        return -(-units // self.r) if self.held else units * self.k + self.lag
+        self.unit = unit_of(self.width)
+        self.k = -(-self.width // self.block)  # tiles of a group
+        self.grid = -(-units // self.r) if self.held else units * self.k + self.lag
+        self.even = self.width % self.block == 0 and units % self.r == 0
 
-    @property
-    def even(self) -> bool:
-        return self.width % self.block == 0 and self.n * self.groups % self.r == 0
 
-
-@dataclass(frozen=True)
+@dataclass
 class PlanesBackward(_Planes):
     """Tiles of `cb` channels and `sb` places in each plane.
 
@@ -101,39 +83,22 @@ class PlanesBackward(_Planes):
     splits: int = 1
     finish: int = _FINISH
 
-    @property
-    def unit(self) -> int:
-        return unit_of(self.hw)
-
-    @property
-    def ks(self) -> int:
-        """Tiles across a plane."""
-        return -(-self.hw // self.sb)
-
-    @property
-    def k(self) -> int:
-        """Tiles of a group."""
-        return -(-self.channels // self.cb) * self.ks
-
-    @property
-    def programs(self) -> int:
-        """Programs that read tiles for the first time."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.unit = unit_of(self.hw)
+        self.ks = -(-self.hw // self.sb)  # tiles across a plane
+        self.k = -(-self.channels // self.cb) * self.ks  # tiles of a group
+        # Programs that read tiles for the first time, and parts of the sums for the gradients of
+        # weight and bias.
         if self.held:
-            return -(-self.groups // self.r) * self.splits
-        return self.n * self.groups * self.k
-
-    @property
-    def parts(self) -> int:
-        """Parts of the sums for the gradients of weight and bias."""
-        return self.splits if self.held else self.n * self.ks
-
-    @property
-    def even(self) -> bool:
+            self.programs, self.parts = -(-self.groups // self.r) * self.splits, self.splits
+        else:
+            self.programs, self.parts = self.n * self.groups * self.k, self.n * self.ks
         whole = self.channels % self.cb == 0 and self.hw % self.sb == 0
-        return whole and self.groups % self.r == 0
+        self.even = whole and self.groups % self.r == 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Columns:
     """`n` samples of `s` rows in slabs of `bc` channels, in items of `rows_each` rows.
 
@@ -155,63 +120,24 @@ class Columns:
     lag: int = 0
     finish: int = _FINISH
 
-    @property
-    def c(self) -> int:
-        """Channels of the tensor."""
-        return self.groups * self.channels
-
-    @property
-    def unit(self) -> int:
-        return unit_of(self.c)
-
-    @property
-    def slabs(self) -> int:
-        return -(-self.c // self.bc)
-
-    @property
-    def groups_of_slab(self) -> dict[str, int]:
-        """The constants for merging the groups that a slab touches.
-
-        GB: their number, padded to a power of two. CB: channels of each that are merged at a time.
-        EACH: channels of a group if slabs are whole groups, or 0.
-        """
+    def __post_init__(self) -> None:
+        self.c = self.groups * self.channels
+        self.unit = unit_of(self.c)
+        self.slabs = -(-self.c // self.bc)
+        self.units = self.n * self.slabs
+        self.solo = self.lag == 0
+        self.k = -(-self.s // self.rows_each)  # items of a slab of a sample
+        self.single = self.k == 1
+        self.programs = self.units * self.k  # that gather items
+        self.even = self.c % self.bc == 0
+        self.wide = needs_int64(self.s, self.c)
+        # Groups that a slab touches, padded; channels of each that are merged at a time; and
+        # channels of a group if slabs are whole groups, or 0.
         whole = self.bc % self.channels == 0
-        gb = power_of_2((self.bc + (0 if whole else 2 * self.channels - 2)) // self.channels)
-        cb = max(min(power_of_2(self.channels), _MERGED // gb), 1)
-        return {"GB": gb, "CB": cb, "EACH": self.channels if whole else 0}
-
-    @property
-    def units(self) -> int:
-        """Slabs of all samples."""
-        return self.n * self.slabs
-
-    @property
-    def solo(self) -> bool:
-        """Whether a program takes a whole sample, which it also writes."""
-        return self.lag == 0
-
-    @property
-    def k(self) -> int:
-        """Items of a slab of a sample."""
-        return -(-self.s // self.rows_each)
-
-    @property
-    def single(self) -> bool:
-        """Whether the one item is the whole slab of a sample."""
-        return self.k == 1
-
-    @property
-    def programs(self) -> int:
-        """Programs that gather items."""
-        return self.units * self.k
-
-    @property
-    def even(self) -> bool:
-        return self.c % self.bc == 0
-
-    @property
-    def wide(self) -> bool:
-        return needs_int64(self.s, self.c)
+        touched = (self.bc + (0 if whole else 2 * self.channels - 2)) // self.channels
+        self.gb = power_of_2(touched)
+        self.cb = max(min(power_of_2(self.channels), _MERGED // self.gb), 1)
+        self.each = self.channels if whole else 0
 
 
 def group_norm_forward(

@@ -34,14 +34,6 @@ def save_statistics(stats_ptr, groups, live, GROUPS, mean, m2, values, eps, ACC)
 
 
 @triton.jit
-def load_statistics(stats_ptr, groups, live, GROUPS):
-    """Mean and rstd of groups, which another program may have saved."""
-    mean = tl.load(stats_ptr + groups, mask=live, other=0.0, cache_modifier=".cg")
-    rstd = tl.load(stats_ptr + GROUPS + groups, mask=live, other=0.0, cache_modifier=".cg")
-    return mean, rstd
-
-
-@triton.jit
 def load_vector(pointer, channels, live, default, ACC, GIVEN):
     """Load the weight or bias of some channels; if not GIVEN, return `default`."""
     if GIVEN:

@@ -14,6 +14,7 @@ from normplug._kernels import needs_int64, power_of_2, unit_of
 from normplug._kernels.launch import TYPES, Launch, accumulator
 from normplug._kernels.layer_norm import rows, wide_rows
 from normplug._kernels.layer_norm.schedule import Rows, Wide
+from normplug._layouts import Levels, Spacing
 
 _FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
 _GRADIENT_FAN_IN = 32  # parts of a gradient that a program adds at a time
@@ -40,38 +41,6 @@ class Flags:
     running: bool = False
     tracked: bool = False
     cumulative: bool = False
-
-
-class Levels(NamedTuple):
-    """Where row r begins, in values, if rows have strides on two levels or on three.
-
-        (g // heads) * outer + (g % heads) * middle + (r % inner) * step        g = r // inner
-
-    `heads` and `middle` describe the heads of an attention. They are compiled into a kernel; the
-    rest is not.
-    """
-
-    inner: int
-    outer: int
-    step: int
-    heads: int = 1
-    middle: int = 0
-
-    def goes_with(self, other: Levels) -> bool:
-        """Whether one launch can take both."""
-        return self.inner == other.inner and (
-            self.heads == other.heads or 1 in (self.heads, other.heads)
-        )
-
-    def dense(self, rows: int, width: int) -> bool:
-        """Whether `rows` rows of `width` values leave no gaps."""
-        if self.heads == 1:
-            return self.outer == width and self.step == rows // self.inner * width
-        within = self.heads * width
-        return self.middle == width and self.step == within and self.outer == self.inner * within
-
-
-Spacing = int | Levels  # of rows: one stride from each to the next, or strides on levels
 
 
 class Strides(NamedTuple):

@@ -46,10 +46,7 @@ def _columns(start, WIDTH, U, BC, VECTOR):
 def _rows(tile, ROWS, R, WIDE):
     """The rows of a tile, and which of them exist."""
     rows = tile * R + tl.arange(0, R)
-    inside = rows < ROWS
-    if WIDE:
-        rows = rows.to(tl.int64)
-    return rows, inside
+    return rows.to(tl.int64) if WIDE else rows, rows < ROWS
 
 
 @triton.jit
@@ -62,11 +59,7 @@ def _all_rows(values):
 def _vector(pointer, columns, live, R, EVEN):
     """Load weights or the like once for each row of a tile: every thread loads its own columns."""
     places = _all_rows(columns) + tile_of_zeros(R, 1, 1, tl.int32)
-    if EVEN:
-        vector = tl.load(pointer + places)
-    else:
-        vector = tl.load(pointer + places, mask=_all_rows(live), other=0.0)
-    return vector
+    return load(pointer, places, _all_rows(live), EVEN, False)
 
 
 @triton.jit
@@ -86,12 +79,6 @@ def _store(pointer, value, places, inside, columns, live, EVEN):
 def _sum(values):
     """Sum each row of a tile: over what a thread holds, then over threads."""
     return tl.sum(tl.sum(values, axis=STEP_AXIS), axis=1)
-
-
-@triton.jit
-def _sums(a, b):
-    """Sum each row of two tiles, in one exchange between threads."""
-    return sum_both(tl.sum(a, axis=STEP_AXIS), tl.sum(b, axis=STEP_AXIS), 1)
 
 
 @triton.jit
@@ -172,11 +159,8 @@ def layer_norm_rows_forward(
                 h += _vector(input_bias_ptr, columns, live, R, EVEN).to(ACC)
                 if CENTRED:
                     first += tl.load(input_bias_ptr).to(ACC)
-            if CENTRED:
-                # Distances from one of the values, whose sums do not round at the size of the mean.
-                d = h - _each(first)
-            else:
-                d = h
+            # Distances from one of the values, whose sums do not round at the size of the mean.
+            d = h - _each(first) if CENTRED else h
             if GIVEN:
                 mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
                 if CENTRED:
@@ -205,9 +189,7 @@ def layer_norm_rows_forward(
             if STATS:
                 if CENTRED:
                     tl.store(stats_ptr + rows, mean, mask=inside)
-                    tl.store(stats_ptr + ROWS + rows, rstd, mask=inside)
-                else:
-                    tl.store(stats_ptr + rows, rstd, mask=inside)
+                tl.store(stats_ptr + (ROWS if CENTRED else 0) + rows, rstd, mask=inside)
             if RUNNING:
                 if CENTRED:
                     sum_mean += tl.where(inside, mean, 0.0)
@@ -297,10 +279,7 @@ def layer_norm_rows_backward(
                     input_bias = _vector(input_bias_ptr, columns, live, R, EVEN)
                 h += input_bias.to(ACC)
             # d needs no mask: out of bounds dy is 0, and so is all that d is multiplied by.
-            if CENTRED:
-                d = h - _each(mean)
-            else:
-                d = h
+            d = h - _each(mean) if CENTRED else h
             if DWEIGHT:
                 if ROUND == ACC:
                     dweight += _folded(dy * _each(rstd) * d, LANES)
@@ -316,7 +295,8 @@ def layer_norm_rows_backward(
                         weight = _vector(weight_ptr, columns, live, R, EVEN)
                     g *= factor_of(weight, OFFSET, ACC)
                 if CENTRED:
-                    sum_g, sum_gd = _sums(g, g * d)
+                    gd = g * d
+                    sum_g, sum_gd = sum_both(tl.sum(g, STEP_AXIS), tl.sum(gd, STEP_AXIS), 1)
                 else:
                     sum_gd = _sum(g * d)
                     sum_g = sum_gd
@@ -355,12 +335,10 @@ def layer_norm_rows_backward(
             arrive(counters_ptr)
     if SUMS > 0:
         stretches = tl.cdiv(WIDTH, FINISH)
-        if K > 1:
-            c = program  # all run at once, so they can wait for each other
-            step = PROGRAMS
-        else:
-            c = program - PROGRAMS  # further programs, which wait for programs before them
-            step = stretches
+        # K > 1: all run at once, so they can wait for each other. Otherwise further programs do it,
+        # which wait for programs before them.
+        c = program if K > 1 else program - PROGRAMS
+        step = PROGRAMS if K > 1 else stretches
         if (c >= 0) & (c < stretches):
             wait(counters_ptr, PROGRAMS, tl.minimum(stretches, PROGRAMS) if K > 1 else stretches)
             for stretch in range(c, stretches, step):

@@ -15,7 +15,7 @@ _MANY_ROWS_EACH = 128  # rows per multiprocessor, above which two programs on it
 _MOST_PROGRAMS = 1 << 17  # with running statistics each has two words of its own
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rows:
     """Rows of `width` values that a program holds, `r` at a time in u * bc columns; see `rows`.
 
@@ -39,21 +39,13 @@ class Rows:
     k: int = 1
     finish: int = 0
 
-    @property
-    def tiles(self) -> int:
-        return -(-self.rows // self.r)
-
-    @property
-    def groups(self) -> int:
-        """Groups of `k` programs that take tiles in turn."""
-        return self.programs // self.k
-
-    @property
-    def even(self) -> bool:
-        return self.k * self.u * self.bc == self.width and self.rows % self.r == 0
+    def __post_init__(self) -> None:
+        self.tiles = -(-self.rows // self.r)
+        self.groups = self.programs // self.k  # groups of `k` programs that take tiles in turn
+        self.even = self.k * self.u * self.bc == self.width and self.rows % self.r == 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Wide:
     """Blocks of `rb` rows in tiles of `cw` columns, written `lag` programs after a first read.
 
@@ -67,18 +59,10 @@ class Wide:
     warps: int
     lag: int
 
-    @property
-    def k(self) -> int:
-        """Tiles of a block."""
-        return -(-self.width // self.cw)
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.rows // self.rb)
-
-    @property
-    def even(self) -> bool:
-        return self.width % self.cw == 0 and self.rows % self.rb == 0
+    def __post_init__(self) -> None:
+        self.k = -(-self.width // self.cw)  # tiles of a block
+        self.blocks = -(-self.rows // self.rb)
+        self.even = self.width % self.cw == 0 and self.rows % self.rb == 0
 
 
 def layer_norm_forward(

@@ -28,9 +28,7 @@ from normplug._kernels.waiting import collect, publish
 @triton.jit
 def size(units, UNIT, WIDE):
     """Convert a size or stride from units to values; to 64 bits if WIDE."""
-    if WIDE:
-        units = units.to(tl.int64)
-    return units * UNIT
+    return (units.to(tl.int64) if WIDE else units) * UNIT
 
 
 @triton.jit
@@ -63,21 +61,14 @@ def row_places(rows, strides, MIDDLE, HEADS, TWO_LEVELS):
 @triton.jit
 def factor_of(weight, OFFSET, ACC):
     """The factor of a normalised value: weight + OFFSET."""
-    factor = weight.to(ACC)
-    if OFFSET != 0.0:
-        factor += OFFSET
-    return factor
+    return weight.to(ACC) + OFFSET if OFFSET != 0.0 else weight.to(ACC)
 
 
 @triton.jit
 def load_statistics(stats_ptr, rows, inside, ROWS, CENTRED):
     """Mean and rstd of rows; if not CENTRED, the mean is 0, and stats has rstd only."""
-    if CENTRED:
-        mean = tl.load(stats_ptr + rows, mask=inside, other=0.0)
-        rstd = tl.load(stats_ptr + ROWS + rows, mask=inside, other=0.0)
-    else:
-        mean = 0.0
-        rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)
+    mean = tl.load(stats_ptr + rows, mask=inside, other=0.0) if CENTRED else 0.0
+    rstd = tl.load(stats_ptr + (ROWS if CENTRED else 0) + rows, mask=inside, other=0.0)
     return mean, rstd
 
 

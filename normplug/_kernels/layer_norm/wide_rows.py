@@ -134,9 +134,7 @@ def layer_norm_wide_forward(
             if STATS:
                 if CENTRED:
                     tl.store(stats_ptr + row, mean)
-                    tl.store(stats_ptr + ROWS + row, rstd)
-                else:
-                    tl.store(stats_ptr + row, rstd)
+                tl.store(stats_ptr + (ROWS if CENTRED else 0) + row, rstd)
             if RUNNING:
                 publish(counters_ptr + ROWS, row, mean, var)
     if RUNNING:
@@ -166,15 +164,6 @@ def _columns_gradient(
 def _tile(pointer, places, columns, mask, EVEN, LAST):
     """Load a tile. EVEN: all its rows and columns exist. LAST: it is not read again."""
     return load(pointer, places[:, None] + columns[None, :], mask, EVEN, LAST)
-
-
-@triton.jit
-def _vector(pointer, columns, live, EVEN):
-    if EVEN:
-        vector = tl.load(pointer + columns)
-    else:
-        vector = tl.load(pointer + columns, mask=live, other=0.0)
-    return vector
 
 
 @kernel
@@ -228,15 +217,13 @@ def layer_norm_wide_backward(
         mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
         if INPUT_BIAS:
-            h += _vector(input_bias_ptr, columns, live, EVEN).to(ACC)[None, :]
+            h += load(input_bias_ptr, columns, live, EVEN, False).to(ACC)[None, :]
         # d needs no mask: out of bounds dy is 0, and so is all that d is multiplied by.
-        if CENTRED:
-            d = h - mean[:, None]
-        else:
-            d = h
+        d = h - mean[:, None] if CENTRED else h
         g = dy
         if WEIGHT:
-            g *= factor_of(_vector(weight_ptr, columns, live, EVEN), OFFSET, ACC)[None, :]
+            weight = load(weight_ptr, columns, live, EVEN, False)
+            g *= factor_of(weight, OFFSET, ACC)[None, :]
         tile_ptr = partial_ptr + t.to(tl.int64) * (2 * RB)
         if CENTRED:
             tl.store(tile_ptr + lanes, tl.sum(g, axis=1))
@@ -272,11 +259,8 @@ def layer_norm_wide_backward(
         mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
         if INPUT_BIAS:
-            h += _vector(input_bias_ptr, columns, live, EVEN).to(ACC)[None, :]
-        if CENTRED:
-            d = h - mean[:, None]
-        else:
-            d = h
+            h += load(input_bias_ptr, columns, live, EVEN, False).to(ACC)[None, :]
+        d = h - mean[:, None] if CENTRED else h
         if LATE:
             wait(ready_ptr + block, 1, K)
             if CENTRED:
@@ -284,7 +268,8 @@ def layer_norm_wide_backward(
             mean_gx = tl.load(sums_ptr + block * (2 * RB) + RB + lanes, cache_modifier=".cg")
             g = dy
             if WEIGHT:
-                g *= factor_of(_vector(weight_ptr, columns, live, EVEN), OFFSET, ACC)[None, :]
+                weight = load(weight_ptr, columns, live, EVEN, False)
+                g *= factor_of(weight, OFFSET, ACC)[None, :]
             scale = rstd * scalar(root, ACC)
             slope = scale * rstd * mean_gx
             if CENTRED:
