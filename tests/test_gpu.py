@@ -44,43 +44,12 @@ def test_batch_norm_is_as_close_to_float64_as_torch(dtype, shape, layout, mode, 
         batch_norm_cases.compare("batch_norm", x, weight, bias, mode, running, training=training)
 
 
-def make_net(memory_format=torch.contiguous_format):
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 16, 3),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Flatten(2),
-        nn.LayerNorm(36),
-        nn.Flatten(),
-        nn.Linear(576, 4),
-    )
-    return net.to(GPU, memory_format=memory_format)
-
-
 def swap_and_fuse(net):
     return normplug.fuse(normplug.swap(net))
 
 
 def gradients(net):
     return {name: parameter.grad for name, parameter in net.named_parameters()}
-
-
-# A warning of make_graphed_callables, if nothing has used cuBLAS before.
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("change", [normplug.swap, swap_and_fuse])
-def test_a_cuda_graph_captures_the_step_and_the_statistics(change, memory_format):
-    net, twin = (change(make_net(memory_format)) for _ in range(2))
-    sample = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
-    graphed = torch.cuda.make_graphed_callables(net, (sample,))
-    for mine, theirs in zip(twin.buffers(), net.buffers(), strict=True):
-        mine.copy_(theirs)  # the capture's warm-up has updated the statistics
-    x = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
-    graphed(x).sum().backward()
-    twin(x).sum().backward()
-    torch.testing.assert_close(gradients(net), gradients(twin))
-    torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
 
 
 # Warnings of torch's CUDA graph trees, which start with an empty graph.

@@ -1,9 +1,7 @@
 """`python -m normplug.bench op`, `sweep`, `table` and `plot`, and the clocks beneath them."""
 
 import json
-import sys
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,23 +134,6 @@ def test_calls_take_turns_and_each_round_starts_with_another():
     spread = {"us": 4, "us_p20": pytest.approx(2.2), "us_p80": pytest.approx(4.6), "best_us": 1}
     assert found["a"] == spread
     assert found["b"]["us"] == 3
-
-
-def test_the_gpu_sleeps_while_the_host_queues_a_call(monkeypatch):
-    """`do_bench` clears gradients, then the cache, then starts its clock."""
-    slept = []
-    monkeypatch.setattr(timing, "gpu_sleep", slept.append)
-    monkeypatch.setattr(timing, "host_us", lambda call: 30.0)
-
-    def do_bench(call, warmup, rep, grad_to_none, return_mode):
-        for tensor in grad_to_none:
-            tensor.grad = None
-        return [0.25]
-
-    module = SimpleNamespace(do_bench=do_bench)
-    monkeypatch.setitem(sys.modules, "triton.testing", module)
-    assert timing.gpu_stopwatch(lambda: None)() == [250.0]
-    assert slept == [2000 * (50 + 2 * 30)]
 
 
 @pytest.mark.gpu

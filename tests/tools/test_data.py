@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
 from torch import nn
 
+import lightning_cases
 from normplug.experiment.config import UserError, user_sentence
 from normplug.experiment.data import (
     Digits,
@@ -31,37 +30,30 @@ from normplug.experiment.data import (
     stream_seed,
 )
 from normplug.experiment.run import CONFIGS
+from training import composed
 
 SIZE = 6  # of the images in `tree`
 
 
-class Recorder(LightningModule):
-    """The least a Trainer trains; it keeps the training batches of every epoch."""
+class Recorder(lightning_cases.Module):
+    """Keeps the images of each epoch's training batches, and of the validation."""
 
     def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(3, 10)
-        self.batches = {}
-        self.val = []
+        super().__init__(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10)))
+        self.batches, self.val = {}, []
 
     def training_step(self, batch, batch_idx):
-        images, labels = batch
-        self.batches.setdefault(self.current_epoch, []).append(images.clone())
-        return nn.functional.cross_entropy(self.head(images.mean((2, 3))), labels)
+        self.batches.setdefault(self.current_epoch, []).append(batch[0].clone())
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch, batch_idx):
         self.val.append(batch[0].clone())
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-def fit(data, *, epochs=2, **kwargs):
+def fit(data, *, epochs=2, **options):
     model = Recorder()
-    off = ("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary")
-    quiet = dict.fromkeys(off, False) | {"num_sanity_val_steps": 0}
-    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=epochs, **quiet, **kwargs)
-    trainer.fit(model, data)
+    options = {"num_sanity_val_steps": 0, "max_epochs": epochs, **options}
+    lightning_cases.trainer(None, **options).fit(model, data)
     return model
 
 
@@ -301,8 +293,7 @@ def test_torchvision_gives_its_official_parts(monkeypatch, name, shape):
 
 @pytest.mark.parametrize("path", sorted(Path(CONFIGS, "data").glob("*.yaml")), ids=lambda p: p.stem)
 def test_configs_build_their_source(path, tree):
-    with initialize_config_dir(CONFIGS, version_base="1.3"):
-        cfg = compose(overrides=[f"+data={path.stem}", "+seed=3"])
+    cfg = composed(f"data={path.stem}", "seed=3")
     if path.stem == "image_folder":
         cfg.data.update(root=str(tree), image_size=SIZE)
     data = instantiate(cfg.data, _convert_="all")
