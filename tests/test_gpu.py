@@ -21,10 +21,6 @@ GPU = "cuda"
 ROOT = Path(__file__).parents[1]
 
 
-def on_gpu(tensors):
-    return [t.to(GPU) if isinstance(t, torch.Tensor) else t for t in tensors]
-
-
 @pytest.mark.parametrize("offset", [3.0, 1e3])
 @pytest.mark.parametrize("mode", ["standard", "golden", 2])
 @pytest.mark.parametrize("layout", batch_norm_cases.LAYOUTS)
@@ -36,7 +32,7 @@ def test_batch_norm_is_as_close_to_float64_as_torch(dtype, shape, layout, mode, 
     made = batch_norm_cases.make(
         shape, (33,), dtype, layout, params=torch.promote_types(dtype, torch.float32), offset=offset
     )
-    x, weight, bias = on_gpu(made)
+    x, weight, bias = (tensor.to(GPU) for tensor in made)
     params = weight.dtype
     # A running mean far from the input's would overflow torch's own float16 backward in eval.
     running = (torch.randn(33).to(GPU, params) + offset, torch.rand(33).to(GPU, params) + 0.5)

@@ -41,6 +41,7 @@ MOST_LINES = {
     "lightning": 500, "reference.py": 290, "": 1910,
 }  # fmt: skip
 MOST_FILES = 125
+MOST_LINES_OF_TESTS = 18_900  # without tests/zoo
 
 
 def parts_imported(path):
@@ -73,6 +74,8 @@ def test_each_part_keeps_to_its_size():
         lines[part if part in MOST_LINES else ""] += len(path.read_text().splitlines())
     too_long = {part: n for part, n in lines.items() if n > MOST_LINES[part]}
     assert not too_long, f"lines: {too_long}; at most {MOST_LINES}"
+    tests = [path for path in (CHECKOUT / "tests").rglob("*.py") if path.parent.name != "zoo"]
+    assert sum(len(path.read_text().splitlines()) for path in tests) <= MOST_LINES_OF_TESTS
 
 
 def test_no_norms_kernels_import_those_of_another():

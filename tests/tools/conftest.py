@@ -21,26 +21,20 @@ def command(tmp_path):
     return partial(run_train, tmp_path)
 
 
+def output_of(command, expected, *overrides, **how):
+    code, output = command(*overrides, **how)
+    assert code == expected, output
+    assert code == 0 or "Traceback" not in output
+    return output
+
+
 @pytest.fixture
 def trains(command):
     """As `command`, which must succeed: its output."""
-
-    def call(*overrides, **how):
-        code, output = command(*overrides, **how)
-        assert code == 0, output
-        return output
-
-    return call
+    return partial(output_of, command, 0)
 
 
 @pytest.fixture
 def refuses(command):
     """As `command`, which must fail in sentences and not in a traceback: its output."""
-
-    def call(*overrides):
-        code, output = command(*overrides)
-        assert code == 1, output
-        assert "Traceback" not in output
-        return output
-
-    return call
+    return partial(output_of, command, 1)

@@ -9,7 +9,7 @@ import torch
 import normplug
 from normplug.bench import __main__, rows, timing
 from normplug.bench.__main__ import main
-from normplug.bench.op import OPS, PROVIDERS, ROWS, Problem, cases, differences, measure_op, ours
+from normplug.bench.op import OPS, PROVIDERS, ROWS, Problem, cases, measure_op, ours
 
 CPU = torch.device("cpu")
 
@@ -67,12 +67,6 @@ def test_a_wrong_result_is_not_timed(broken, monkeypatch, capsys):
     found = measure_op(case, CPU, providers=TWO | others)
     assert [row["provider"] for row in found[:3]] == ["normplug", "eager", "right"]
     assert "wrong is left out: AssertionError" in capsys.readouterr().err
-
-
-def test_differences_are_in_parts_of_the_largest_element():
-    found, stock = {"y": torch.tensor([1.0, 5.0])}, {"y": torch.tensor([3.0, 4.0])}
-    far = differences(found, stock, {"y", "sum"})
-    assert far == {"max_abs": 2.0, "max_rel": 0.5}
 
 
 def test_the_command_measures_on_the_cpu(tmp_path, capsys):

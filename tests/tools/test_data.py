@@ -82,19 +82,18 @@ def folder(root, **options):
     return ImageFolder(root=str(root), image_size=SIZE, **options)
 
 
-class TestParts:
-    def test_are_disjoint_stratified_and_the_same_for_every_seed(self):
-        first, second = (parts(Digits(seed=seed)) for seed in range(2))
-        images = torch.cat([part.inputs for part in first])
-        assert len(torch.unique(images, dim=0)) == 1797  # no two digits are equal
-        assert images.shape[1:] == (3, 8, 8)
-        assert images.amax((0, 2, 3)).tolist() == [255] * 3  # grey, of the full range
-        for part, other, share in zip(first, second, [0.72, 0.08, 0.2], strict=True):
-            assert torch.equal(part.inputs, other.inputs)
-            # 178 images a class, on average; the rounding of two splits moves at most one
-            torch.testing.assert_close(
-                part.targets.bincount() / 1797, torch.full((10,), share / 10), atol=5e-3, rtol=0
-            )
+def test_parts_are_disjoint_stratified_and_the_same_for_every_seed():
+    first, second = (parts(Digits(seed=seed)) for seed in range(2))
+    images = torch.cat([part.inputs for part in first])
+    assert len(torch.unique(images, dim=0)) == 1797  # no two digits are equal
+    assert images.shape[1:] == (3, 8, 8)
+    assert images.amax((0, 2, 3)).tolist() == [255] * 3  # grey, of the full range
+    for part, other, share in zip(first, second, [0.72, 0.08, 0.2], strict=True):
+        assert torch.equal(part.inputs, other.inputs)
+        # 178 images a class, on average; the rounding of two splits moves at most one
+        torch.testing.assert_close(
+            part.targets.bincount() / 1797, torch.full((10,), share / 10), atol=5e-3, rtol=0
+        )
 
 
 class TestStreams:

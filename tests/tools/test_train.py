@@ -233,7 +233,7 @@ def test_an_experiment_of_the_study_is_one_command(trains, tmp_path):
 def test_a_text_takes_a_language_model_and_a_sweep_compares_losses(trains, tmp_path):
     tiny = ["data=text", "model.width=16", "model.depth=1", "data.block_size=16"]
     short = ["data.megabytes=0.01", "trainer.max_epochs=2", "fuse=true", PLAIN]
-    output = trains(*tiny, *short, "mode=baseline,standard,golden", "-m", draws=True)
+    output = trains("-m", *tiny, *short, "mode=baseline,standard,golden", draws=True)
     baseline, golden, standard = results(tmp_path)
     assert standard["loss_by_epoch"] == baseline["loss_by_epoch"]
     assert standard["test_loss"] == baseline["test_loss"] != golden["test_loss"]

@@ -13,7 +13,6 @@ from training import GOLDEN, PLAIN, SMALL, SWEEP, logged, result_of, run_train, 
 
 TINY = [*SWEEP, PLAIN]  # no variance
 RESULTS = ("accuracy_by_epoch", "test_accuracy", "epochs", "status")
-SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +102,7 @@ def test_a_resumed_run_takes_rates_and_epochs_from_its_command(trains, tmp_path,
     assert len(result_of(more)["accuracy_by_epoch"]) == 4
 
 
-@pytest.mark.parametrize("signum", SIGNALS, ids=lambda s: s.name)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_an_interrupted_run_says_how_to_resume_and_resumes(
     command, trains, tmp_path, sweep, signum
 ):
