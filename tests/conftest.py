@@ -4,12 +4,11 @@ import signal
 from importlib.util import find_spec
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: pytest runs one process per core
+# Before torch: pytest runs one process per core, and the runs that tests compare must round alike.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-
-from training import run_in  # noqa: E402
 
 # No test starts a compiler by accident: without a GPU, the tests of the C++ path enable it
 # themselves. Builds are cached between sessions, apart from the user's own cache.
@@ -62,16 +61,3 @@ def _leave_the_gpus_memory_free(request):
     yield
     if "gpu" in request.keywords:
         torch.cuda.empty_cache()
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    """Call train.py in a directory of its own; return (exit code, output)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*overrides, **how):
-        capsys.readouterr()
-        code = run_in(tmp_path, monkeypatch, *overrides, **how)
-        return code, "".join(capsys.readouterr())
-
-    return call

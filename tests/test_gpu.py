@@ -21,10 +21,6 @@ GPU = "cuda"
 ROOT = Path(__file__).parents[1]
 
 
-def on_gpu(tensors):
-    return [t.to(GPU) if isinstance(t, torch.Tensor) else t for t in tensors]
-
-
 @pytest.mark.parametrize("offset", [3.0, 1e3])
 @pytest.mark.parametrize("mode", ["standard", "golden", 2])
 @pytest.mark.parametrize("layout", batch_norm_cases.LAYOUTS)
@@ -36,26 +32,12 @@ def test_batch_norm_is_as_close_to_float64_as_torch(dtype, shape, layout, mode, 
     made = batch_norm_cases.make(
         shape, (33,), dtype, layout, params=torch.promote_types(dtype, torch.float32), offset=offset
     )
-    x, weight, bias = on_gpu(made)
+    x, weight, bias = (tensor.to(GPU) for tensor in made)
     params = weight.dtype
     # A running mean far from the input's would overflow torch's own float16 backward in eval.
     running = (torch.randn(33).to(GPU, params) + offset, torch.rand(33).to(GPU, params) + 0.5)
     for training in (True, False):
         batch_norm_cases.compare("batch_norm", x, weight, bias, mode, running, training=training)
-
-
-def make_net(memory_format=torch.contiguous_format):
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 16, 3),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Flatten(2),
-        nn.LayerNorm(36),
-        nn.Flatten(),
-        nn.Linear(576, 4),
-    )
-    return net.to(GPU, memory_format=memory_format)
 
 
 def swap_and_fuse(net):
@@ -64,23 +46,6 @@ def swap_and_fuse(net):
 
 def gradients(net):
     return {name: parameter.grad for name, parameter in net.named_parameters()}
-
-
-# A warning of make_graphed_callables, if nothing has used cuBLAS before.
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("change", [normplug.swap, swap_and_fuse])
-def test_a_cuda_graph_captures_the_step_and_the_statistics(change, memory_format):
-    net, twin = (change(make_net(memory_format)) for _ in range(2))
-    sample = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
-    graphed = torch.cuda.make_graphed_callables(net, (sample,))
-    for mine, theirs in zip(twin.buffers(), net.buffers(), strict=True):
-        mine.copy_(theirs)  # the capture's warm-up has updated the statistics
-    x = torch.randn(8, 3, 8, 8, device=GPU).to(memory_format=memory_format)
-    graphed(x).sum().backward()
-    twin(x).sum().backward()
-    torch.testing.assert_close(gradients(net), gradients(twin))
-    torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
 
 
 # Warnings of torch's CUDA graph trees, which start with an empty graph.

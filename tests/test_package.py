@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import normplug
-from forks import forked
 from normplug._checks import MissingPackage, needs
+from programs import program
 
 ROOT = Path(normplug.__file__).parent
 CHECKOUT = ROOT.parent
@@ -44,6 +44,7 @@ MOST_LINES = {
     "_statistics": 1390, "lightning": 350, "reference.py": 290, "": 2150,
 }  # fmt: skip
 MOST_FILES = 132
+MOST_LINES_OF_TESTS = 20_300  # without tests/zoo
 
 
 def parts_imported(path):
@@ -76,6 +77,8 @@ def test_each_part_keeps_to_its_size():
         lines[part if part in MOST_LINES else ""] += len(path.read_text().splitlines())
     too_long = {part: n for part, n in lines.items() if n > MOST_LINES[part]}
     assert not too_long, f"lines: {too_long}; at most {MOST_LINES}"
+    tests = [path for path in (CHECKOUT / "tests").rglob("*.py") if path.parent.name != "zoo"]
+    assert sum(len(path.read_text().splitlines()) for path in tests) <= MOST_LINES_OF_TESTS
 
 
 def test_no_norms_kernels_import_those_of_another():
@@ -102,13 +105,13 @@ assert normplug.fuse.__name__ == "fuse" and "unfuse" in dir(normplug)
 normplug.swap(torch.nn.LayerNorm(4))
 assert not torch.cuda.is_initialized()
 """
-    done = forked(code)
+    done = program(code)
     assert done.returncode == 0, done.stderr
 
 
 def test_training_imports_no_other_tool():
     pytest.importorskip("torchvision")
-    done = forked("import sys, train; print([name for name in sys.modules if 'normplug.' in name])")
+    done = program("import sys, train; print([*sys.modules])")
     assert done.returncode == 0, done.stderr
     assert "normplug.experiment.run" in done.stdout
     for name in ("normplug.compare", "normplug.bench", "normplug.experiment.compare"):
@@ -127,14 +130,14 @@ net(x).sum().backward()
 assert len(normplug.check(net, x)) == 5
 normplug.RMSNorm(5, backend="triton")(x)
 """
-    error = forked(code, hidden=["triton"]).stderr.splitlines()[-1]
+    error = program(code, hidden=["triton"]).stderr.splitlines()[-1]
     expected = "backend='triton', but triton is not installed. Use backend='auto' or 'torch'."
     assert error.endswith(expected), error
 
 
 def test_the_environment_sets_the_default_backend():
     code = "import normplug; normplug.LayerNorm(4)"
-    good, bad = (forked(code, environment={"NORMPLUG_BACKEND": name}) for name in ("torch", "gpu"))
+    good, bad = (program(code, environment={"NORMPLUG_BACKEND": name}) for name in ("torch", "gpu"))
     assert good.returncode == 0, good.stderr
     assert "NORMPLUG_BACKEND must be one of 'auto', 'triton', 'torch'; got 'gpu'" in bad.stderr
 
@@ -146,7 +149,7 @@ def run_without(packages, kind, *words):
     """Run Python with `packages` hidden from import: `-m module ...` or `path script ...`."""
     run = "run_module" if kind == "-m" else "run_path"
     code = f"import runpy, sys; runpy.{run}(sys.argv[0], run_name='__main__')"
-    return forked(code, *words, hidden=packages)
+    return program(code, *words, hidden=packages)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,6 @@ def run_without(packages, kind, *words):
         (["pandas"], [*BENCH, "plot", "{json}"], "normplug.bench plot", "bench"),
         (["pandas"], [*BENCH, "sweep", "--device", "cpu"], "normplug.bench sweep", "bench"),
         (["timm"], ["path", "benchmarks/zoo", "--library", "timm"], "zoo --library timm", "zoo"),
-        (TRAIN, ["path", str(CHECKOUT / "train.py")], "train.py", "train"),
         (["hydra"], ["path", str(CHECKOUT / "train.py")], "train.py", "train"),
     ],
 )
@@ -175,12 +177,12 @@ def test_a_command_without_its_packages_names_the_extra(tmp_path, hidden, comman
 
 
 def test_without_the_packages_of_its_extra_a_module_says_so_when_imported():
-    for module in ("lightning", "compare"):
-        done = forked(f"import normplug.{module}", hidden=TRAIN)
-        assert f"MissingPackage: normplug.{module} needs " in done.stderr.splitlines()[-1]
-    for module in ("normplug", "normplug.bench.__main__"):
-        done = forked(f"import {module}", hidden=TRAIN)
-        assert done.returncode == 0, done.stderr
+    for module, extra in (("lightning",) * 2, ("compare", "train"), ("experiment", "train")):
+        last = program(f"import normplug.{module}", hidden=TRAIN).stderr.splitlines()[-1]
+        assert f"MissingPackage: normplug.{module} needs " in last
+        assert last.endswith(f'pip install "normplug[{extra}]"')
+    done = program("import normplug, normplug.bench.__main__", hidden=TRAIN)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_library_of_the_zoo_that_is_missing_is_named():

@@ -10,37 +10,22 @@ ROOT = Path(normplug.__file__).parent
 LOOK_UPS = ("getattr", "hasattr", "setattr", "delattr")
 
 
-def imported_names(tree):
-    """Yield each name that a file imports, with its path (None for `import torch.nn`)."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            for alias in node.names:
-                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.asname or alias.name.partition(".")[0], alias.asname and alias.name
-
-
 def private_names(source):
     """Paths under torch, of which a part is private, that a file imports, reads or looks up."""
-    tree = ast.parse(source)
-    paths = {name: path or name for name, path in imported_names(tree)}
-    found = [path for path in paths.values() if path]
-
-    def path_of(node):
-        if isinstance(node, ast.Name):
-            return paths.get(node.id, "")
-        if isinstance(node, ast.Attribute):
-            owner = path_of(node.value)
-            return owner and f"{owner}.{node.attr}"
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in LOOK_UPS:
-            owner = path_of(node.args[0])
-            return owner and f"{owner}.{ast.unparse(node.args[1])[1:-1]}"
-        return ""
-
-    found += [path_of(node) for node in ast.walk(tree)]
+    nodes, paths, read = [*ast.walk(ast.parse(source))], {}, []
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            paths |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            paths |= {a.asname: a.name for a in node.names if a.asname}
+        elif isinstance(node, ast.Attribute):
+            read.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in LOOK_UPS:
+            read.append(f"{ast.unparse(node.args[0])}.{ast.unparse(node.args[1])[1:-1]}")
+    parts = (name.partition(".") for name in read)
+    found = [paths.get(first, first) + dot + rest for first, dot, rest in parts]
     private = re.compile(r"torch(\.\w+)*\._(?!_)\w+")
-    return sorted({path for path in found if private.match(path)})
+    return sorted({path for path in (*paths.values(), *found) if private.match(path)})
 
 
 def test_one_file_has_every_private_name_of_torch():

@@ -5,6 +5,7 @@ import copy
 import itertools
 from fractions import Fraction
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 ARRAY = X.numpy()
 ON_META = torch.ones(6, device="meta")
 MEAN, VAR = torch.zeros(6), torch.ones(6)
+RUNNING = {"running_mean": MEAN, "running_var": VAR}
+WHY = "is on cpu" if find_spec("triton") else "triton is not installed"
 
 
 def model():
@@ -177,6 +180,38 @@ def test_an_invalid_argument_raises_an_error_with_the_rule(call, arguments, erro
         call(**arguments)
     assert raised.type is error
     assert "; got " in str(raised.value) or "go together" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "error", "message"),
+    [
+        (batch_norm, {"input": X.long()}, TypeError, r"got torch.int64.*input.float\(\)"),
+        (batch_norm, {"input": X[0]}, ValueError, r"\(N, C\).*shape \(6,\)"),
+        (batch_norm, {"input": X[:1]}, ValueError, r"more than one value per .*\(1, 6\)"),
+        (batch_norm, {"weight": VAR[:4]}, ValueError, r"must be \(C,\) = \(6,\).*got \(4,\)"),
+        (batch_norm, {"running_mean": MEAN}, ValueError, "go together; got only running_mean"),
+        (batch_norm, {"training": False}, ValueError, "training=False normalises by running_mean"),
+        (batch_norm, {"backend": "cuda"}, ValueError, "'auto', 'triton', 'torch'; got 'cuda'"),
+        (batch_norm, {**RUNNING, "momentum": None}, ValueError, "num_batches_tracked to count"),
+        (layer_norm, {"normalized_shape": (5,)}, ValueError, r"=\(5,\); got .* \(4, 6\)"),
+        (layer_norm, {"weight": VAR[:1]}, ValueError, r"weight must be .* \(6,\); got \(1,\)"),
+        (layer_norm, {"input_bias": X}, ValueError, "input_bias must be of shape"),
+        (rms_norm, {"running_var": VAR[0], "momentum": None}, ValueError, "num_batches_tracked"),
+        (group_norm, {"num_groups": 4}, ValueError, "must be a divisor of the 6 .* got 4"),
+        (group_norm, {"input": X[:1], "num_groups": 6}, ValueError, "than one value per group"),
+        (instance_norm, {"input": X}, ValueError, "more than one spatial position"),
+        *(
+            (call, {"backend": "triton"}, NotImplementedError, f"{WHY}.*Use backend='auto'")
+            for call in (batch_norm, layer_norm, rms_norm, group_norm)
+        ),
+    ],
+)
+def test_an_invalid_call_raises_an_error_with_the_rule_and_the_values(
+    call, options, error, message
+):
+    name = call.func.__name__
+    with pytest.raises(error, match=rf"normplug.functional.{name}: .*{message}"):
+        call(**options)
 
 
 @pytest.mark.parametrize("value", [None, 3, "model", {}, nn.Linear, ARRAY, X])

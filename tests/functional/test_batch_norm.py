@@ -8,7 +8,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from batch_norm_cases import make
 from normplug import functional, reference, target_variance
-from training import ROOT
+from programs import ROOT
 
 
 @pytest.mark.parametrize("shape", [(4, 5, 6, 3), (3, 5, 2, 4, 3)], ids=str)

@@ -179,25 +179,21 @@ def doubled(forward):
     return wrapper
 
 
-def with_the_function(module):  # as accelerate
-    module.forward = types.MethodType(doubled(module.forward.__func__), module)
+WRAPPERS = {
+    "the function": lambda m: types.MethodType(doubled(m.forward.__func__), m),  # as accelerate
+    "the method": lambda m: doubled(m.forward),
+    "the class": lambda m: functools.partial(doubled(type(m).forward), m),
+}
 
 
-def with_the_method(module):
-    module.forward = doubled(module.forward)
-
-
-def with_the_class(module):
-    module.forward = functools.partial(doubled(type(module).forward), module)
-
-
-@pytest.mark.parametrize("wrap", [with_the_function, with_the_method, with_the_class])
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("undo", [unfuse, unswap])
 @pytest.mark.parametrize("path", ["", "0"])
 def test_a_wrapper_around_a_fused_forward_stays_when_the_class_changes(wrap, undo, path, calls):
     model, plain = twins(Block() if path == "" else nn.Sequential(Block(), nn.Tanh()))
     for each in (model.eval(), plain.eval()):
-        wrap(each.get_submodule(path))
+        module = each.get_submodule(path)
+        module.forward = wrap(module)
     assert torch.equal(model(X), plain(X))
     assert calls == ["relu", "add, relu"]
     calls.clear()

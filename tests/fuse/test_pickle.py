@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from forks import forked
 from fuse_cases import Block, Half, Nested, Resnet, X, assert_same_step, outcome, swapped
 from matrix import reloaded
 from normplug import fuse, fusions, unfuse
 from normplug._fuse import fusion
 from normplug._fuse.fuse import fused_modules
+from programs import program
 
 COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy}
 
@@ -105,5 +105,5 @@ torch.testing.assert_close(model(x), y)
 def test_a_pickle_is_loaded_in_another_process(tmp_path):
     model = fuse(swapped(nn.Sequential(Nested(), Block(), Half()))).eval()
     torch.save((model, X, model(X)), tmp_path / "model.pt")
-    done = forked(LOAD, tmp_path / "model.pt")
+    done = program(LOAD, tmp_path / "model.pt")
     assert done.returncode == 0, done.stderr

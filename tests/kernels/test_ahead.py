@@ -7,14 +7,12 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from triton.backends.nvidia import driver  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 from launches import (  # noqa: E402
@@ -25,7 +23,7 @@ from launches import (  # noqa: E402
     pool_launches,
     row_launches,
 )
-from normplug._kernels import ahead, ahead_worker, launch  # noqa: E402
+from normplug._kernels import ahead, launch  # noqa: E402
 from normplug._kernels.batch_norm import launches, schedule  # noqa: E402
 from normplug.reference import accumulator_dtype  # noqa: E402
 
@@ -53,20 +51,33 @@ def mine():
     made.stop()
 
 
-def a_launch(flags=None):
-    shape = schedule.geometry(64, 8, 1, True, 4, 1, 132, True)
-    flags = flags or launches.Flags(weight=False, bias=False)
-    return launches.forward_launch(shape, torch.float32, flags, 0.1, 1e-5, 0.6)
-
-
 def dtypes_of(made):
     kinds = {"tracked": torch.int64, "counters": torch.int64, "bits": torch.uint8}
     return [kinds.get(name, torch.float32) for name in made.pointers]
 
 
-def a_job(flags=None):
-    made = a_launch(flags)
+FLAGS = [launches.Flags(weight=False, bias=False), launches.Flags(bias=False), launches.Flags()]
+
+
+def a_job(flags=FLAGS[0]):
+    shape = schedule.geometry(64, 8, 1, True, 4, 1, 132, True)
+    made = launches.forward_launch(shape, torch.float32, flags, 0.1, 1e-5, 0.6)
     return made.job(dtypes_of(made))
+
+
+def expect(mine, count):
+    """Request so many kernels from a worker; return their jobs."""
+    jobs = [a_job(flags) for flags in FLAGS[:count]]
+    for job in jobs:
+        mine.expect(job)
+    return jobs
+
+
+def wait_until(ready):
+    end = time.monotonic() + 120
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def done(mine, job):
@@ -90,41 +101,18 @@ def test_a_kernel_that_a_worker_compiled_is_found_in_the_cache(mine):
     assert again.counts == {"here": 0, "workers": 0, "cache": 1}
 
 
-@pytest.mark.skipif(
-    not hasattr(driver, "make_launcher"), reason="this Triton has one launcher for all kernels"
-)
-def test_a_worker_builds_a_kernels_launcher(monkeypatch):
-    built = []
-
-    def build(src, **options):
-        built.append(src)
-        return SimpleNamespace(launch=None)
-
-    monkeypatch.setattr(driver, "compile_module_from_src", build)
-    monkeypatch.setattr(driver, "library_dirs", list)
-    job = a_job()
-    ahead_worker.build_launcher(ASTSource(*job[:4]))
-    assert built == [driver.make_launcher({}, job.signature, None)]
-
-
 def test_a_compilation_that_a_worker_has_started_is_waited_for(mine):
-    job = a_job()
-    mine.expect(job)
-    end = time.monotonic() + 120
-    while not mine._expected[job.key].running():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    (job,) = expect(mine, 1)
+    wait_until(mine._expected[job.key].running)
     mine.settle(job)
     assert mine.counts["workers"] == 1
 
 
 def test_a_job_that_no_worker_has_started_is_compiled_by_this_process(mine):
-    jobs = [a_job(), a_job(launches.Flags(bias=False))]
-    for job in jobs:
-        mine.expect(job)
+    jobs = expect(mine, 2)
     mine.settle(jobs[1])
     assert mine.counts == {"here": 1, "workers": 0, "cache": 0}
-    last = a_job(launches.Flags())
+    last = a_job(FLAGS[2])
     mine.expect(last)
     assert done(mine, last)
     assert mine._expected[jobs[1].key].cancelled()
@@ -178,9 +166,8 @@ def test_a_job_is_the_kernel_that_triton_compiles_for_the_call(dtype, monkeypatc
 
 def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
     caplog.set_level(logging.DEBUG, "normplug")
-    job = a_job()
-    mine.expect(job)
-    broken = a_job(launches.Flags(bias=False))
+    (job,) = expect(mine, 1)
+    broken = a_job(FLAGS[1])
     broken = broken._replace(constants={**broken.constants, (27,): "no size"})
     mine.expect(broken)
     mine.settle(job)
@@ -188,14 +175,13 @@ def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
     assert "CompilationError" in capfd.readouterr().err
     mine.settle(broken)
     assert mine.counts == {"here": 1, "workers": 1, "cache": 0}
-    assert mine.expect(a_job(launches.Flags()))
+    assert mine.expect(a_job(FLAGS[2]))
 
 
 @pytest.mark.parametrize("executable", ["/no/such/python", "/bin/false"])
 def test_if_no_worker_can_start_this_process_compiles(mine, monkeypatch, executable):
     monkeypatch.setattr(sys, "executable", executable)
-    first, second = a_job(), a_job(launches.Flags(bias=False))
-    mine.expect(first)
+    (first,), second = expect(mine, 1), a_job(FLAGS[1])
     assert not done(mine, first)
     mine.settle(first)
     assert not mine.expect(second)  # no worker has ever compiled a kernel
@@ -213,17 +199,14 @@ def test_if_no_worker_can_start_this_process_compiles(mine, monkeypatch, executa
         ("LOCAL_WORLD_SIZE", "32", 0),
     ],
 )
-def test_the_environment_sets_the_number_of_workers(monkeypatch, name, value, most):
+def test_the_environment_sets_the_number_of_workers(mine, monkeypatch, name, value, most):
     monkeypatch.delenv("NORMPLUG_COMPILE_WORKERS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(18))
     monkeypatch.setenv(name, value)
     assert ahead.most_workers() == most
-
-
-def test_no_worker_is_started_if_workers_are_turned_off(mine, monkeypatch):
-    monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "0")
-    assert not mine.expect(a_job())
-    assert not mine._threads
+    if most == 0:
+        assert not mine.expect(a_job())
+        assert not mine._threads
 
 
 def test_a_negative_number_of_workers_is_an_error(monkeypatch):
@@ -234,31 +217,24 @@ def test_a_negative_number_of_workers_is_an_error(monkeypatch):
 
 def running(mine):
     """The process of the only worker, once it runs."""
-    end = time.monotonic() + 120
-    while not mine._workers:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    wait_until(lambda: mine._workers)
     return next(iter(mine._workers))
 
 
 def test_a_killed_worker_only_loses_its_kernel(mine):
-    first, second = a_job(), a_job(launches.Flags(bias=False))
-    mine.expect(first)
-    mine.expect(second)
+    first, second = expect(mine, 2)
     running(mine).kill()
     assert not done(mine, first)
     assert done(mine, second)
 
 
 def test_stop_ends_the_workers_at_once_and_starts_no_other(mine):
-    jobs = [a_job(), a_job(launches.Flags(bias=False))]
-    for job in jobs:
-        mine.expect(job)
+    jobs = expect(mine, 2)
     process = running(mine)
     mine.stop()
     assert process.wait(2) == -signal.SIGKILL
     assert not any(done(mine, job) for job in jobs)
-    assert not mine.expect(a_job(launches.Flags()))
+    assert not mine.expect(a_job(FLAGS[2]))
 
 
 SCRIPT = """

@@ -9,7 +9,6 @@ one. (A GPU runs them in any order: `test_batch_norm_kernels_gpu`.)
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -22,12 +21,11 @@ from calls import DTYPES
 from kernel_cases import HALF, Case, assert_accurate, check_recomputed, make, run
 from normplug import functional, reference
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
 from normplug._kernels import merging  # noqa: E402
-from normplug._kernels.batch_norm import columns, schedule  # noqa: E402
 
 pytestmark = interpreted.MARKS
 
@@ -76,6 +74,8 @@ FEW_ITEMS = {
 }
 MANY_ITEMS = {
     "rows, in groups": setup_of((7, 17), change=phased(2, 4, group=2, head=3)),
+    "rows, in a group": setup_of((17, 33), change=phased(2, 2, group=8, head=5)),
+    "rows, without a head": setup_of((7, 17), change=phased(1, 7, group=2, head=0)),
     "rows, many items": setup_of((17, 5), change=phased(2, 2)),
     "small planes, many items": setup_of((9, 3, 2, 3), change=phased(2, 1)),
 }
@@ -202,46 +202,6 @@ def test_channel_stats_are_accurate(setup, dtype, prepared):
     torch.testing.assert_close(mean.double(), exact.mean(dims), rtol=tolerance, atol=0)
     exact = exact.var(dims, correction=0)
     torch.testing.assert_close(var.double(), exact, rtol=10 * tolerance, atol=0)
-
-
-# Parts of the kernels that whole calls reach only with large tensors.
-
-
-@triton.jit
-def _decode(out_ptr, SLABS, NS, NA, GROUP, HEAD, GRID, SIZE: tl.constexpr):
-    t = tl.arange(0, SIZE)
-    slab, item, late = columns.assignment(t, NS, NA, GROUP, HEAD)
-    there = t < GRID
-    tl.store(out_ptr + 3 * t, slab, mask=there)
-    tl.store(out_ptr + 3 * t + 1, item, mask=there)
-    tl.store(out_ptr + 3 * t + 2, late.to(tl.int32), mask=there)
-
-
-SIZES = list(itertools.product((1, 3, 8), (1, 7, 40), (1, 9), (1, 2, 8), (0, 1, 5)))
-
-
-@pytest.mark.parametrize(("slabs", "gathers", "writes", "group", "head"), SIZES)
-def test_programs_gather_and_write_each_item_once_and_never_wait_for_a_later_one(
-    slabs, gathers, writes, group, head
-):
-    head = min(head, group * gathers)
-    shape = schedule.Columns(
-        rows=gathers * writes, c=slabs, hw=1, unit=1, channels=1, bc=8, bt=1, u=gathers, warps=1,
-        stages=1, gather_rows=writes, group=group, head=head,
-    )  # fmt: skip
-    assert (shape.slabs, shape.gathers, shape.writes) == (slabs, gathers, writes)
-    out = torch.empty(shape.grid, 3, dtype=torch.int32)
-    sizes = (slabs, gathers, writes, group, head, shape.grid)
-    _decode[(1,)](out, *sizes, SIZE=schedule.power_of_2(shape.grid))
-    programs = [tuple(row) for row in out.tolist() if row[0] < slabs]
-    every = {(s, i, 0) for s in range(slabs) for i in range(gathers)}
-    every |= {(s, i, 1) for s in range(slabs) for i in range(writes)}
-    assert set(programs) == every
-    assert len(programs) == len(every)
-    gathered = [0] * slabs
-    for slab, _, late in programs:
-        assert not late or gathered[slab] == gathers
-        gathered[slab] += not late
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -93,14 +93,6 @@ def test_equal_calls_give_equal_bits_and_leave_the_counters_at_zero(cases, case)
     routes.assert_counters_are_zero()
 
 
-@EACH
-def test_a_subset_of_the_gradients_can_be_requested(cases, case):
-    names = [name for name, t in cases.make(case, GPU).inputs(()).items() if t is not None]
-    for needs in [*((name,) for name in names), ("x", names[-1]), tuple(names[1:])]:
-        out = cases.assert_accurate(dataclasses.replace(case, needs=needs), GPU)
-        assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
-
-
 def test_calls_at_the_same_time_on_several_streams_give_the_usual_bits():
     tensors = [cases.make(case, GPU) for cases, case in SMALL]
     given = [(*call, each) for call, each in zip(SMALL, tensors, strict=True)]
@@ -191,18 +183,6 @@ def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(
         return (y, *torch.autograd.grad(y.square().sum(), leaves))
 
     check_replays(step, graphed, eager, x)
-
-
-OPERATORS = [
-    (cases, case)
-    for cases in (kernel_cases, row_cases, pool_cases, group_kernel_cases)
-    for case in cases.OPERATOR_CASES
-]
-
-
-@pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=case_id)
-def test_the_operators_pass_opcheck(cases, case):
-    routes.check_operators(cases, case, GPU)
 
 
 COMPILED = [

@@ -13,11 +13,10 @@ import interpreted
 import routes
 from accuracy import assert_same_bits
 from batch_norm_cases import laid_out
+from calls import saved_bytes
 from kernel_cases import HALF
-from normplug import fuse, swap
 from normplug._ops.batch_norm import BatchNormSpec
-from pool_cases import Pool, PoolCase, Stem, assert_accurate, make, run
-from saved import saved_bytes
+from pool_cases import Pool, PoolCase, assert_accurate, make, run
 
 pytest.importorskip("triton")
 
@@ -124,17 +123,3 @@ def test_what_the_kernels_cannot_pool_falls_back_to_torch(change, why, is_valid)
     norm = routes.batch_norm(x, *vectors, activation="relu")
     expected = F.max_pool2d(norm, case.kernel, case.stride, case.padding)
     assert torch.equal(routes.batch_norm(x, *vectors, pool=case.pool), expected)
-
-
-def test_a_fused_stem_runs_on_the_kernels_and_computes_what_the_unfused_one_does():
-    torch.manual_seed(0)
-    stem = swap(Stem().double(), backend="triton").to(memory_format=torch.channels_last)
-    x = torch.randn(2, 3, 9, 10).double().contiguous(memory_format=torch.channels_last)
-    expected = stem(x)
-    gradients = torch.autograd.grad(expected.square().sum(), list(stem.parameters()))
-    fused = fuse(stem)(x)
-    assert fused.grad_fn.name().endswith("NormBackward")  # it has no node of a pooling
-    torch.testing.assert_close(fused, expected)
-    ours = torch.autograd.grad(fused.square().sum(), list(stem.parameters()))
-    torch.testing.assert_close(ours, gradients)
-    assert stem.bn.num_batches_tracked == 2

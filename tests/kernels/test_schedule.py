@@ -42,7 +42,7 @@ def is_power_of_2(n):
     return n > 0 and n & (n - 1) == 0
 
 
-def test_tiles_cover_a_channel():
+def test_tiles_cover_a_channel_and_are_written_after_all_of_it_was_read():
     for key, shape in PLANES.items():
         n, _, hw = key[0]
         assert (shape.tiles_a_channel - 1) * shape.block < n * hw, key
@@ -51,12 +51,8 @@ def test_tiles_cover_a_channel():
         assert shape.block % 8 == 0, key
         assert hw % shape.unit == 0, key
         assert is_power_of_2(shape.warps), key
-
-
-def test_a_tile_is_written_after_its_whole_channel_was_read():
-    # Program t writes tile t - lag, of a channel whose last tile is at most K - 1 tiles further on,
-    # and which program t itself or an earlier one has read.
-    for key, shape in PLANES.items():
+        # Program t writes tile t - lag, of a channel whose last tile is at most K - 1 tiles further
+        # on, and which program t itself or an earlier one has read.
         assert shape.tiles_a_channel - 1 <= shape.lag <= shape.tiles, key
 
 
@@ -86,26 +82,19 @@ def test_programs_that_wait_for_each_other_all_run_at_once():
             assert shape.slabs * shape.gathers <= sms, key
 
 
-def test_offsets_that_do_not_fit_32_bits_have_64():
+def test_offsets_fit_and_the_mask_has_a_bit_for_every_value_and_for_the_padding():
     for key, shape in GEOMETRIES.items():
-        assert shape.wide or math.prod(key[0]) < 2**31, key
-
-
-def test_the_mask_has_a_bit_for_every_value_and_for_the_padding():
-    for key, shape in GEOMETRIES.items():
-        (n, c, hw), innermost, itemsize = key[:3]
+        (n, c, hw), innermost, itemsize, tensors, *machine = key
+        assert shape.wide or n * c * hw < 2**31, key
         size = bn.mask_bytes(n, c, hw, innermost, itemsize)
+        assert size * 8 >= n * c * hw, key
         if isinstance(shape, Planes):
             assert size == c * math.ceil(n * hw / 8), key
         else:
             assert size == shape.rows * shape.slabs * (shape.bc // 8), key
-        assert size * 8 >= n * c * hw, key
-
-
-def test_forward_and_backward_agree_on_the_mask():
-    for key, shape in COLUMNS.items():
-        other = GEOMETRIES[(*key[:3], 3 - key[3], *key[4:])]
-        assert (shape.channels, shape.bc) == (other.channels, other.bc), key
+            # Forward and backward agree on it.
+            other = GEOMETRIES[((n, c, hw), innermost, itemsize, 3 - tensors, *machine)]
+            assert (shape.channels, shape.bc) == (other.channels, other.bc), key
 
 
 def launches(kernels, shape, dtype):
@@ -170,57 +159,38 @@ HELD = [(key, shape) for key, shape in EVERY_ROW if isinstance(shape, Rows)]
 WIDE = [(key, shape) for key, shape in EVERY_ROW if not isinstance(shape, Rows)]
 
 
-def test_tiles_cover_every_column_and_row():
+def test_tiles_cover_every_column_and_row_are_powers_of_2_and_fit_the_registers():
     for key, shape in EVERY_ROW:
         rows, width = key[:2]
         assert (shape.rows, shape.width) == (rows, width), key
         if isinstance(shape, Rows):
-            assert (shape.k - 1) * shape.u * shape.bc < width <= shape.k * shape.u * shape.bc, key
-            assert (shape.tiles - 1) * shape.r < rows <= shape.tiles * shape.r, key
+            height, tiles, sizes = shape.r, shape.tiles, (shape.u, shape.bc)
         else:
-            assert (shape.k - 1) * shape.cw < width <= shape.k * shape.cw, key
-            assert (shape.blocks - 1) * shape.rb < rows <= shape.blocks * shape.rb, key
-
-
-def test_tiles_of_rows_are_powers_of_2_and_fit_the_registers():
-    for key, shape in EVERY_ROW:
-        sizes = {Rows: ("r", "u", "bc", "warps"), Wide: ("rb", "cw", "warps")}[type(shape)]
-        for name in sizes:
-            assert is_power_of_2(getattr(shape, name)), (key, name)
+            height, tiles, sizes = shape.rb, shape.blocks, (shape.cw,)
+        across = math.prod(sizes)
+        assert (shape.k - 1) * across < width <= shape.k * across, key
+        assert (tiles - 1) * height < rows <= tiles * height, key
+        assert all(is_power_of_2(size) for size in (height, *sizes, shape.warps)), key
         assert shape.warps * 32 <= 1024, key
         # A thread has 255 registers, which must hold more than a tile's values.
-        held = math.prod(getattr(shape, name) for name in sizes[:-1])
-        assert held <= shape.warps * 32 * 64, key
+        assert height * across <= shape.warps * 32 * 64, key
 
 
-def test_there_is_a_program_for_each_share_of_a_row_and_a_tile_for_each_program():
+def test_every_program_has_a_tile_that_fits_and_those_that_share_a_row_all_run_at_once():
     for key, shape in HELD:
+        sms, shared, together = key[4]
         assert shape.programs >= 1, key
         assert shape.programs % shape.k == 0, key
         assert shape.groups >= 1, key
+        assert shape.stages >= 1, key
+        tile = shape.r * shape.u * shape.bc * key[3]
+        assert shape.stages == 1 or 2 * shape.stages * tile <= shared, key  # prefetched
         if shape.k == 1:
             assert shape.programs <= shape.tiles, key
-        assert shape.stages >= 1, key
-    for key, shape in ROW_BACKWARD.items():
-        if isinstance(shape, Rows):
-            assert is_power_of_2(shape.finish), key
-
-
-def test_prefetched_tiles_fit_shared_memory():
-    for key, shape in HELD:
-        machine = key[4]
-        tile = shape.r * shape.u * shape.bc * key[3]
-        if shape.stages > 1:
-            assert 2 * shape.stages * tile <= machine[1], key
-
-
-def test_programs_that_share_a_row_all_run_at_once():
-    for key, shape in ROW_BACKWARD.items():
-        if isinstance(shape, Rows) and shape.k > 1:
-            sms, _, together = key[4]
-            assert together, key
-            assert shape.programs <= 2 * sms, key
-            assert shape.programs <= sms or shape.warps <= 4, key
+            continue
+        assert together, key
+        assert shape.programs <= 2 * sms, key
+        assert shape.programs <= sms or shape.warps <= 4, key
     for key, shape in ROW_FORWARD.items():
         assert shape.rb == 1 if isinstance(shape, Wide) else shape.k == 1, key
 
@@ -242,6 +212,7 @@ def test_sums_over_rows_take_at_most_1_5_times_the_traffic_of_the_rows():
             parts = 0 if shape.blocks == 1 else shape.blocks
         else:
             parts = shape.groups
+            assert is_power_of_2(shape.finish), key
         assert parts * a_sum <= 1.5 * max(useful, 2 * a_sum), key
 
 
@@ -289,31 +260,22 @@ GROUP_CUTS = [
 ]
 
 
-def test_a_tile_of_a_group_is_written_after_all_of_its_unit_was_read():
-    # The tiles of a unit are written in reverse: the first to be written is the last.
-    for cut in GROUP_CUTS:
-        if cut.lag == 0:
-            assert cut.k == 1, cut
-        elif isinstance(cut, gn.Columns):
-            assert cut.slabs * cut.k <= cut.lag <= cut.units * cut.k, cut
-        else:
-            assert cut.k <= cut.lag <= cut.n * cut.groups * cut.k, cut
-
-
-def test_tiles_of_groups_cover_a_unit_and_are_powers_of_2():
+def test_tiles_of_groups_cover_a_unit_and_are_written_after_all_of_it_was_read():
     for cut in GROUP_CUTS:
         if isinstance(cut, gn.Columns):
             assert cut.slabs == 1 or not cut.solo, cut
             assert cut.c % cut.unit == cut.bc % cut.unit == 0, cut
             assert cut.k == 1 or cut.rows_each % (cut.u * cut.bt) == 0, cut
-            sizes = (cut.u, cut.bt, cut.bc)
+            sizes, first, units = (cut.u, cut.bt, cut.bc), cut.slabs * cut.k, cut.units
         elif isinstance(cut, gn.PlanesBackward):
-            sizes = (cut.cb, cut.sb, cut.r)
+            sizes, first, units = (cut.cb, cut.sb, cut.r), cut.k, cut.n * cut.groups
         else:
             assert cut.hw % cut.run == cut.block % cut.run == 0, cut
-            sizes = (cut.block, cut.run, cut.r)
+            sizes, first, units = (cut.block, cut.run, cut.r), cut.k, cut.n * cut.groups
         assert all(is_power_of_2(size) for size in (*sizes, cut.warps)), cut
         assert cut.warps <= 32, cut
+        # The tiles of a unit are written in reverse: the first to be written is the last.
+        assert cut.k == 1 if cut.lag == 0 else first <= cut.lag <= units * cut.k, cut
 
 
 def test_no_share_of_the_samples_is_empty():

@@ -1,9 +1,6 @@
 """`normplug.warm_up` compiles exactly the kernels of a training step, and changes nothing."""
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from launches import Driver  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
 from normplug._ops import eligible  # noqa: E402
 from normplug._ops.warm_up import _record, _refusal_of_model  # noqa: E402
+from programs import program  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
@@ -133,11 +131,8 @@ print((found.kernels, found.why), normplug.native.status().kernels)
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_step_itself_compiles_nothing(tmp_path):
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     own = {"TRITON_CACHE_DIR": str(tmp_path), "NORMPLUG_COMPILE_WORKERS": "4"}
-    environment = {**os.environ, "PYTHONPATH": path, **own}
-    command = [sys.executable, "-c", STEP]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = program(STEP, environment=own)
     assert done.stdout == "(8, '') {'here': 0, 'workers': 8, 'cache': 0}\n", done.stderr
 
 

@@ -347,7 +347,13 @@ def test_a_child_forked_while_a_thread_starts_can_start_too(monkeypatch):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_normplug_native_0_compiles_nothing(compiler, monkeypatch, caplog):
+def test_normplug_native_0_compiles_nothing_and_another_value_is_rejected(
+    compiler, monkeypatch, caplog
+):
+    monkeypatch.setenv("NORMPLUG_NATIVE", "yes")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="NORMPLUG_NATIVE must be 0, 1 or auto, not 'yes'"):
+            native.start()
     monkeypatch.setenv("NORMPLUG_NATIVE", "0")
     assert start()[:3] == ("Python", "NORMPLUG_NATIVE is 0", None)
     assert compiler.count() == 0
@@ -363,14 +369,6 @@ def test_normplug_native_1_waits_for_the_build_or_raises(compiler, loads, monkey
     compiler.does(WRITE)
     native.start()
     assert native.status().way == "C++"
-
-
-def test_another_value_of_normplug_native_is_rejected(compiler, monkeypatch):
-    monkeypatch.setenv("NORMPLUG_NATIVE", "yes")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="NORMPLUG_NATIVE must be 0, 1 or auto, not 'yes'"):
-            native.start()
-    assert compiler.count() == 0
 
 
 def test_python_way_sends_calls_through_python(compiler, loads):

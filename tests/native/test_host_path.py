@@ -96,18 +96,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("cases", "case"), CASES, ids=case_id)
-def test_both_paths_give_the_same_bits(cases, case):
+def test_both_paths_and_their_operators_give_the_same_bits(cases, case, monkeypatch):
     tensors = cases.make(case)
     both_ways(lambda: cases.run(case, tensors, "triton"))
-
-
-@pytest.mark.parametrize(("cases", "case"), CASES, ids=case_id)
-def test_operators_give_the_same_bits_and_need_no_python_once_stored(cases, case, monkeypatch):
     monkeypatch.setattr(eligible, "is_compiling", lambda: True)
     monkeypatch.setattr(calls, "_stored", {})
     native.forget()
-    tensors = cases.make(case)
     both_ways(lambda: cases.run(case, tensors, "triton"))
+    # Once stored, an operator needs no Python.
     monkeypatch.setattr(operators, "plan_of", None)
     cases.run(case, tensors, "triton")
     native.forget()

@@ -141,6 +141,20 @@ def check_one_graph(
     return graphs.graphs
 
 
+def saved_bytes(call: Callable[[], Any], besides: Iterable[Tensor] = ()) -> int:
+    """The bytes that autograd saves in `call`, without those of the tensors `besides`."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call()
+    present = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    return sum(size for pointer, size in kept.items() if pointer not in present)
+
+
 def walked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[str, str]]:
     """The functions of normplug that a call enters, in order: (file, name)."""
     root, found = str(Path(normplug.__file__).parent), []

@@ -1,4 +1,4 @@
-"""Models with every pattern that can be fused, the results of steps, and the bytes they save."""
+"""Models with every pattern that can be fused, and the results of steps."""
 
 import copy
 from functools import partial
@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from normplug import fuse, fusions, swap, unfuse
-from saved import saved_bytes
+from normplug import fuse, fusions, swap
 
 X = torch.randn(4, 8, 5, 5, dtype=torch.double)
 ROWS = torch.randn(4, 3, 8, dtype=torch.double)
@@ -109,25 +108,6 @@ class Resnet(nn.Module):
         hidden = self.act(hidden)
         hidden = self.conv2(hidden)
         return x + hidden
-
-
-def check_saved_bytes(memory_format, device="cpu"):
-    """With an activation, only the input is saved; with a residual too, also a bit per value."""
-    torch.manual_seed(0)
-    x = torch.randn(4, 64, 8, 8, device=device).to(memory_format=memory_format).requires_grad_()
-    vectors = 4 * 64 * 4
-
-    def kept(model):
-        return saved_bytes(lambda: model(x), besides=model.parameters())
-
-    single = swap(nn.Sequential(nn.BatchNorm2d(64), nn.ReLU()).to(device), backend="triton")
-    assert kept(single) >= 2 * x.nbytes
-    assert kept(fuse(single)) <= x.nbytes + vectors
-    block = Block(64).to(device, memory_format=memory_format)
-    fuse(swap(block, backend="triton"))
-    # The inputs of convolutions and norms, and the signs after the addition.
-    assert kept(block) <= 4 * x.nbytes + x.numel() // 8 + 2 * vectors
-    assert kept(unfuse(block)) >= 5 * x.nbytes
 
 
 class Half(nn.Module):

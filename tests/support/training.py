@@ -7,10 +7,10 @@ import json
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
-import torch
+from hydra import compose, initialize_config_dir
 
-ROOT = Path(__file__).parents[2]
 SMOKE = ["experiment=smoke", "model=vit_tiny"]
 TINY_IMAGES = ["data.image_size=8", "data.num_images=100"]
 SMALL = [*SMOKE, *TINY_IMAGES, "data.batch_size=16", "trainer.max_epochs=1"]
@@ -23,41 +23,38 @@ ARMS = "mode=baseline,standard,golden"
 GOLDEN = Path("logs/sweeps/smoke/vit_tiny/fake/golden/seed_0")  # a run of that sweep
 
 
-def run_in(directory, monkeypatch, *overrides, draws=False):
-    """Call train.py as if started in `directory`; return the exit code.
+def run_train(directory, *overrides, draws=False):
+    """Call train.py as if started in `directory`; return (exit code, all that was printed).
 
     Without `draws`, skip the plots, which take longer than such a run.
     """
     pytest.importorskip("torchvision")
     import train
 
-    if not draws:
-        monkeypatch.setattr("normplug.experiment.compare.draw", lambda *_: [])
-        heat_map = "normplug._statistics.heat_map.draw_heat_map"
-        monkeypatch.setattr(heat_map, lambda *_: None)
-    monkeypatch.chdir(directory)
-    monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
-    try:
-        train.main()
-    except SystemExit as stop:
-        return stop.code
-    return 0
-
-
-def output_in(directory, monkeypatch, *overrides, **how):
-    """Call `run_in`; return (exit code, all that was printed)."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
-        code = run_in(directory, monkeypatch, *overrides, **how)
+    code, printed = 0, io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        if not draws:
+            patch.setattr("normplug.experiment.compare.draw", lambda *_: [])
+            patch.setattr("normplug._statistics.heat_map.draw_heat_map", lambda *_: None)
+        patch.chdir(directory)
+        patch.setattr(sys, "argv", ["train.py", *overrides])
+        try:
+            train.main()
+        except SystemExit as stop:
+            code = stop.code
     return code, printed.getvalue()
 
 
-@contextlib.contextmanager
-def one_thread():
-    """Use one thread: sums round by the number of threads, and compared runs must round alike."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def composed(*overrides, **options):
+    """The configuration of a command line."""
+    from normplug.experiment.run import CONFIGS
+
+    with initialize_config_dir(CONFIGS, version_base="1.3"):
+        return compose("train", [*overrides], **options)
 
 
 def result_of(run):
@@ -67,6 +64,11 @@ def result_of(run):
 def results(directory):
     found = [result_of(path.parent) for path in Path(directory).rglob("result.json")]
     return sorted(found, key=lambda result: (result["arm"], result["seed"]))
+
+
+def logged(run, name):
+    """What a run has logged under a name."""
+    return pd.read_csv(run / "metrics.csv")[name].dropna().tolist()
 
 
 def variance_rows(run):

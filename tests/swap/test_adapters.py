@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from forks import forked
 from normplug import _convert, check, fuse, plan, swap, target_variance, unswap
 from normplug.lightning import norm_layers
 from normplug.modules.probe import Probe, averages
+from programs import program
 from swap_cases import one_graph
 
 ROOT = target_variance("golden") ** 0.5
@@ -200,7 +200,7 @@ def test_a_pickle_loads_in_a_process_that_has_swapped_nothing(make, sync, place,
         "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[0], 'rb')); "
         "print(layer.mode, type(normplug.unswap(layer)))"
     )
-    ran = forked(code, tmp_path / "layer")
+    ran = program(code, tmp_path / "layer")
     assert ran.stdout.strip() == f"golden {stock}", ran.stderr
 
 

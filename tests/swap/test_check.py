@@ -235,26 +235,26 @@ def test_the_batch_may_be_what_a_training_step_gets(form):
     check(swap(Sums(bypasses=True)), *batch)  # the same function as before
 
 
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
 def test_errors_of_the_model_and_outputs_without_numbers_are_named():
     with pytest.raises(RuntimeError, match="must match the size"):  # the model's own error
         check(swap(Sums(bypasses=False), "golden"), x, torch.ones(7))
-    model = swap(nn.Sequential(nn.Softmax(1), nn.LayerNorm(4), Argmax()), "golden")
+    model = swap(nn.Sequential(nn.Softmax(1), nn.LayerNorm(4), Function(torch.argmax)), "golden")
     with pytest.raises(ValueError, match="output for these inputs has no float tensor"):
         check(model, torch.randn(2, 4))
 
 
-class Argmax(nn.Module):
-    def forward(self, x):
-        return x.argmax()
-
-
-class InPlace(nn.Module):
-    def forward(self, x):
-        return x.sub_(0.45).div_(0.22)
-
-
 def test_the_callers_tensors_are_copied():
-    model = swap(nn.Sequential(InPlace(), nn.BatchNorm2d(3)), "golden")
+    in_place = Function(lambda x: x.sub_(0.45).div_(0.22))
+    model = swap(nn.Sequential(in_place, nn.BatchNorm2d(3)), "golden")
     leaf = torch.rand(2, 3, 4, 4)
     computed = torch.rand(2, 3, 4, 4, requires_grad=True) * 1  # autograd has saved it
     before = leaf.clone(), computed.clone()
@@ -264,18 +264,10 @@ def test_the_callers_tensors_are_copied():
     assert torch.equal(computed, before[1])
 
 
-class Noise(nn.Module):
-    def __init__(self, draw):
-        super().__init__()
-        self.draw = draw
-
-    def forward(self, x):
-        return x + self.draw()
-
-
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(1)])
 def test_random_models_are_compared_and_all_generators_are_put_back(draw):
-    model = swap(nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5), Noise(draw)), "golden")
+    noise = Function(lambda x: x + draw())
+    model = swap(nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5), noise), "golden")
     x, before = torch.randn(8, 6), frozen(model)
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     check(model, x)
@@ -287,7 +279,8 @@ def test_random_models_are_compared_and_all_generators_are_put_back(draw):
 
 def test_a_model_that_differs_from_itself_is_told_apart():
     calls = itertools.count()
-    model = swap(nn.Sequential(nn.BatchNorm1d(6), Noise(lambda: next(calls))), "golden")
+    counted = Function(lambda x: x + next(calls))
+    model = swap(nn.Sequential(nn.BatchNorm1d(6), counted), "golden")
     text = "in train, eval, eval under no_grad, two calls of Sequential with this batch differ by 6"
     with pytest.warns(UserWarning, match=text) as caught:
         report = check(model, torch.randn(8, 6))

@@ -117,15 +117,6 @@ def bare():
     return nn.LayerNorm(6, elementwise_affine=False)
 
 
-def weightless():
-    inner = nn.BatchNorm1d(6, affine=False), nn.Sequential(bare())
-    return nn.Sequential(nn.Linear(6, 6), bare(), *inner, nn.Linear(6, 4))
-
-
-def frozen_weights(model):
-    return [model[1].weight, model[2].weight, model[3][0].weight]
-
-
 def test_a_weight_created_for_a_layer_has_its_neighbours_dtype_and_device():
     half, meta = {"dtype": torch.float16}, {"device": "meta"}
     model = nn.Sequential(
@@ -159,25 +150,18 @@ def test_a_weight_created_without_neighbours_follows_buffers_or_is_float32():
     beside = nn.Sequential(nn.BatchNorm1d(6, affine=False), bare())
     unswap(swap(beside.double(), "golden"))  # a buffer, where there is no parameter
     assert {beside[0].weight.dtype, beside[1].weight.dtype} == {torch.float64}
-    lost = swap(weightless().to("meta"), "golden", preserve_output=True)
-    unswap(lost)  # without values, it cannot see that the weights are ones again
-    assert {w.device.type for w in frozen_weights(lost)} == {"meta"}
+    norms = bare(), nn.BatchNorm1d(6, affine=False)
+    lost = nn.Sequential(nn.Linear(6, 6), *norms, nn.Sequential(bare())).to("meta")
+    unswap(swap(lost, "golden", preserve_output=True))  # it cannot see that the weights are ones
+    assert {w.device.type for w in (lost[1].weight, lost[2].weight, lost[3][0].weight)} == {"meta"}
 
 
-def counted(model):
-    model(torch.randn(8, 4))
-
-
-def weighted(model):
-    nn.init.constant_(model[2].weight[1], 1.1)
-
-
-def biased(model):
-    nn.init.constant_(model[2].bias[0], 0.1)
-
-
-def halved(model):
-    nn.init.constant_(model.bfloat16()[2].weight[3], 2)
+TRAINED = {
+    "a batch": lambda model: model(torch.randn(8, 4)),
+    "a weight": lambda model: nn.init.constant_(model[2].weight[1], 1.1),
+    "a bias": lambda model: nn.init.constant_(model[2].bias[0], 0.1),
+    "half precision": lambda model: nn.init.constant_(model.bfloat16()[2].weight[3], 2),
+}
 
 
 def alone(call, *arguments, **options):
@@ -187,11 +171,11 @@ def alone(call, *arguments, **options):
         return call(*arguments, **options)
 
 
-@pytest.mark.parametrize("train", [counted, weighted, biased, halved])
-def test_a_swap_of_trained_norms_to_another_target_warns_once_with_the_ways_out(train):
+@pytest.mark.parametrize("change", TRAINED)
+def test_a_swap_of_trained_norms_to_another_target_warns_once_with_the_ways_out(change):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4))
-    train(model)
-    before, path = frozen(model), 1 if train is counted else 2
+    TRAINED[change](model)
+    before, path = frozen(model), 1 if change == "a batch" else 2
     text = (
         rf"normplug.swap: trained norms \({path}\) get another target variance with the same "
         "weights, so the model's outputs change: preserve_output=True keeps them, and "

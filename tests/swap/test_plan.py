@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from forks import forked
 from normplug import plan, swap
+from programs import program
 from swap_cases import X, assert_frozen, frozen
 
 
@@ -130,5 +130,5 @@ print(*(type(m).__module__ for m in model))
 
 
 def test_a_class_may_have_been_patched_before_normplug_is_imported():
-    done = forked(PATCHED_FIRST)
+    done = program(PATCHED_FIRST)
     assert done.stdout.split() == ["torch.nn.modules.normalization", "normplug.modules.row_norms"]

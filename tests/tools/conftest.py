@@ -1,40 +1,40 @@
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from training import ARMS, GOLDEN, SWEEP, one_thread, output_in
+from training import ARMS, GOLDEN, SWEEP, run_train
 
 
 @pytest.fixture(scope="session")
 def sweep(tmp_path_factory):
     """A finished sweep of three arms: where it ran, its golden run, what it printed."""
     directory = tmp_path_factory.mktemp("sweep")
-    with one_thread(), pytest.MonkeyPatch.context() as monkeypatch:
-        code, output = output_in(directory, monkeypatch, *SWEEP, ARMS, "-m", draws=True)
+    code, output = run_train(directory, *SWEEP, ARMS, "-m", draws=True)
     assert code == 0, output
     return SimpleNamespace(directory=directory, golden=directory / GOLDEN, output=output)
 
 
 @pytest.fixture
+def command(tmp_path):
+    """Call train.py in a directory of its own; return (exit code, output)."""
+    return partial(run_train, tmp_path)
+
+
+def output_of(command, expected, *overrides, **how):
+    code, output = command(*overrides, **how)
+    assert code == expected, output
+    assert code == 0 or "Traceback" not in output
+    return output
+
+
+@pytest.fixture
 def trains(command):
     """As `command`, which must succeed: its output."""
-
-    def call(*overrides, **how):
-        code, output = command(*overrides, **how)
-        assert code == 0, output
-        return output
-
-    return call
+    return partial(output_of, command, 0)
 
 
 @pytest.fixture
 def refuses(command):
     """As `command`, which must fail in sentences and not in a traceback: its output."""
-
-    def call(*overrides):
-        code, output = command(*overrides)
-        assert code == 1, output
-        assert "Traceback" not in output
-        return output
-
-    return call
+    return partial(output_of, command, 1)

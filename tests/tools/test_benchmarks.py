@@ -18,11 +18,11 @@ import norms
 import rivals
 import sync
 import tables
-from forks import forked
 from normplug._ops.recompute import AVAILABLE
 from normplug.bench import timing
 from normplug.bench.op import Case, Problem, cases
 from normplug.bench.rows import read_file
+from programs import program
 
 CPU = torch.device("cpu")
 TINY = {
@@ -165,7 +165,7 @@ def test_steps_over_two_processes_have_a_row_for_each_arm(tmp_path):
         port = str(server.getsockname()[1])
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     path = tmp_path / "rows.json"
-    done = forked(BOTH, path, tables.DOCS.parent / "benchmarks", environment=where)
+    done = program(BOTH, path, tables.DOCS.parent / "benchmarks", environment=where)
     assert done.returncode == 0, done.stderr
     rows = read_file(path)
     # torch's SyncBatchNorm needs CUDA.

@@ -12,7 +12,7 @@ from normplug.compare import compare
 from normplug.experiment.compare import main
 from normplug.experiment.compare.frame import label
 from normplug.experiment.measure import ACCURACY
-from training import ROOT
+from programs import ROOT
 
 
 def write_run(root, arm, seed, **changes):

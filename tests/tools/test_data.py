@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
 from torch import nn
 
+import lightning_cases
 from normplug.experiment.config import UserError, user_sentence
 from normplug.experiment.data import (
     Digits,
@@ -31,37 +30,30 @@ from normplug.experiment.data import (
     stream_seed,
 )
 from normplug.experiment.run import CONFIGS
+from training import composed
 
 SIZE = 6  # of the images in `tree`
 
 
-class Recorder(LightningModule):
-    """The least a Trainer trains; it keeps the training batches of every epoch."""
+class Recorder(lightning_cases.Module):
+    """Keeps the images of each epoch's training batches, and of the validation."""
 
     def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(3, 10)
-        self.batches = {}
-        self.val = []
+        super().__init__(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10)))
+        self.batches, self.val = {}, []
 
     def training_step(self, batch, batch_idx):
-        images, labels = batch
-        self.batches.setdefault(self.current_epoch, []).append(images.clone())
-        return nn.functional.cross_entropy(self.head(images.mean((2, 3))), labels)
+        self.batches.setdefault(self.current_epoch, []).append(batch[0].clone())
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch, batch_idx):
         self.val.append(batch[0].clone())
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-def fit(data, *, epochs=2, **kwargs):
+def fit(data, *, epochs=2, **options):
     model = Recorder()
-    off = ("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary")
-    quiet = dict.fromkeys(off, False) | {"num_sanity_val_steps": 0}
-    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=epochs, **quiet, **kwargs)
-    trainer.fit(model, data)
+    options = {"num_sanity_val_steps": 0, "max_epochs": epochs, **options}
+    lightning_cases.trainer(None, **options).fit(model, data)
     return model
 
 
@@ -90,19 +82,18 @@ def folder(root, **options):
     return ImageFolder(root=str(root), image_size=SIZE, **options)
 
 
-class TestParts:
-    def test_are_disjoint_stratified_and_the_same_for_every_seed(self):
-        first, second = (parts(Digits(seed=seed)) for seed in range(2))
-        images = torch.cat([part.inputs for part in first])
-        assert len(torch.unique(images, dim=0)) == 1797  # no two digits are equal
-        assert images.shape[1:] == (3, 8, 8)
-        assert images.amax((0, 2, 3)).tolist() == [255] * 3  # grey, of the full range
-        for part, other, share in zip(first, second, [0.72, 0.08, 0.2], strict=True):
-            assert torch.equal(part.inputs, other.inputs)
-            # 178 images a class, on average; the rounding of two splits moves at most one
-            torch.testing.assert_close(
-                part.targets.bincount() / 1797, torch.full((10,), share / 10), atol=5e-3, rtol=0
-            )
+def test_parts_are_disjoint_stratified_and_the_same_for_every_seed():
+    first, second = (parts(Digits(seed=seed)) for seed in range(2))
+    images = torch.cat([part.inputs for part in first])
+    assert len(torch.unique(images, dim=0)) == 1797  # no two digits are equal
+    assert images.shape[1:] == (3, 8, 8)
+    assert images.amax((0, 2, 3)).tolist() == [255] * 3  # grey, of the full range
+    for part, other, share in zip(first, second, [0.72, 0.08, 0.2], strict=True):
+        assert torch.equal(part.inputs, other.inputs)
+        # 178 images a class, on average; the rounding of two splits moves at most one
+        torch.testing.assert_close(
+            part.targets.bincount() / 1797, torch.full((10,), share / 10), atol=5e-3, rtol=0
+        )
 
 
 class TestStreams:
@@ -301,8 +292,7 @@ def test_torchvision_gives_its_official_parts(monkeypatch, name, shape):
 
 @pytest.mark.parametrize("path", sorted(Path(CONFIGS, "data").glob("*.yaml")), ids=lambda p: p.stem)
 def test_configs_build_their_source(path, tree):
-    with initialize_config_dir(CONFIGS, version_base="1.3"):
-        cfg = compose(overrides=[f"+data={path.stem}", "+seed=3"])
+    cfg = composed(f"data={path.stem}", "seed=3")
     if path.stem == "image_folder":
         cfg.data.update(root=str(tree), image_size=SIZE)
     data = instantiate(cfg.data, _convert_="all")

@@ -10,40 +10,35 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import normplug
 import train
-from forks import forked
 from normplug._ops import recompute
 from normplug.experiment.compare import main as compare_arms
 from normplug.experiment.config import BY_DEPTH, arm_name, mode_of
 from normplug.experiment.learner import make_optimizer, make_scheduler
 from normplug.experiment.models import GPT, apply_arm, resnet, scale_norm_weights, vit
 from normplug.experiment.run import CONFIGS
+from programs import program
 from training import (
     PLAIN,
     SMALL,
     SWEEP,
     TWO_PROCESSES,
-    output_in,
+    composed,
+    logged,
     result_of,
     results,
+    run_train,
     variance_rows,
 )
 
 TINY = [*SMALL, "data.num_images=400", "trainer.max_epochs=2"]
-
-
-def composed(*overrides):
-    with initialize_config_dir(CONFIGS, version_base="1.3"):
-        return compose("train", [*overrides])
 
 
 MODELS = {path.stem for path in Path(CONFIGS, "model").glob("*.yaml")} - {"timm", "hf_causal_lm"}
@@ -76,12 +71,6 @@ def test_models_of_timm_and_transformers_train_from_their_names(trains, tmp_path
     swapped = {r["model"]: list(r["target_variances"]) for r in results(tmp_path)}
     assert len(swapped["test_convnext"]) > 4
     assert "net.model.layers.0.input_layernorm" in swapped["llama"]
-
-
-def test_a_text_takes_a_language_model_by_itself(trains, tmp_path):
-    options = ["data.block_size=8", "data.megabytes=0.004", "trainer.max_epochs=1"]
-    trains("data=text", *options, "callbacks=minimal", "model.depth=1", "model.width=16")
-    assert results(tmp_path)[0]["model"] == "gpt_tiny"
 
 
 def test_the_command_line_wins_over_what_a_model_or_an_experiment_chooses():
@@ -131,8 +120,7 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     assert accuracy in (directory / "train.log").read_text()
 
 
-def losses(run):
-    return pd.read_csv(run / "metrics.csv")["train/loss"].dropna().tolist()
+losses = partial(logged, name="train/loss")
 
 
 def test_a_sweep_pairs_its_arms_and_compares_them(sweep):
@@ -153,9 +141,9 @@ def test_a_sweep_pairs_its_arms_and_compares_them(sweep):
     assert all((run / "variance.csv").exists() for run in (baseline_run, standard_run))
 
 
-def test_a_sweep_skips_what_is_done_and_refuses_what_has_changed(sweep, monkeypatch):
+def test_a_sweep_skips_what_is_done_and_refuses_what_has_changed(sweep):
     times = {path: path.stat().st_mtime_ns for path in sweep.directory.rglob("result.json")}
-    again = partial(output_in, sweep.directory, monkeypatch, *SWEEP, "mode=baseline,golden")
+    again = partial(run_train, sweep.directory, *SWEEP, "mode=baseline,golden")
     code, output = again("-m")
     assert code == 0
     assert output.count("skipped: ") == 2
@@ -242,10 +230,10 @@ def test_an_experiment_of_the_study_is_one_command(trains, tmp_path):
     assert "| golden lr=0.4 " in output
 
 
-def test_a_sweep_of_language_models_is_compared_by_its_losses(trains, tmp_path):
-    tiny = ["model=gpt_tiny", "model.width=16", "model.depth=1", "data.block_size=16"]
+def test_a_text_takes_a_language_model_and_a_sweep_compares_losses(trains, tmp_path):
+    tiny = ["data=text", "model.width=16", "model.depth=1", "data.block_size=16"]
     short = ["data.megabytes=0.01", "trainer.max_epochs=2", "fuse=true", PLAIN]
-    output = trains(*tiny, *short, "mode=baseline,standard,golden", "-m", draws=True)
+    output = trains("-m", *tiny, *short, "mode=baseline,standard,golden", draws=True)
     baseline, golden, standard = results(tmp_path)
     assert standard["loss_by_epoch"] == baseline["loss_by_epoch"]
     assert standard["test_loss"] == baseline["test_loss"] != golden["test_loss"]
@@ -331,21 +319,16 @@ def test_two_processes_train_the_model_that_one_trains(trains, tmp_path):
     options = [*TINY, "trainer.max_epochs=1", "data.augment=null", "optimizer=sgd"]
     options += ["data.num_classes=9", "data.num_images=405"]  # an odd number for validation
     halves = [*options, *TWO_PROCESSES, "data.batch_size=8", f"hydra.run.dir={tmp_path}/two"]
-    done = forked(BOTH, train.__file__, *halves, imported="train", directory=tmp_path)
+    done = program(BOTH, train.__file__, *halves, directory=tmp_path)
     assert done.returncode == 0, done.stderr
     (result,) = results(tmp_path / "two")
-    losses = [validation_loss(tmp_path / "two")]
     trains(*options, PLAIN, f"hydra.run.dir={tmp_path}/one")
-    losses.append(validation_loss(tmp_path / "one"))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    one, two = (logged(tmp_path / name, "val/loss")[-1] for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-4)
     assert result["hardware"].startswith("CPU")
     rows = variance_rows(tmp_path / "two")
     assert {(row["rank"], row["world_size"]) for row in rows} == {("0", "2")}
     assert len(rows) == 9 * len({row["step"] for row in rows})
-
-
-def validation_loss(directory):
-    return pd.read_csv(directory / "metrics.csv")["val/loss"].dropna().iloc[-1]
 
 
 def optimizer_of(net, *overrides):
@@ -401,15 +384,19 @@ def test_a_target_of_a_quarter_is_the_arm_of_biases_and_head():
     assert (logits["quarter"] - logits["head"]).abs().max() > 1e-3
 
 
+def over_steps(name, steps, *schedule):
+    """A number of the optimizer in each step of a schedule."""
+    optimizer, _ = optimizer_of(torch.nn.Linear(4, 4), "optimizer.momentum=0.8")
+    scheduler = make_scheduler(optimizer, steps, *schedule)
+    for _ in range(steps):
+        yield optimizer.param_groups[0][name]
+        optimizer.step()
+        scheduler.step()
+
+
 def test_the_momentum_of_the_optimizer_is_that_of_every_step():
     for cycles, momenta in ((False, [0.8, 0.8]), (True, [0.85, 0.95])):
-        optimizer, _ = optimizer_of(torch.nn.Linear(4, 4), "optimizer.momentum=0.8")
-        scheduler = make_scheduler(optimizer, 8, "one_cycle", 0.5, cycles)
-        found = []
-        for _ in range(8):
-            found.append(optimizer.param_groups[0]["momentum"])
-            optimizer.step()
-            scheduler.step()
+        found = [*over_steps("momentum", 8, "one_cycle", 0.5, cycles)]
         assert [min(found), max(found)] == pytest.approx(momenta)
 
 
@@ -417,13 +404,7 @@ def test_the_momentum_of_the_optimizer_is_that_of_every_step():
 @pytest.mark.parametrize("warmup", [0, 0.2])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 100])
 def test_the_learning_rate_rises_to_its_value_and_falls(schedule, warmup, steps):
-    optimizer, _ = optimizer_of(torch.nn.Linear(4, 4))
-    scheduler = make_scheduler(optimizer, steps, schedule, warmup)
-    whole = []
-    for _ in range(steps):
-        whole.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
+    whole = [*over_steps("lr", steps, schedule, warmup)]
     assert max(whole) == pytest.approx(0.5, rel=0.01)
     if steps == 100:
         rising = max(2, 100 * warmup) if schedule == "one_cycle" else 100 * warmup

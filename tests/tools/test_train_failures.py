@@ -6,10 +6,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from forks import forked
 from normplug.compare import compare
 from normplug.experiment.learner import Learner
 from normplug.experiment.run import LAST
+from programs import program
 from training import PLAIN, SWEEP, TWO_PROCESSES, result_of, results
 
 TINY = [*SWEEP, "trainer.max_epochs=1", PLAIN]
@@ -141,9 +141,8 @@ train.main()
 def test_all_processes_stop_where_one_diverges(tmp_path):
     script = tmp_path / "spoilt.py"
     script.write_text(SPOILT)
-    code = "import runpy, sys; runpy.run_path(sys.argv[0])"
-    # The first process starts the second by running the script again.
-    done = forked(code, script, *TINY, *TWO_PROCESSES, imported="train", directory=tmp_path)
+    # The first process starts the second by running the script.
+    done = program(SPOILT, script, *TINY, *TWO_PROCESSES, directory=tmp_path)
     assert done.returncode == 1, done.stderr
     (result,) = results(tmp_path)
     assert result["status"] == "diverged"

@@ -2,26 +2,17 @@
 
 import signal
 
-import pandas as pd
 import pytest
 import torch
 
 import train
-from forks import forked
 from normplug.experiment.learner import Learner
 from normplug.experiment.run import LAST
-from training import GOLDEN, PLAIN, SMALL, SWEEP, one_thread, result_of, run_in, variance_rows
+from programs import program
+from training import GOLDEN, PLAIN, SMALL, SWEEP, logged, result_of, run_train, variance_rows
 
 TINY = [*SWEEP, PLAIN]  # no variance
 RESULTS = ("accuracy_by_epoch", "test_accuracy", "epochs", "status")
-SIGNALS = [signal.SIGTERM, signal.SIGINT]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """As in the shared sweep and in processes that are killed."""
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +20,8 @@ def more(sweep, tmp_path_factory):
     """The shared sweep's golden run, resumed after its three epochs for a fourth."""
     directory = tmp_path_factory.mktemp("more")
     resume = [f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={directory}"]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert run_in(directory, monkeypatch, *TINY, "trainer.max_epochs=4", *resume) == 0
+    code, output = run_train(directory, *TINY, "trainer.max_epochs=4", *resume)
+    assert code == 0, output
     return directory
 
 
@@ -46,22 +37,17 @@ def assert_same_run(run, whole):
     assert str(ours["optimizer_states"]) == str(other["optimizer_states"])
 
 
-def stop_at(step, monkeypatch, act):
-    """Let `act` happen in the forward of an optimizer step of the arm golden."""
+def interrupted(command, signum, *overrides):
+    """The output of a run that gets a signal in the tenth step of the arm golden."""
     training_step = Learner.training_step
 
     def stopping(self, batch, batch_idx):
-        if self.trainer.global_step == step and self.identity["arm"] == "golden":
-            act()
+        if self.trainer.global_step == 9 and self.identity["arm"] == "golden":
+            signal.raise_signal(signum)
         return training_step(self, batch, batch_idx)
 
-    monkeypatch.setattr(Learner, "training_step", stopping)
-
-
-def interrupted(command, step, signum, *overrides):
-    """The output of a run that gets a signal in a step."""
     with pytest.MonkeyPatch.context() as patch:
-        stop_at(step, patch, lambda: signal.raise_signal(signum))
+        patch.setattr(Learner, "training_step", stopping)
         code, output = command(*overrides)
     assert code == 128 + signum
     return output
@@ -81,23 +67,21 @@ train.main()
 """
 
 
-def test_a_sweep_that_is_killed_goes_on_to_the_same_numbers(sweep, tmp_path, monkeypatch, capsys):
+def test_a_sweep_that_is_killed_goes_on_to_the_same_numbers(trains, sweep, tmp_path):
     sweep_of_one = [*SWEEP, "mode=golden", "-m"]
-    line = [train.__file__, *sweep_of_one]
-    killed = forked(KILLED, *line, imported="train", directory=tmp_path)
+    killed = program(KILLED, train.__file__, *sweep_of_one, directory=tmp_path)
     assert killed.returncode == -signal.SIGKILL
     run = tmp_path / GOLDEN
     assert result_of(run)["status"] == "running"
     assert variance_rows(run)[-1]["step"] == "8"
-    assert run_in(tmp_path, monkeypatch, *sweep_of_one) == 0
-    assert f"resuming: {run / LAST}" in capsys.readouterr().out
+    assert f"resuming: {run / LAST}" in trains(*sweep_of_one)
     assert_same_run(run, sweep.golden)
 
 
 def test_a_sweep_that_is_interrupted_skips_and_resumes(command, trains, tmp_path):
     arms = [*TINY, "trainer.max_epochs=2", "mode=baseline,golden", "-m"]
     first = tmp_path / GOLDEN.parents[1] / "baseline/seed_0"
-    output = interrupted(command, 9, signal.SIGINT, *arms)
+    output = interrupted(command, signal.SIGINT, *arms)
     assert "The same sweep skips what has finished and resumes this run." in output
     assert "Traceback" not in output
     assert result_of(tmp_path / GOLDEN)["status"] == "interrupted"
@@ -112,28 +96,25 @@ def test_a_resumed_run_takes_rates_and_epochs_from_its_command(trains, tmp_path,
     trains(*TINY, "trainer.max_epochs=4", "model.depth=1", f"hydra.run.dir={whole}")
     options = ["trainer.max_epochs=4", f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={lower}"]
     trains(*TINY, *options, "optimizer.lr=0.002")  # 0.02 in experiment=smoke
-    found, one, other = (
-        pd.read_csv(run / "metrics.csv")["lr-AdamW/pg1"].dropna().tolist()
-        for run in (more, whole, lower)
-    )
+    found, one, other = (logged(run, "lr-AdamW/pg1") for run in (more, whole, lower))
     assert found == one[15:]
     assert found == pytest.approx([10 * rate for rate in other], rel=1e-6)
     assert len(result_of(more)["accuracy_by_epoch"]) == 4
 
 
-@pytest.mark.parametrize("signum", SIGNALS, ids=lambda s: s.name)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_an_interrupted_run_says_how_to_resume_and_resumes(
     command, trains, tmp_path, sweep, signum
 ):
-    options = [*SWEEP, "mode=golden"]
-    output = interrupted(command, 9, signum, *options, f"hydra.run.dir={tmp_path / 'cut'}")
     cut = tmp_path / "cut"
+    line = [*SWEEP, "mode=golden", f"hydra.run.dir={cut}"]
+    output = interrupted(command, signum, *line)
     found = result_of(cut)
     assert found["status"] == "interrupted"
     advice = f"{signum.name}. Go on with the same command and hydra.run.dir={cut}."
     assert found["error"].endswith(advice)
     assert found["error"] in output
-    trains(*options, f"hydra.run.dir={cut}")
+    trains(*line)
     assert_same_run(cut, sweep.golden)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import torchvision
-from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -20,11 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
 
 import train
-from forks import forked
 from normplug.experiment.callbacks import ask_seldom
 from normplug.experiment.config import UserError, check, path_name, user_sentence
 from normplug.experiment.run import CONFIGS
-from training import ROOT, SMALL, SMOKE
+from programs import ROOT, program
+from training import SMALL, SMOKE, composed
 
 
 @pytest.fixture
@@ -33,8 +32,7 @@ def checked(tmp_path):
     singleton = HydraConfig.instance()
 
     def call(line, builds=False):
-        with initialize_config_dir(CONFIGS, version_base="1.3"):
-            cfg = compose("train", shlex.split(line), return_hydra_config=True)
+        cfg = composed(*shlex.split(line), return_hydra_config=True)
         with open_dict(cfg):
             cfg.hydra.runtime.output_dir = str(tmp_path)
             singleton.set_config(cfg)
@@ -155,6 +153,13 @@ def test_what_can_run_passes(checked, line):
     checked(line)
 
 
+def runs_of(overrides):
+    """The command lines of a sweep's runs."""
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    (runs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return runs
+
+
 # The sweeps over rates in the docs.
 STUDY = (ROOT / "docs/experiments.md").read_text().replace("\\\n", "")
 STUDY = re.findall(r"^python train.py -m ('experiment=\[.*)", STUDY, re.MULTILINE)
@@ -162,8 +167,7 @@ STUDY = re.findall(r"^python train.py -m ('experiment=\[.*)", STUDY, re.MULTILIN
 
 @pytest.mark.parametrize("line", STUDY)
 def test_each_run_of_the_study_can_run(checked, line):
-    overrides = OverridesParser.create().parse_overrides(shlex.split(line))
-    (runs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    runs = runs_of(shlex.split(line))
     assert len(runs) >= 3
     for run in runs:
         checked(shlex.join(run))
@@ -171,11 +175,8 @@ def test_each_run_of_the_study_can_run(checked, line):
 
 @pytest.mark.parametrize(("name", "number"), [("e1", 60), ("e2", 90), ("e3", 32)])
 def test_each_run_of_a_planned_experiment_can_run(checked, name, number):
-    with initialize_config_dir(CONFIGS, version_base="1.3"):
-        cfg = compose("train", [f"experiment={name}"], return_hydra_config=True)
-    lines = [f"{key}={value}" for key, value in cfg.hydra.sweeper.params.items()]
-    overrides = OverridesParser.create().parse_overrides(lines)
-    (runs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    cfg = composed(f"experiment={name}", return_hydra_config=True)
+    runs = runs_of([f"{key}={value}" for key, value in cfg.hydra.sweeper.params.items()])
     assert len(runs) == number
     for run in (run for run in runs if "seed=1" in run):
         checked(shlex.join([f"experiment={name}", *run]))
@@ -263,7 +264,7 @@ def test_a_sweep_that_would_start_itself_again_is_refused(refuses):
 def test_the_command_itself_prints_one_line(tmp_path):
     code = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
     line = [train.__file__, *SMALL, "tag=../../x", "-m"]
-    done = forked(code, *line, imported="train", directory=tmp_path)
+    done = program(code, *line, directory=tmp_path)
     assert done.returncode == 1
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("failed: ")]
     assert "tag should be a name" in line
@@ -275,12 +276,6 @@ def test_paths_have_plain_and_bounded_names():
     names = {"a=b/c d": "a_b_c_d", "../../x": "_.._.._x", "..": "_..", None: "None", "0.5": "0.5"}
     assert {text: path_name(text) for text in names} == names
     assert len(path_name("x" * 300)) == 180
-
-
-def test_without_its_packages_the_experiment_names_the_extra():
-    done = forked("import normplug.experiment", hidden=["hydra"])
-    message = 'normplug.experiment needs hydra: pip install "normplug[train]"'
-    assert done.stderr.splitlines()[-1].endswith(message)
 
 
 def test_processes_ask_for_a_sigterm_at_every_fiftieth_step():
