@@ -38,9 +38,9 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5420, "experiment": 2960, "_ops": 3690, "_fuse": 2270, "native": 1630,
+    "_kernels": 5105, "experiment": 2960, "_ops": 3535, "_fuse": 2270, "native": 1560,
     "modules": 1530, "_swap": 1620, "bench": 985, "adapters": 590,
-    "_statistics": 1390, "lightning": 350, "reference.py": 290, "": 2080,
+    "_statistics": 1390, "lightning": 350, "reference.py": 290, "": 2110,
 }  # fmt: skip
 MOST_FILES = 132
 
