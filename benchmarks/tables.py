@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from normplug._results import write_file
 from normplug.bench.rows import Row, draw, read_file
@@ -29,6 +31,7 @@ TABLES = {  # a row's field -> the caption of its table, and the format of a cel
     "host_ms": (f"The host's time for a step, ms{SPEED}", "{:.2f}"),
     "first_step_s": ("Time of the first step, with no compiled kernel on disk, s", "{:.1f}"),
     "peak_gib": ("Peak memory of a step, GiB", "{:.2f}"),
+    "call_us": (f"Median time of a call in calls back to back, microseconds{SPEED}", "{:.0f}"),
     "us": (f"Median GPU time, microseconds{SPEED}", "{:.1f}"),
     "percent": ("GPU time, as % of the speed of a copy that moves the fewest bytes", "{:.0f}"),
     "max_rel": (
@@ -36,6 +39,46 @@ TABLES = {  # a row's field -> the caption of its table, and the format of a cel
         "normplug in mode standard",
         "{:.1e}",
     ),
+}
+# The names of models in docs/speed.md, in its order.
+MODELS = {
+    "resnet50": "ResNet-50",
+    "vit_b_16": "ViT-B/16",
+    "convnext_tiny": "ConvNeXt-T",
+    "swin_t": "Swin-T",
+    "efficientnet_b0": "EfficientNet-B0",
+    "mobilenet_v3_large": "MobileNetV3-L",
+    "regnet_y_1_6gf": "RegNetY-1.6GF",
+    "densenet121": "DenseNet-121",
+    "resnet18-cifar": "ResNet-18 for CIFAR",
+    "encoder_6x256": "`nn.TransformerEncoder`, 6 x 256",
+    "bert_base": "BERT-base",
+    "gpt2": "GPT-2",
+    "llama_16x1024": "Llama-style, 16 x 1024",
+    "t5_small": "T5-small",
+    "unet2d": "diffusion UNet, 64x64",
+    "nnunet3d": "3d U-Net, 128x128x128",
+}
+# The results of the two tables of training steps in docs/speed.md.
+STEPS, COMPILED = "models_h100", "models_arms_h100"
+# The first picture that a reader sees: a few models by name. The second file adds the arms that the
+# first one lacks.
+DOOR = "door_h100"
+DOOR_RESULTS = (STEPS, COMPILED)
+DOOR_MODELS = {
+    ("resnet50", 256): "ResNet-50",
+    ("mobilenet_v3_large", 256): "MobileNetV3-L",
+    ("convnext_tiny", 128): "ConvNeXt-T",
+    ("vit_b_16", 128): "ViT-B/16",
+    ("bert_base", 32): "BERT-base",
+    ("gpt2", 16): "GPT-2",
+    ("llama_16x1024", 8): "Llama-style",
+    ("unet2d", 16): "diffusion UNet",
+}
+DOOR_ARMS = {
+    "compile": "torch.compile",
+    "swap+fuse": "normplug",
+    "swap+fuse+compile": "normplug and torch.compile",
 }
 # The name of a picture -> its file of results, and a pattern of its rows. Results of 0.2 have short
 # names of operations.
@@ -47,6 +90,22 @@ PICTURES = {
     "group_norm_h100": ("families_h100", r"(gn|in3d|group_norm|instance_norm)\S* bfloat16"),
     "host_h100": ("host_h100", ""),
 }
+
+
+# The colours of arms and providers, distinct in grey too.
+COLOURS = {
+    "torch.compile": "#dbe9f6",
+    "compile": "#dbe9f6",
+    "normplug-python": "#fdc086",
+    "swap": "#fdc086",
+    "normplug": "#e6761b",
+    "swap+fuse": "#e6761b",
+    "normplug and torch.compile": "#173f5f",
+    "swap+fuse+compile": "#173f5f",
+}
+OTHER_COLOUR = "#3f7d3f"
+# Numbers of an axis of speeds.
+TICKS = (0.25, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def pivot(found: pd.DataFrame, values: str) -> pd.DataFrame:
@@ -64,6 +123,8 @@ def render(rows: Sequence[Row]) -> str:
     if "copy_gbps" in found:
         parts.append(f"Copy: {found['copy_gbps'].iloc[0]:.0f} GB/s, read and written.\n")
         found["percent"] = 100 * found["gbps"] / found["copy_gbps"]
+    if "wall_us" in found and "us" not in found:  # rows of `host.py`
+        found["call_us"] = found["wall_us"]
     for field, (caption, form) in TABLES.items():
         if field in found:
             wide = pivot(found[found[field].notna()], field)
@@ -98,18 +159,89 @@ def text_of(page: Path) -> str:
     return render(read_file(DOCS / "results" / f"{page.stem}.json"))
 
 
-def draw_speeds(rows: Sequence[Row], path: Path) -> None:
-    """Draw a group of bars for each case: the speed over eager."""
-    faster = pivot(pd.DataFrame(rows), "over_eager").drop(columns="eager", errors="ignore")
-    faster.index = [", ".join(map(str, case)) for case in faster.index.to_flat_index()]
-    figure = Figure((9, 1.5 + 0.17 * faster.size), layout="constrained")
-    axes = faster.plot.barh(ax=figure.subplots(), width=0.8)
+def steps_of(results: str, arms: Sequence[str], *, busy: bool = False, best: int = 0) -> str:
+    """Lines of a table of training steps: a model, and for each arm the time and the speed.
+
+    Args:
+        results: the name of the file.
+        arms: the columns; the first one is eager.
+        busy: add a column with the time in which the GPU is busy.
+        best: write the shortest time of the first `best` columns in bold.
+    """
+    found = pd.DataFrame(read_file(DOCS / "results" / f"{results}.json"))
+    times, lines = pivot(found, "ms"), []
+    for model in [model for model in MODELS if model in times.index]:
+        for batch in sorted(times.loc[model].index, reverse=True):
+            row = times.loc[model, batch]
+            cells = [f"{MODELS[model]}, {batch}"]
+            for arm in arms:
+                bold = "**" if arm in arms[:best] and row[arm] == row[arms[:best]].min() else ""
+                speed = f" ({row['eager'] / row[arm]:.2f}x)" if arm != "eager" else ""
+                cells.append(f"{bold}{row[arm]:.2f}{bold}{speed}")
+            if busy:
+                gpu = pivot(found, "gpu_ms").loc[model, batch]
+                cells.append(", ".join(f"{gpu[arm]:.1f}" for arm in arms))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def filled(page: str) -> str:
+    """The text of docs/speed.md, with the lines below the headers of its two tables of steps."""
+    compiled = ["eager", "compile", "swap+fuse", "swap+fuse+compile", "no-norm"]
+    for header, lines in {
+        "GPU busy": steps_of(STEPS, ["eager", "swap", "swap+fuse"], busy=True),
+        "without norms": steps_of(COMPILED, compiled, best=4),
+    }.items():
+        pattern = rf"(\| model, batch \|[^\n]*{header}[^\n]*\n\|---[^\n]*\n)(?:\|[^\n]*\n)*"
+        page = re.sub(pattern, lambda found, lines=lines: f"{found[1]}{lines}\n", page)
+    return page
+
+
+def speeds(rows: Sequence[Row]) -> pd.DataFrame:
+    """The speed over eager, of medians: a line for each case, a column for each other arm."""
+    found = pd.DataFrame(rows)
+    times = pivot(found, next(name for name in ("ms", "us", "wall_us") if name in found))
+    return times.rdiv(times["eager"], axis=0).drop(columns="eager")
+
+
+def draw_speeds(faster: pd.DataFrame, path: Path, title: str, width: float = 9) -> None:
+    """Draw a group of bars for each line of `speeds`: from eager's speed, the line at 1."""
+    figure = Figure((width, 1.5 + 0.17 * faster.size), layout="constrained")
+    axes = figure.subplots()
+    bars = {
+        "width": 0.8,
+        "color": [COLOURS.get(name, OTHER_COLOUR) for name in faster],
+        "edgecolor": "black",
+    }
+    (faster - 1).plot.barh(ax=axes, left=1, linewidth=0.4, legend=False, **bars)
+    axes.set_xscale("log", base=2)
+    lowest, highest = min(0.9, 0.95 * faster.min(axis=None)), 1.1 * faster.max(axis=None)
+    ticks = [tick for tick in TICKS if lowest <= tick <= highest]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(lowest, highest)
     axes.invert_yaxis()
-    axes.set(xlabel="speed over eager, of the medians")
+    axes.set(xlabel="speed over eager PyTorch, of medians (higher is better)", ylabel="")
     axes.axvline(1, color="black", linestyle="--", linewidth=0.8)
     axes.grid(axis="x", alpha=0.3)
-    figure.suptitle(_origin(rows), fontsize="small")
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+    figure.suptitle("\n".join(textwrap.wrap(title, int(14 * width))), fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def draw_door(files: Sequence[Sequence[Row]], path: Path) -> None:
+    """Draw the models of `DOOR_MODELS`, the fastest with normplug first."""
+    first, *others = map(speeds, files)
+    for other in others:
+        first = first.combine_first(other)
+    faster = first.reindex(index=list(DOOR_MODELS), columns=list(DOOR_ARMS))
+    faster.index = list(DOOR_MODELS.values())
+    faster = faster.rename(columns=DOOR_ARMS).sort_values("normplug", ascending=False)
+    rows = [row for rows in files for row in rows]
+    days = sorted({str(row["date"])[:10] for row in rows})
+    title = f"One {rows[0]['device']}, training steps in bfloat16, {days[0]} to {days[-1]}"
+    draw_speeds(faster, path, title, width=6)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -121,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     for page in DOCS.glob("*_h100.md"):
         write_file(page, text_of(page))
+    write_file(DOCS / "speed.md", filled((DOCS / "speed.md").read_text()))
     for name, (results, pattern) in PICTURES.items():
         rows = read_file(DOCS / "results" / f"{results}.json")
         shown = [
@@ -133,7 +266,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name == "layer_norm_h100":
             draw(shown, picture, _origin(rows))
         else:
-            draw_speeds(shown, picture)
+            faster = speeds(shown)
+            cases = faster.index.to_flat_index()
+            faster.index = [", ".join(map(str, case)) for case in cases]
+            draw_speeds(faster, picture, _origin(rows))
+    door = [read_file(DOCS / "results" / f"{name}.json") for name in DOOR_RESULTS]
+    draw_door(door, DOCS / f"{DOOR}.png")
 
 
 if __name__ == "__main__":

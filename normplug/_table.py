@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import html
+import itertools
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from normplug._checks import needs
 
 Row = TypeVar("Row")
+_WIDTH = 120  # columns of a printed report
 # How many texts an error or a warning lists.
 _MOST = 8
 
 
 @dataclass(frozen=True)
 class Rows(Generic[Row]):
-    """The rows of a report."""
+    """The rows of a report; `print` them, or leave them at the end of a notebook's cell."""
 
     rows: tuple[Row, ...]
 
@@ -24,20 +31,79 @@ class Rows(Generic[Row]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def columns(self) -> dict[str, list[str]]:
+        """The cells of each column; the first column has the paths."""
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        """One line below the table."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        columns = self.columns()
+        rows = folded([*zip(*columns.values(), strict=True)])
+        return f"{table([tuple(columns), *rows])}\n" + "\n".join(_lines(self.summary(), _WIDTH))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` of the table, with a line for each norm."""
+        with needs("to_pandas", "bench"):
+            import pandas
+        return pandas.DataFrame(self.columns())
+
+
+def folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Write three rows or more that differ in a number of their path as one.
+
+    Such as `layers.{0..79}.norm x80`. The path is the first cell; the others may contain it.
+    """
+    found = [(cells, 1) for cells in rows]
+    for place in range(max((path.count(".") + 1 for path, *_ in rows), default=0)):
+        alike: dict[Any, list[tuple[int, int]]] = {}  # cells without a number -> (number, row)
+        for index, (cells, count) in enumerate(found):
+            *before, number = cells[0].split(".")[: place + 1]
+            if len(before) == place and number.isdecimal():
+                prefix = re.compile(rf"(?<![\w.]){re.escape('.'.join([*before, number]))}(?!\w)")
+                blank = ".".join([*before, "{}"])
+                key = count, *(prefix.sub(blank, cell) for cell in cells)
+                alike.setdefault(key, []).append((int(number), index))
+        joined = dict(enumerate(found))
+        for (count, *blanks), members in alike.items():
+            for _, run in itertools.groupby(enumerate(members), lambda each: each[1][0] - each[0]):
+                (_, (low, first)), *others = run
+                if len(others) >= 2:
+                    numbers = f"{{{low}..{low + len(others)}}}"
+                    cells = tuple(cell.replace("{}", numbers) for cell in blanks)
+                    joined[first] = cells, count * (1 + len(others))
+                    for _, (_, index) in others:
+                        del joined[index]
+        found = list(joined.values())
+    return [(f"{path} x{count}" if count > 1 else path, *cells) for (path, *cells), count in found]
+
+
+def _lines(text: str, width: int) -> list[str]:
+    """A text in lines of at most `width`, without breaking words."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Text with aligned columns.
+    """Text with aligned columns; long cells of the last one take several lines.
 
     Args:
         rows: the header, then the rows; all have the same number of cells.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = max(24, _WIDTH - sum(width + 2 for width in widths[:-1]))
     widths[-1] = 0
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    lines = []
+    for *cells, last in rows:
+        for part in _lines(last, room):
+            line = zip([*cells, part], widths, strict=True)
+            lines.append("  ".join(cell.ljust(width) for cell, width in line).rstrip())
+            cells = [""] * len(cells)
+    return "\n".join(lines)
 
 
 def shown(path: str) -> str:

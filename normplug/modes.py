@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -89,9 +90,13 @@ def target_variance(mode: ModeLike) -> float:
             value = math.inf
         if 0.0 < value < math.inf:
             return value
+    hint = ""
+    with suppress(ValueError):
+        if isinstance(mode, str) and 0.0 < float(mode) < math.inf:
+            hint = f" Give the number itself, without quotes: {float(mode)}."
     raise ValueError(
         f"normplug: mode must be 'golden' (target variance 1/phi = 0.618...), 'standard' (1), "
-        f"a finite number above 0, or a NormMode; got {shown(mode)}."
+        f"a finite number above 0, or a NormMode; got {shown(mode)}.{hint}"
     )
 
 

@@ -23,8 +23,10 @@ from normplug._fuse.fusion import (
 from normplug._fuse.sites import refusal
 from normplug._ops import likely
 from normplug._ops import recompute as _recompute
-from normplug._table import Rows, counts, shown, table
+from normplug._table import Rows, counts, shown
 from normplug.modules import TargetVarianceNorm
+
+NOT_SWAPPED = "not swapped"
 
 
 class Row(NamedTuple):
@@ -49,12 +51,14 @@ class Row(NamedTuple):
 class Report(Rows[Row]):
     """Every norm layer of a model, in order; `print` it for a table."""
 
-    def __str__(self) -> str:
-        rows = [("path", "class", "fused with", "notes")]
-        for row in self.rows:
-            note = f"in {shown(row.owner)}" if row.label else row.note
-            rows.append((shown(row.path), row.kind, row.label or "-", note))
-        return f"{table(rows)}\n{self.summary()}"
+    def columns(self) -> dict[str, list[str]]:
+        """The cells of each column."""
+        return {
+            "path": [shown(row.path) for row in self.rows],
+            "class": [row.kind for row in self.rows],
+            "fused with": [row.label or "-" for row in self.rows],
+            "notes": [f"in {shown(row.owner)}" if row.label else row.note for row in self.rows],
+        }
 
     def summary(self) -> str:
         """One line: how many norms are fused with what, how many are not, and why."""
@@ -133,10 +137,11 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
         )
     analysis = Analysis(model, recompute)
     if not analysis.fusions:
-        _checks.warn(
-            f"normplug.fuse: nothing to fuse in {type(model).__name__}; "
-            f"{_report(model, {}, analysis).summary()}."
-        )
+        found = _report(model, {}, analysis)
+        why = found.summary()
+        if found.rows and all(row.note == NOT_SWAPPED for row in found):
+            why += ". Call normplug.swap(model) first"
+        _checks.warn(f"normplug.fuse: nothing to fuse in {type(model).__name__}; {why}.")
     classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
     release(m for m in fused_modules(model).values() if m not in classes)  # of earlier calls
     for module, fusion in analysis.fusions.items():
@@ -197,7 +202,7 @@ def _report(model: nn.Module, fused: dict[nn.Module, FusedForwards], analysis: A
     for path, norm in _convert.norm_layers(model):
         label, owner, note = None, "", ""
         if not isinstance(norm, TargetVarianceNorm):
-            note = "not swapped"
+            note = NOT_SWAPPED
         elif norm in found:
             label, owner = found[norm]
         elif norm in possible:

@@ -139,6 +139,13 @@ class FusedModule(nn.Module):
         if _convert.FUSED not in vars(cls):
             super().__init_subclass__(**options)
 
+    def extra_repr(self) -> str:
+        """What the module's own class shows, and that it is fused."""
+        parts = [super().extra_repr()]
+        if FORWARDS in vars(self):
+            parts.append("fused")
+        return ", ".join(filter(None, parts))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by the plain class, since the fused one cannot be imported by its name."""
         reduced: Any = super().__reduce_ex__(protocol)

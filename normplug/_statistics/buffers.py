@@ -25,7 +25,7 @@ from normplug._statistics.runs import (
     running_layers,
     untouched,
 )
-from normplug._table import Rows, shown, table
+from normplug._table import Rows, shown
 from normplug._torch import InstanceNormBase
 
 _NO_COUNT = 1e-30
@@ -129,9 +129,16 @@ class Recalibrated:
 class Recalibration(Rows[Recalibrated]):
     """The layers of a recalibrated model; `print` it for a table."""
 
-    def __str__(self) -> str:
-        cells = [(shown(r.path), str(r.calls), f"{r.mean:.3g}", f"{r.variance:.3g}") for r in self]
-        return table([("layer", "calls", "mean moved by (s.e.)", "variance moved by"), *cells])
+    def columns(self) -> dict[str, list[str]]:
+        return {
+            "layer": [shown(row.path) for row in self],
+            "calls": [str(row.calls) for row in self],
+            "mean moved by (s.e.)": [f"{row.mean:.3g}" for row in self],
+            "variance moved by": [f"{row.variance:.3g}" for row in self],
+        }
+
+    def summary(self) -> str:
+        return f"{len(self)} layers have the statistics of the data"
 
 
 def recalibrate(model: nn.Module, loader: Any, steps: int | None = None) -> Recalibration:

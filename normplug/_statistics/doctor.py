@@ -5,7 +5,6 @@ Hooks measure some batches in training and one in evaluation; the rules then jud
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,7 @@ from normplug._statistics.runs import (
     untouched,
 )
 from normplug._swap.inventory import Inventory
-from normplug._table import Rows, shown, table
+from normplug._table import Rows, shown
 from normplug._torch import BatchNormBase, in_backward, tree_leaves
 
 _BATCHES = 4
@@ -65,20 +64,15 @@ class Diagnosis(Rows[Finding]):
         """All findings; () for a healthy model."""
         return self.rows
 
-    def __str__(self) -> str:
+    def columns(self) -> dict[str, list[str]]:
         cells = [(shown(row.layer), *row[1:]) for row in self]
-        return table([Finding._fields, *cells]) if cells else "no findings"
+        return {name: [cell[i] for cell in cells] for i, name in enumerate(Finding._fields)}
 
-    def _repr_html_(self) -> str:
-        rows: list[tuple[str, ...]] = [Finding._fields, *self.rows]
-        lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    def summary(self) -> str:
+        return f"findings: {len(self)}"
 
-    def to_pandas(self) -> Any:
-        """The findings as a DataFrame; needs pandas."""
-        with _checks.needs("normplug.doctor: to_pandas", "train"):
-            import pandas
-        return pandas.DataFrame(list(self.rows), columns=list(Finding._fields))
+    def __str__(self) -> str:
+        return super().__str__() if self.rows else "no findings"
 
 
 class _Seen:

@@ -20,7 +20,7 @@ from normplug import _checks, _convert
 from normplug._ops import parts
 from normplug._swap import record as _record
 from normplug._swap.swap import unswap
-from normplug._table import Rows, counts, shown, table
+from normplug._table import Rows, counts, shown
 from normplug._torch import is_patched, tree_leaves
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
@@ -51,10 +51,14 @@ class CheckedLayer:
 class Report(Rows[CheckedLayer]):
     """The layers that `check` verified; `print` it for a table."""
 
-    def __str__(self) -> str:
-        rows = [("path", "class", "mode", "output compared in")]
-        rows += [(shown(x.path), x.kind, str(x.mode), x.tested) for x in self.rows]
-        return f"{table(rows)}\n{self.summary()}"
+    def columns(self) -> dict[str, list[str]]:
+        """The cells of each column."""
+        return {
+            "path": [shown(layer.path) for layer in self.rows],
+            "class": [layer.kind for layer in self.rows],
+            "mode": [str(layer.mode) for layer in self.rows],
+            "output compared in": [layer.tested for layer in self.rows],
+        }
 
     def summary(self) -> str:
         """One line: the number of layers in each mode."""

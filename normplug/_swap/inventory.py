@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import chain
 from typing import TypeAlias
@@ -89,11 +90,21 @@ def matching(role: str, filters: Filters, norms: dict[nn.Module, list[str]]) -> 
             continue
         paths = [shown(path) for names in norms.values() for path in names]
         text = f"normplug: {role}={one[:200]!r} matches no norm layer; the model has: "
-        text += f"{some(paths)}."
+        text += f"{some(paths)}.{_hint(one, paths)}"
         if role != "exclude":
             raise ValueError(text)
         _checks.warn(text)
     return found
+
+
+def _hint(pattern: str, paths: Sequence[str]) -> str:
+    """A sentence with the filter that was most likely meant, or nothing."""
+    if any(path.startswith(f"{pattern}.") for path in paths):
+        return f' Did you mean "{pattern}.*"?'
+    with suppress(re.error):
+        if any(re.fullmatch(pattern, path) for path in paths):
+            return f' Did you mean "re:{pattern}"?'
+    return ""
 
 
 def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:

@@ -11,7 +11,7 @@ from torch import nn
 from normplug import _checks, _convert, native
 from normplug._swap.inventory import Filters, Inventory, has_tensors, matching, name_of
 from normplug._swap.layer_modes import LayerModes, ModesLike, read
-from normplug._table import Rows, counts, shown, table
+from normplug._table import Rows, counts, shown
 from normplug._torch import is_patched
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
@@ -50,15 +50,14 @@ class PlanRow:
 class Plan(Rows[PlanRow]):
     """Every norm layer of a model, in order; `print` it for a table."""
 
-    def __str__(self) -> str:
-        if not self.rows:
-            return "no norm layers"
+    def columns(self) -> dict[str, list[str]]:
+        """The cells of each column; block and mode only where one is known."""
         columns = {
             "path": [shown(row.path) for row in self.rows],
             "class": [row.kind for row in self.rows],
             "becomes": [f"normplug.{row.becomes}" if row.becomes else "-" for row in self.rows],
         }
-        for name in ("block", "mode"):  # only if known
+        for name in ("block", "mode"):
             values = [getattr(row, name) for row in self.rows]
             if any(value is not None for value in values):
                 columns[name] = ["-" if value is None else str(value) for value in values]
@@ -66,8 +65,12 @@ class Plan(Rows[PlanRow]):
             "; ".join(filter(None, (row.note, *(f"also {name}" for name in row.aliases))))
             for row in self.rows
         ]
-        rows = [tuple(columns), *zip(*columns.values(), strict=True)]
-        lines = [table(rows), self.summary()]
+        return columns
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no norm layers"
+        lines = [super().__str__()]
         if any("Sync" in (row.becomes or "") for row in self.rows):
             lines += [f"SyncBatchNorm of {group}." for group in native.status().groups]
         return "\n".join(lines)
@@ -84,7 +87,7 @@ class Plan(Rows[PlanRow]):
 
 def plan(
     model: nn.Module,
-    mode: ModesLike | None = None,
+    mode: ModesLike | None = "standard",
     *,
     include: Filters = None,
     exclude: Filters = None,
@@ -94,8 +97,8 @@ def plan(
 
     Args:
         model: any module.
-        mode: a `mode` of `normplug.swap`: the plan then has the mode of each layer, and its block
-            if the mode is a `normplug.by_depth`. None leaves them out.
+        mode: a `mode` of `normplug.swap`: the plan has the mode of each layer, and its block if the
+            mode is a `normplug.by_depth`. None leaves them out.
         include: take only layers that match: a glob on the layer's path ("layer1.*"), a pattern
             "re:..." that the whole path must match, a class, a callable (path, module) -> bool,
             or a list of these; None takes all.

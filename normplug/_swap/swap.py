@@ -193,7 +193,8 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
             model stays as it was.
 
     Warns:
-        UserWarning: a layer stays because it is a user's own subclass of a normplug class.
+        UserWarning: a layer stays because it is a user's own subclass of a normplug class; there
+            is nothing to unswap.
     """
     _checks.module("unswap", model)
     _checks.flags("unswap", fold=fold)
@@ -216,6 +217,11 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
     fused = fused_modules(model).values()
     _record.warn_of_lost("unswap", inventory)
+    if not (layers or stuck or fused or _record.is_recorded(model)):
+        _checks.warn(
+            f"normplug.unswap: {type(model).__name__} has no normplug layers: it was not swapped, "
+            "or is unswapped already."
+        )
     with _all_or_nothing(layers):
         _fold.scale(inventory, factors)
         for layer in layers:

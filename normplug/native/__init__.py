@@ -21,6 +21,8 @@ from subprocess import Popen
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
+
 from normplug.native import building
 
 __all__ = ["Status", "build", "python_way", "status"]
@@ -60,6 +62,9 @@ class Status(NamedTuple):
 
 
 _NOT_STARTED = Status("Python", "no kernel has been needed yet", None)
+_NO_DEVICE = _NOT_STARTED._replace(
+    why="no CUDA device: PyTorch's kernels run, no gain in speed to expect"
+)
 
 kernels: Mapping[str, int] = {}  # see `Status`; `_kernels.ahead` assigns it
 groups: list[str] = []  # see `Status`
@@ -109,7 +114,10 @@ if hasattr(os, "register_at_fork"):
 
 def status() -> Status:
     """Return whether calls run through C++ or Python, why, and where the kernels came from."""
-    return _status._replace(kernels=dict(kernels), groups=tuple(groups))
+    found = _status
+    if found is _NOT_STARTED and not torch.cuda.is_available():
+        found = _NO_DEVICE
+    return found._replace(kernels=dict(kernels), groups=tuple(groups))
 
 
 def build() -> Path:

@@ -60,6 +60,20 @@ def test_docstrings_have_sections_that_the_api_page_renders():
     assert wrong == []
 
 
+def test_the_links_of_pages_outside_the_site_lead_somewhere():
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"):
+        page = (DOCS.parent / name).read_text()
+        for path in re.findall(r"\]\((?!https?:|#)([^)#]+)", page):
+            assert (DOCS.parent / path).exists(), f"{name}: {path}"
+
+
+def test_the_first_pages_are_short():
+    assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 150
+    speed = (DOCS / "speed.md").read_text()
+    assert len([word for word in speed.split() if word.strip("|-:")]) <= 1500
+    assert len(re.findall(r"^\|(?!---)", speed, re.M)) <= 67  # 60 rows and 7 headers
+
+
 def as_one_process(monkeypatch):
     """Set the environment variables that `torchrun --nproc_per_node 1` sets."""
     if not torch.cuda.is_available() and torch.__version__ < "2.14":

@@ -44,6 +44,26 @@ def test_a_committed_page_is_that_of_its_committed_results(page):
     assert tables.text_of(page) == page.read_text()
 
 
+def test_the_steps_of_the_page_about_speed_are_those_of_the_results():
+    page = (tables.DOCS / "speed.md").read_text()
+    assert tables.filled(page) == page
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results():
+    text = " ".join((tables.DOCS.parent / "README.md").read_text().split())
+    steps, compiled = (
+        tables.speeds(read_file(tables.DOCS / "results" / f"{name}.json"))
+        for name in (tables.STEPS, tables.COMPILED)
+    )
+    found = {"ResNet-50": ("resnet50", 256), "Llama-style model": ("llama_16x1024", 8)}
+    found["diffusion UNet"] = ("unet2d", 16)
+    for name, case in found.items():
+        assert f"{name} {steps['swap+fuse'][case]:.2f} times" in text
+    large = [("resnet50", 256), ("convnext_tiny", 128), ("vit_b_16", 128)]
+    over = (compiled["swap+fuse+compile"] / compiled["compile"])[large]
+    assert f"{over.min():.2f} to {over.max():.2f} times as fast as `torch.compile` alone" in text
+
+
 def test_every_committed_result_and_picture_is_linked_from_a_page():
     pages = "".join(page.read_text() for page in tables.DOCS.glob("*.md"))
     for path in (*(tables.DOCS / "results").iterdir(), *tables.DOCS.rglob("*.png")):
