@@ -39,9 +39,9 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5105, "experiment": 2960, "_ops": 3525, "_fuse": 2285, "native": 1565,
+    "_kernels": 5105, "experiment": 2960, "_ops": 3535, "_fuse": 2285, "native": 1570,
     "modules": 1530, "_swap": 1630, "bench": 985, "adapters": 590,
-    "_statistics": 1390, "lightning": 350, "reference.py": 290, "": 2150,
+    "_statistics": 1390, "lightning": 350, "reference.py": 290, "": 2180,
 }  # fmt: skip
 MOST_FILES = 132
 MOST_LINES_OF_TESTS = 20_300  # without tests/zoo

@@ -130,14 +130,16 @@ def key_of(t: Tensors, spec: Hashable, backend: Hashable) -> tuple[Any, ...]:
 
     () if an argument has no shape: a nested tensor, or not a tensor, which the checks refuse.
     """
+    key = [backend, spec]
     try:
-        layouts = [
-            None if a is None else (a.shape, a.stride(), a.dtype, a.device, type(a), a.is_neg())
-            for a in t
-        ]
+        for a in t:  # no comprehension: before Python 3.12, it is a call
+            if a is None:
+                key.append(None)
+            else:
+                key.append((a.shape, a.stride(), a.dtype, a.device, type(a), a.is_neg()))
     except (AttributeError, RuntimeError):
         return ()
-    return (backend, spec, *layouts)
+    return tuple(key)
 
 
 def made_once(key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -> Any:

@@ -304,7 +304,11 @@ class Plan:
 
     def run(self, t: Tensors) -> Any:
         """Run a call, and record it for autograd if gradients are enabled."""
-        t = unwrapped(t)
+        x, residual = t.x, t.residual
+        if unwrap_if_dead(x) is not x or (
+            residual is not None and unwrap_if_dead(residual) is not residual
+        ):
+            t = unwrapped(t)
         if native._extension is not None and (result := native.run(self, t)) is not None:
             return result
         if not torch.is_grad_enabled():
