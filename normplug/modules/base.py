@@ -115,6 +115,16 @@ def eps_property(name: str) -> Any:
     return property(read, write, doc=doc)
 
 
+def was_converted(layer: Any, before: Settings | None) -> bool:
+    """Whether another thread has swapped or unswapped a layer since a call of it read `before`.
+
+    False for classes of other libraries, whose forward may do more than the call that failed.
+    """
+    of_torch = type(layer).__module__.startswith(("torch.", "normplug.modules."))
+    now = vars(layer).get("_normplug")
+    return of_torch and (now is not before or not isinstance(layer, TargetVarianceNorm))
+
+
 class FusionSites(NamedTuple):
     """The operations that `normplug.fuse` may run in one call with a layer: `_fusion_sites`."""
 

@@ -14,7 +14,7 @@ from normplug._ops import batch_norm_sync, peers, stock
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.spec import Pool, Tensors
 from normplug._torch import BatchNormBase, in_backward
-from normplug.modules.base import FusionSites, TargetVarianceNorm
+from normplug.modules.base import FusionSites, TargetVarianceNorm, was_converted
 
 
 class _BatchNorm(TargetVarianceNorm, BatchNormBase):
@@ -24,11 +24,17 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         """Normalise `input`; in training, update the running statistics."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        measures = self._probe is not None  # read first: another thread may unswap the layer
-        y = self._fused(input)
-        if measures:
-            self._record(input, y)
-        return y
+        own = getattr(self, "_normplug", None)
+        try:
+            measures = self._probe is not None  # read first: another thread may unswap the layer
+            y = self._fused(input)
+            if measures:
+                self._record(input, y)
+            return y
+        except (AttributeError, KeyError):
+            if not was_converted(self, own):
+                raise
+            return self.forward(input)
 
     def _fused(
         self,
@@ -70,11 +76,12 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
             or x.shape[1] != self.num_features
         ):
             return None
+        weight = self._scaled(weight)
         if updates:
             t.tracked.add_(1)  # type: ignore[union-attr]
         cudnn = x.is_cuda and torch.backends.cudnn.enabled
         numbers: Any = (spec.training, step if updates else 0.0, spec.eps, cudnn)
-        return torch.batch_norm(x, self._scaled(weight), bias, mean, var, *numbers)
+        return torch.batch_norm(x, weight, bias, mean, var, *numbers)
 
     def _call(
         self,

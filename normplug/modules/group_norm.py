@@ -14,7 +14,7 @@ from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.spec import Tensors
 from normplug._torch import InstanceNormBase
-from normplug.modules.base import FusionSites, TargetVarianceNorm
+from normplug.modules.base import FusionSites, TargetVarianceNorm, was_converted
 from normplug.modules.watched import REFUSALS, WatchedRows
 
 
@@ -25,11 +25,17 @@ class _Groups(TargetVarianceNorm):
         """Normalise `input`; in training, update the statistics if there are any."""
         if isinstance(input, fx.Proxy):
             return self._as_leaf(input)
-        measures = self._probe is not None  # read first: another thread may unswap the layer
-        y = self._fused(input)
-        if measures:
-            self._record(input, y)
-        return y
+        own = getattr(self, "_normplug", None)
+        try:
+            measures = self._probe is not None  # read first: another thread may unswap the layer
+            y = self._fused(input)
+            if measures:
+                self._record(input, y)
+            return y
+        except (AttributeError, KeyError):
+            if not was_converted(self, own):
+                raise
+            return self.forward(input)
 
     def _fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
         """Compute `activation(forward(input))` in one call."""

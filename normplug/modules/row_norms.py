@@ -12,7 +12,7 @@ from normplug._ops import parts
 from normplug._ops.row_norms import LayerNormSpec, composed_rms_norm
 from normplug._ops.spec import Tensors
 from normplug._torch import RMS_NORM_AUTOCASTS, interposed
-from normplug.modules.base import FusionSites
+from normplug.modules.base import FusionSites, was_converted
 from normplug.modules.watched import REFUSALS, WatchedRows
 
 
@@ -54,15 +54,21 @@ class RowNorm(WatchedRows):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, update the watched statistics if there are any."""
-        if type(input) is not Tensor or input.is_cuda:
-            if self._probe is None and not torch.compiler.is_compiling():
-                y = native.forward(self, input, None, None)
-                if y is not None:
-                    return y
-            if isinstance(input, fx.Proxy):
-                return self._as_leaf(input)
-        weight, bias = self._affine()
-        return self._normalise(input, weight, bias, self._normplug.autocast_output)
+        own = getattr(self, "_normplug", None)
+        try:
+            if type(input) is not Tensor or input.is_cuda:
+                if self._probe is None and not torch.compiler.is_compiling():
+                    y = native.forward(self, input, None, None)
+                    if y is not None:
+                        return y
+                if isinstance(input, fx.Proxy):
+                    return self._as_leaf(input)
+            weight, bias = self._affine()
+            return self._normalise(input, weight, bias, self._normplug.autocast_output)
+        except (AttributeError, KeyError):
+            if not was_converted(self, own):
+                raise
+            return self.forward(input)
 
     def _normalise(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
