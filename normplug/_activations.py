@@ -39,7 +39,8 @@ ACTIVATIONS = {
 }
 SLOPE = 0.01  # the default of torch
 _BY_MODULE = {a.module: a for a in ACTIVATIONS.values()}
-_BY_FUNCTION = {f: name for name, a in ACTIVATIONS.items() for f in (a.function, *a.aliases)}
+# A function, or the name of a tensor method -> the name of the activation that it computes.
+BY_FUNCTION = {f: name for name, a in ACTIVATIONS.items() for f in (a.function, *a.aliases)}
 
 
 def parts(activation: ActivationLike) -> tuple[str | None, float]:
@@ -105,8 +106,3 @@ def of_module(module: nn.Module) -> ActivationLike:
         return activation.name
     slope = getattr(module, activation.slope)
     return (activation.name, float(slope)) if is_slope(slope) else None
-
-
-def of_function(function: Any) -> str | None:
-    """The name of the activation that a function, or a method of this name, computes, or None."""
-    return _BY_FUNCTION.get(function)

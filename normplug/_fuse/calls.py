@@ -11,7 +11,6 @@ import operator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normplug import _activations
@@ -43,16 +42,11 @@ def norm_add_activation(
 ) -> Tensor:
     """Apply a norm, add a residual, and apply an activation.
 
-    Args:
-        norm: a norm layer; in an edited forward, any module.
-        x: its input.
-        activation: a module, or a value that `functional.batch_norm` accepts as its activation.
-            In an edited forward, also None or any function.
-        between: the `nn.Identity` modules after the norm.
-        residual: the tensor to add.
-        in_place: whether the addition is in place.
-        flipped: whether the residual is the addition's left operand.
-        keeps_residual: whether other modules save the residual anyway, unless they recompute it.
+    norm: in an edited forward, any module. activation: a module, or the `activation` of
+    `functional.batch_norm`; in an edited forward, also any function. between: the `nn.Identity`
+    modules after the norm. in_place, flipped: whether the addition is in place, and whether the
+    residual is its left operand. keeps_residual: whether other modules save the residual anyway,
+    unless they recompute it.
     """
     name = _name(activation)
     only_adds = activation is None and residual is not None
@@ -91,17 +85,17 @@ def norm_max_pool(
     x: Tensor,
     activation: Any,
     between: tuple[nn.Module, ...],
-    pool: nn.Module | tuple[Any, ...],
+    pool: nn.Module,
 ) -> Tensor:
     """Apply a norm, an activation (relu, unless its module has changed) and max pooling.
 
-    between: the `nn.Identity` modules after the norm. pool: a module, or `F.max_pool2d`'s settings.
+    between: the `nn.Identity` modules after the norm.
     """
     window, is_relu = _window(pool), _name(activation) == "relu"
     if is_relu and window and _may_run(norm, x, "max_pool", activation, *between):
         return norm._fused(x, activation="relu", pool=window)
-    y = norm_add_activation(norm, x, activation, between)
-    return pool(y) if isinstance(pool, nn.Module) else F.max_pool2d(y, *pool)
+    y: Tensor = pool(norm_add_activation(norm, x, activation, between))
+    return y
 
 
 def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,19 +140,14 @@ def _name(activation: Any) -> ActivationLike:
     return _activations.of_module(activation) if callable(activation) else activation
 
 
-def _window(pool: nn.Module | tuple[Any, ...]) -> Pool | None:
-    """The window of a max pooling; None if it has a dilation, or if a module does more."""
-    if isinstance(pool, nn.Module):
-        if type(pool) is not nn.MaxPool2d or pool.return_indices or has_hooks(pool):
-            return None
-        pool = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
-    *sizes, ceil_mode = pool
-    kernel, stride, padding, dilation = (
-        (v, v) if isinstance(v, int) else tuple(v or ()) for v in sizes
-    )
-    stride = stride or kernel
-    pairs = all(len(v) == 2 for v in (kernel, stride, padding, dilation))
-    return Pool(kernel, stride, padding, ceil_mode) if pairs and dilation == (1, 1) else None
+def _window(pool: nn.Module) -> Pool | None:
+    """The window of a max pooling; None if it has a dilation, or if the module does more."""
+    if type(pool) is not nn.MaxPool2d or pool.return_indices or has_hooks(pool):
+        return None
+    sizes: Any = (pool.kernel_size, pool.stride or pool.kernel_size, pool.padding, pool.dilation)
+    kernel, stride, padding, dilation = ((v, v) if isinstance(v, int) else tuple(v) for v in sizes)
+    pairs = all(len(v) == 2 for v in (kernel, stride, padding))
+    return Pool(kernel, stride, padding, pool.ceil_mode) if pairs and dilation == (1, 1) else None
 
 
 def _may_run(norm: Any, x: Any, operation: str, *modules: Any) -> bool:

@@ -87,11 +87,7 @@ class Edited:
 
 @functools.cache
 def edit(cls: Any, forward: Any, children: Children) -> Edited:
-    """Edit the forward of a class, given the norms and activations among a module's children.
-
-    Raises:
-        Untraceable: the forward cannot be edited; the message says why.
-    """
+    """Edit the forward of a class, given the norms and activations among a module's children."""
     if cls.__getattribute__ is not nn.Module.__getattribute__:
         raise Untraceable("its class defines __getattribute__")
     chain = [forward]

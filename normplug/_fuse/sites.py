@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from normplug import _activations
@@ -36,7 +35,6 @@ _ADDITIONS: dict[Any, Callable[[Any, Any], Any]] = {
     operator.add: operator.add, torch.add: operator.add, "add": operator.add,
     add_in_place: add_in_place, "add_": add_in_place,
 }  # fmt: skip
-_MAX_POOLS = (F.max_pool2d, torch.max_pool2d)
 # Their output is a new tensor, which no other code can mutate.
 _FRESH = {
     cls.forward
@@ -72,7 +70,10 @@ def find(graph: fx.Graph, root: nn.Module) -> list[Site]:
         declared: Any = norm._fusion_sites
         if times[norm] > 1 or not alone or refusal(norm):
             continue
-        site = _site(traced, node, declared)
+        before = (_BEFORE[name](traced, node) for name in declared.before)
+        site = next(filter(None, before), None)
+        if site is None and declared.after:
+            site = _after(traced, node, declared)
         if site is None or not taken.isdisjoint(site.nodes):
             left.append((node, declared))
         else:
@@ -87,6 +88,10 @@ def find(graph: fx.Graph, root: nn.Module) -> list[Site]:
     return sites
 
 
+def _isolated(node: fx.Node, add: fx.Node) -> Site:
+    return Site(node, (node, add), isolated_norm, lambda _: node.args)
+
+
 def refusal(norm: nn.Module) -> str:
     """Why the calls of a layer cannot be fused; "" if they may be."""
     declared: FusionSites | None = getattr(norm, "_fusion_sites", None)
@@ -96,20 +101,8 @@ def refusal(norm: nn.Module) -> str:
     return "" if own else "a subclass with a forward of its own"
 
 
-def _site(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | None:
-    """The site of a norm, or None."""
-    for name in declared.before:
-        if (found := _BEFORE[name](traced, node)) is not None:
-            return found
-    return _after(traced, node, declared) if declared.after else None
-
-
-def _isolated(node: fx.Node, add: fx.Node) -> Site:
-    return Site(node, (node, add), isolated_norm, lambda _: node.args)
-
-
 def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | None:
-    """The site of a norm and what follows it."""
+    """The site of a norm and what follows it, or None."""
     add, between, last = None, list[fx.Node](), node
     while (user := reader(last)) is not None:
         name = traced.activation(user) if "activation" in declared.after else None
@@ -149,8 +142,7 @@ def _site_after(
             value = module(activation)
         first = node.args[0], value, tuple(map(module, between))
         if pool is not None:
-            of_module = pool.op == "call_module"
-            return *first, module(pool) if of_module else pool_settings(pool)
+            return *first, module(pool)
         if add is None:
             return first
         flipped = add.args[1] is (node, *between)[-1]
@@ -253,7 +245,7 @@ class Forward:
         if module is not None:
             alone = len(node.args) == 1 and not node.kwargs
             return _activations.of_module(module) if alone else None
-        name = _activations.of_function(node.target) if _is_call(node) else None
+        name = _activations.BY_FUNCTION.get(node.target) if _is_call(node) else None
         if name is None:
             return None
         slope = _activations.ACTIVATIONS[name].slope
@@ -268,15 +260,10 @@ class Forward:
 
     def max_pool(self, node: fx.Node | None, source: fx.Node) -> fx.Node | None:
         """The node itself if it max-pools the result of `source` and does no more; else None."""
-        if node is None or node.all_input_nodes != [source] or node.args[:1] != (source,):
-            return None
         module = self.module(node)
-        if module is None:
-            known = node.target in _MAX_POOLS and pool_settings(node) is not None
-        else:
-            alone = len(node.args) == 1 and not node.kwargs
-            known = type(module) is nn.MaxPool2d and alone and not module.return_indices
-        return node if known else None
+        if node is None or type(module) is not nn.MaxPool2d or module.return_indices:
+            return None
+        return node if node.args == (source,) and not node.kwargs else None
 
     def permutation(self, node: fx.Node) -> tuple[int, ...] | None:
         """The order into which a node permutes dimensions; None for every other node."""
@@ -328,15 +315,6 @@ def reads_metadata(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is getattr and node.args[1] in looks
 
 
-def pool_settings(node: fx.Node) -> tuple[Any, ...] | None:
-    """Kernel, stride, padding, dilation and ceil_mode of a call; None if it sets anything else."""
-    settings: dict[str, Any] = {"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False}
-    names = ("kernel_size", *settings)
-    settings |= dict(zip(names, node.args[1:], strict=False)) | node.kwargs
-    alone = not settings.pop("return_indices", False) and settings.keys() == set(names)
-    return tuple(settings[name] for name in names) if alone else None
-
-
 # The sites of a graph become calls.
 
 
@@ -378,7 +356,9 @@ def recompute_results(graph: fx.Graph, root: nn.Module) -> None:
         readers = [user for user in node.users if not _adds_only(user, node, root)]
         if not readers or not _may_be_a_result(node):
             continue
-        if not all(user.op == "call_module" and _takes(user, node) for user in readers):
+        # A module takes the result directly, and not in a list or the like.
+        takes = (node in user.args or node in user.kwargs.values() for user in readers)
+        if not all(takes) or any(user.op != "call_module" for user in readers):
             continue
         for user in list(node.users):
             if user not in readers:
@@ -412,16 +392,8 @@ def _may_be_a_result(node: fx.Node) -> bool:
     return isinstance(both, fx.Node) and (both.target, place) == (add_norm, 0)
 
 
-def _takes(node: fx.Node, argument: fx.Node) -> bool:
-    """Whether a call takes an argument directly, and not in a list or the like."""
-    return argument in node.args or argument in node.kwargs.values()
-
-
 def compiled(graph: fx.Graph, title: str) -> Callable[..., Any]:
-    """Compile a graph: a call takes 1.3 us for each module, where `fx.Interpreter` takes 17.
-
-    title: the file name that tracebacks and profilers show.
-    """
+    """Compile a graph: a call takes 1.3 us for each module, where `fx.Interpreter` takes 17."""
     code = graph.python_code("self")
     # The inputs that have defaults come last, and the trace does not read them.
     source = code.src.replace("):\n", ", *_, **__):\n", 1)

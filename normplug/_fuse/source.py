@@ -65,11 +65,7 @@ class Reads:
 
 
 def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
-    """Find what the forward of a module, whose plain class is `cls`, depends on.
-
-    Raises:
-        Untraceable: if the forward does something that cannot be traced safely.
-    """
+    """Find what the forward of a module depends on; `Untraceable` if a trace is not safe."""
     for name in _OF_ALL_MODULES:
         if getattr(cls, name, None) is not getattr(nn.Module, name, None):
             raise Untraceable(f"its class defines {name}")
@@ -291,11 +287,7 @@ def _allowed(value: Any) -> bool:
 
 
 def definition(function: types.FunctionType) -> ast.FunctionDef:
-    """Parse the definition of a function, without its decorators.
-
-    Raises:
-        Untraceable: the source is missing, or does not compile to the function's code.
-    """
+    """Parse the definition of a function, without its decorators, if it compiles to its code."""
     name, code = function.__name__, function.__code__
     try:
         lines, first = inspect.getsourcelines(function)
@@ -335,10 +327,7 @@ def _codes(source: str) -> frozenset[types.CodeType]:
 def compiled(
     function: types.FunctionType, found: ast.FunctionDef, enclosing: Iterable[str] = ()
 ) -> types.CodeType:
-    """Compile a definition to replace a function's code.
-
-    enclosing: more enclosing variables that the definition may use.
-    """
+    """Compile a definition to replace a function's code; it may use more `enclosing` variables."""
     code = function.__code__
     around = ast.parse(f"def around({', '.join((*code.co_freevars, *enclosing))}): pass")
     around.body[0].body = [found]  # type: ignore[attr-defined]

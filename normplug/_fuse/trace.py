@@ -51,14 +51,9 @@ class Trace(fx.Tracer):
     of its module, so that the same forward runs. In its own dicts, children are stand-ins, and
     parameters and buffers are proxies. The training flag is a proxy, too: a forward can pass it on,
     but not branch on it. The graph calls modules by the paths that the forward took to them.
+    A call of a module is one node, unless the module is `inner`: its forward is inlined.
 
-    Args:
-        root: the module.
-        reads: module -> what `source.read` returned, for the root and each of `inner`.
-        inner: the modules whose forward is inlined; a call of any other is one node.
-
-    Raises:
-        Untraceable: if torch.fx cannot follow the forward.
+    reads: what `source.read` returned for the root and for each of `inner`.
     """
 
     def __init__(
@@ -69,9 +64,8 @@ class Trace(fx.Tracer):
         self.tensor_attrs = {}
         # For each node, the modules whose forward made it, outermost first.
         self.scopes: dict[fx.Node, tuple[nn.Module, ...]] = {}
-        self.followed: dict[
-            nn.Module, None
-        ] = {}  # whose own forward is part of the graph, in order
+        # The modules whose own forward is part of the graph, in order.
+        self.followed: dict[nn.Module, None] = {}
         # On whose children it depends: the root, the followed modules, containers that were read.
         self.reached: dict[nn.Module, None] = {}
         self._reads, self._inner = reads, frozenset(inner)

@@ -14,26 +14,14 @@ from normplug._fuse.edit import REASON
 
 
 class Pooled(Parts):
-    """A stem whose pooling is a function call."""
-
     def forward(self, x):
-        y = F.relu(self.bn(x))
-        if self.way == "numbers":
-            return F.max_pool2d(y, 3, 2, 1)
-        if self.way == "names":
-            return F.max_pool2d(y, kernel_size=[3, 2], padding=(self.padding, 0), ceil_mode=True)
-        if self.way == "dilated":
-            return F.max_pool2d(y, 2, dilation=2)
-        if self.way == "method":
-            return torch.max_pool2d(y, 2)
-        return F.max_pool2d(y, 2, return_indices=True)[0]
+        return F.max_pool2d(F.relu(self.bn(x)), 2)
 
 
-@pytest.mark.parametrize("way", ["numbers", "names", "dilated", "method", "indices"])
-def test_a_max_pooling_function_is_fused_unless_dilated_or_with_indices(way, calls):
-    model, plain = twins(Pooled(bn=nn.BatchNorm2d(8), way=way, padding=1))
+def test_a_max_pooling_function_is_called_after_the_fused_norm(calls):
+    model, plain = twins(Pooled(bn=nn.BatchNorm2d(8)))
     assert_same_step(model, plain, X)
-    assert calls == ["relu" if way in ("dilated", "indices") else "relu, max pool"]
+    assert calls == ["relu"]
 
 
 class SecondOfTwo(nn.MaxPool2d):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import normplug
 import sync_cases
 from accuracy import assert_same_bits
 from interpreted import INTERPRETS, NEEDS_SINGLE_MASKS
@@ -273,7 +274,7 @@ def an_exchange_takes_at_most_ten_microseconds(rank, world, device):
     """In a CUDA graph, beside a small layer's forward."""
     x = torch.randn(64, 256, device=device)
     times = []
-    for cls in (SyncBatchNorm, BatchNorm1d):
+    for cls in (SyncBatchNorm, normplug.BatchNorm1d):
         layer = cls(256, device=device)
         layer(x), layer(x)
         torch.cuda.synchronize()
