@@ -112,13 +112,13 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Report:
     """
     _checks.module("check", model)
     layers = list(_convert.normplug_layers(model))
-    if not layers and not _record.is_recorded(model):
+    findings, rows = _record.findings(model), []
+    if not layers and not findings:
         raise ValueError(
             f"normplug.check: {type(model).__name__} has no normplug layers, and no record of a "
             "swap: it was never swapped, was unswapped, or was rebuilt as a whole by another tool. "
             "Use normplug.swap(model, mode) first."
         )
-    findings, rows = _record.findings(model), []
     for path, layer in layers:
         tested = _untestable(layer)
         if tested is None:
@@ -176,15 +176,15 @@ def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
                 x = x.to(_like(layer))
                 expected = twin._expected(x, training)
                 tolerance = max(4 * torch.finfo(x.dtype).eps, 1e-5)
-                off, allowed = _distance(twin.forward(x), expected, tolerance)
+                away = _distance(twin.forward(x), expected, tolerance)
         except Exception as error:
             text = str(error).splitlines()[0] if str(error) else ""
             found.append(f"in {name}, its forward fails{patched}: {type(error).__name__}: {text}")
             continue
-        if not off <= allowed:
+        if away is not None:
             found.append(
                 f"in {name}, its output differs from the formula of mode {layer.mode} by "
-                f"{off:.3g}; rounding explains at most {allowed:.1g}{patched}."
+                f"{away[0]:.3g}; rounding explains at most {away[1]:.1g}{patched}."
             )
     return names, found
 
@@ -239,8 +239,8 @@ def _like(layer: nn.Module) -> Tensor:
     return next((t for t in tensors if isinstance(t, Tensor)), torch.empty(0))
 
 
-def _distance(got: Tensor, expected: Tensor, tolerance: float) -> tuple[float, float]:
-    """The largest difference, and `tolerance` times the largest value.
+def _distance(got: Tensor, expected: Tensor, tolerance: float) -> tuple[float, float] | None:
+    """The largest difference, and `tolerance` times the largest value; None if that explains it.
 
     Values that are not finite must be in the same places; otherwise the difference is infinite.
     """
@@ -250,10 +250,11 @@ def _distance(got: Tensor, expected: Tensor, tolerance: float) -> tuple[float, f
     finite = expected.isfinite()
     if not torch.equal(got.isfinite(), finite):
         return torch.inf, 0.0
-    if not finite.any():
-        return 0.0, 0.0
-    got, expected = got[finite], expected[finite]
-    return (got - expected).abs().max().item(), tolerance * expected.abs().max().item()
+    differences = (got - expected)[finite]
+    if differences.numel() == 0:
+        return None
+    off, allowed = differences.abs().max().item(), tolerance * expected[finite].abs().max().item()
+    return (off, allowed) if off > allowed else None
 
 
 def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> list[str]:
@@ -274,28 +275,23 @@ def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> li
 
     # One after another: a second copy may not fit into the memory.
     ours, stock = outputs(_duplicate(model)), outputs(unswap(_duplicate(model)))
-    distances = {name: _largest_distance(ours[name], stock[name]) for name in ours}
-    differ = {name: (off, allowed) for name, (off, allowed) in distances.items() if off > allowed}
-    again = outputs(_duplicate(model)) if differ else {}
-    problems, unsteady = [], dict[str, float]()
-    for name, (off, allowed) in differ.items():
-        noise, tolerated = _largest_distance(again[name], ours[name])
-        if noise > tolerated:
-            unsteady[name] = noise
-            continue
-        problems.append(
-            f"the whole model: in {name}, its output differs from that of the unswapped model by "
-            f"{off:.3g}; rounding explains at most {allowed:.1g}. Something reads the norms' "
-            "weights without calling their forward."
-        )
+    far = {name: away for name in ours if (away := _largest_distance(ours[name], stock[name]))}
+    again = outputs(_duplicate(model)) if far else {}
+    unsteady = {name: away for name in far if (away := _largest_distance(again[name], ours[name]))}
     if unsteady:
         _checks.warn(
             f"normplug.check: in {', '.join(unsteady)}, two calls of {type(model).__name__} with "
-            f"this batch differ by {max(unsteady.values()):.3g}, although the generators of torch, "
-            "numpy and random start alike, so its output was not compared with that of the "
+            f"this batch differ by {max(unsteady.values())[0]:.3g}, although the generators of "
+            "torch, numpy and random start alike, so its output was not compared with that of the "
             "unswapped model."
         )
-    return problems
+    return [
+        f"the whole model: in {name}, its output differs from that of the unswapped model by "
+        f"{off:.3g}; rounding explains at most {allowed:.1g}. Something reads the norms' weights "
+        "without calling their forward."
+        for name, (off, allowed) in far.items()
+        if name not in unsteady
+    ]
 
 
 def _as_taken(model: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -358,12 +354,12 @@ def generators_kept() -> Iterator[Any]:
             numpy.random.set_state(states[1])
 
 
-def _largest_distance(got: list[Tensor], expected: list[Tensor]) -> tuple[float, float]:
-    """The `_distance` of the outputs that differ most."""
+def _largest_distance(got: list[Tensor], expected: list[Tensor]) -> tuple[float, float] | None:
+    """The `_distance` of the outputs that differ most; None if rounding explains all."""
     if [x.shape for x in got] != [x.shape for x in expected]:
         return torch.inf, 0.0
-    pairs = [
+    pairs = (
         _distance(x, y, max(16 * torch.finfo(y.dtype).eps, 1e-3))
         for x, y in zip(got, expected, strict=True)
-    ]
-    return max(pairs, key=lambda pair: pair[0] - pair[1])
+    )
+    return max(filter(None, pairs), key=lambda pair: pair[0] - pair[1], default=None)

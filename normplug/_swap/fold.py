@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from normplug import _checks, _convert
+from normplug import _convert
 from normplug._ops import parts
 from normplug._swap.inventory import Inventory
 from normplug._table import shown
-
-_NO_TENSOR = torch.empty(0)  # where no tensor tells the dtype of a norm's input
 
 # Layer -> the factor of its weight, which is not 1. A missing weight counts as all ones.
 Factors: TypeAlias = dict[nn.Module, float]
@@ -38,28 +36,18 @@ def is_trained(module: nn.Module) -> bool:
 
 
 def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> None:
-    """Refuse to scale a weight that is computed, has no shape, or is shared with other factors.
-
-    Warns if no tensor tells the dtype of a weight that is to be created.
-    """
+    """Refuse to scale a weight that is computed, has no shape, or is shared with other factors."""
     owners = defaultdict[int, list[tuple[str, float]]](list)
     for path, module in inventory.model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners[id(parameter)].append((shown(path), factors.get(module, 1.0)))
     for module, factor in factors.items():
-        path = shown(inventory.names[module][0])
-        where = f"normplug.{caller}: the weight of {path}"
+        where = f"normplug.{caller}: the weight of {shown(inventory.names[module][0])}"
         if parametrize.is_parametrized(module, "weight"):
             raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
         if 0 in _convert.declared(module)._affine_shape(module):
             raise ValueError(f"{where} has no shape yet; run one forward first.")
         if module.weight is None:
-            if neighbour(inventory, module) is _NO_TENSOR:
-                _checks.warn(
-                    f"normplug: {path} gets a weight of {torch.get_default_dtype()}, as no tensor "
-                    "of the model tells the dtype of its input. Call .to(dtype) on the model for "
-                    "another one."
-                )
             continue
         if "weight" not in {**module._parameters, **module._buffers}:
             raise ValueError(
@@ -98,14 +86,11 @@ def scale(inventory: Inventory, factors: Factors) -> None:
 
 
 def _was_made(module: nn.Module, weight: Tensor, value: float) -> bool:
-    """Whether `scale` made the weight of a layer that was built without one, and it is unchanged.
-
-    Then every element is `value`, up to the rounding of a few scalings.
-    """
+    """Whether `scale` made a weight for a layer that had none, and it is unchanged."""
     had_one = getattr(module, "affine", True) and getattr(module, "elementwise_affine", True)
     if had_one or weight.is_meta:
         return False
-    rounding = 2 * torch.finfo(weight.dtype).eps
+    rounding = 2 * torch.finfo(weight.dtype).eps  # of a few scalings
     return torch.allclose(weight, torch.full_like(weight, value), rtol=rounding, atol=0.0)
 
 
@@ -132,7 +117,7 @@ def neighbour(inventory: Inventory, layer: nn.Module) -> Tensor:
 
     It is one of the layer's own; else the nearest parameter before the layer in the order of
     `named_modules`, since what comes before a layer produces its input; else the nearest parameter
-    after it; else a buffer; else `_NO_TENSOR`.
+    after it; else a buffer; else a new tensor.
     """
     modules = list(inventory.names)
     place = modules.index(layer)
@@ -143,4 +128,4 @@ def neighbour(inventory: Inventory, layer: nn.Module) -> Tensor:
         # An index, a scale or a code is unlike the input of a norm.
         if t.is_floating_point() and t.dtype.itemsize > 1 and (is_lazy(t) or t.dim() > 0):
             return t
-    return _NO_TENSOR
+    return torch.empty(0)

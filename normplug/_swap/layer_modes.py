@@ -161,33 +161,29 @@ def by_depth(schedule: str | Schedule) -> ByDepth:
         >>> normplug.swap(blocks, by_depth("1/l"))[3].norm2.target_variance
         0.25
     """
-    return ByDepth(schedule)
+    known = SCHEDULES.get(schedule) if isinstance(schedule, str) else schedule
+    if known is None or not callable(known) or isinstance(known, (type, nn.Module)):
+        rule = f"{', '.join(map(repr, SCHEDULES))}, or a callable (block, blocks) -> number"
+        text = f"normplug.by_depth: schedule must be {rule}; got {modes.shown(schedule)}."
+        raise ValueError(text) if isinstance(schedule, str) else TypeError(text)
+    return ByDepth(known, getattr(schedule, "__qualname__", repr(schedule)))
 
 
 class ByDepth(LayerModes):
     """Gives each layer the mode that a schedule sets for its block; standard outside blocks."""
 
-    def __init__(self, schedule: str | Schedule) -> None:
-        rule = f"{', '.join(map(repr, SCHEDULES))}, or a callable (block, blocks) -> number"
-        text = f"normplug.by_depth: schedule must be {rule}; got {modes.shown(schedule)}."
-        if isinstance(schedule, str):
-            if schedule not in SCHEDULES:
-                raise ValueError(text)
-        elif not callable(schedule) or isinstance(schedule, (type, nn.Module)):
-            raise TypeError(text)
-        name = repr(schedule)
-        self.schedule, self.name = schedule, f"by_depth({getattr(schedule, '__qualname__', name)})"
+    def __init__(self, schedule: Schedule, name: str) -> None:
+        self._schedule, self.name = schedule, f"by_depth({name})"
 
     def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         """Number the blocks, and call the schedule once for each block that contains a layer."""
         blocks = _blocks(inventory, taken)
-        schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
         assigned: Modes = dict.fromkeys(taken, (NormMode.STANDARD, None))
         for number, block in enumerate(blocks, 1):
             inside = [m for m in inventory.modules[block].modules() if m in assigned]
             if not inside:
                 continue
-            target = schedule(number, len(blocks))
+            target = self._schedule(number, len(blocks))
             mode = mode_of(f"block {number} of {len(blocks)}, {block}", target)
             for module in inside:
                 if (other := assigned[module][1]) is not None:

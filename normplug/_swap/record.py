@@ -53,11 +53,6 @@ def renew(inventory: Inventory) -> None:
         vars(owner)[_RECORD] = record
 
 
-def is_recorded(model: nn.Module) -> bool:
-    """Whether there is a record in a model."""
-    return any(_RECORD in vars(m) for m in model.modules())
-
-
 def findings(model: nn.Module) -> list[str]:
     """Return a message for each layer that is lost, in another mode, or bypasses a patch."""
     inventory, found = Inventory(model), []
