@@ -27,9 +27,6 @@ def replace_file(path: Path) -> Iterator[Path]:
     A reader finds the old file or the new one, never a part of either. The new file is written in
     a private folder beside `path`, so no other user can plant a link there. Missing directories are
     created. If the block raises, `path` is left as it was.
-
-    Args:
-        path: the file to replace or create.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
@@ -47,15 +44,9 @@ def write_file(path: Path, content: str | bytes) -> None:
 def stamp(gpu: bool, *packages: str, gpus: int = 1) -> dict[str, str]:
     """Where a result comes from: one flat dictionary, for each row of a file of results.
 
-    Args:
-        gpu: whether the result was measured on GPUs.
-        *packages: more installed packages whose versions matter, by their names on PyPI.
-        gpus: the number of GPUs.
-
-    Returns:
-        `date` (ISO 8601, UTC), `commit` (the hash of the checkout's HEAD, with "-dirty" if files
-        differ from it; "unknown" outside a checkout), `device` (the GPUs or the processor in
-        words), and the versions of Python, torch, normplug and the packages that are installed.
+    It has `date` (ISO 8601, UTC), `commit` (the hash of the checkout's HEAD, with "-dirty" if files
+    differ from it; "unknown" outside a checkout), `device` (the GPUs or the processor in words),
+    and the versions of Python, torch, normplug and installed packages, by their names on PyPI.
     """
     found = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

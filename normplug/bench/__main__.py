@@ -8,7 +8,6 @@ import copy
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,8 @@ from normplug.bench.op import OPS, Problem, cases, measure_op
 from normplug.bench.rows import Rows, add_to_file, draw, read_file, report
 
 # The shapes of a sweep; on a CPU a few small ones.
-SWEEPS = {
-    "cuda": [(4096, 2**n) for n in range(8, 16)],
-    "cpu": [(512, 256), (512, 1024), (512, 4096)],
-}
+SWEEPS = {"cuda": [(4096, 2**n) for n in range(8, 16)], "cpu": [(512, 4**n) for n in (4, 5, 6)]}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _model(a: Namespace) -> None:
@@ -36,7 +31,7 @@ def _model(a: Namespace) -> None:
     if a.channels_last:
         model = model.to(memory_format=torch.channels_last)
     name = a.autocast or ("bfloat16" if a.device.type == "cuda" else "none")
-    how = {"mode": a.mode, "autocast": AUTOCAST[name], "rounds": a.rounds}
+    how = {"mode": a.mode, "autocast": getattr(torch, name, None), "rounds": a.rounds}
     measured = models.measure(model.to(a.device), batch, step, **how)
     print(measured)
     add_to_file(a.json, [{"model": a.target, "batch": size, **row} for row in measured])
@@ -101,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add("target", help="a name of torchvision, timm or transformers, or file.py:function")
     add("option", nargs="*", help="NAME=VALUE, for the model or the function")
     add("--batch", metavar="N", type=int, help="samples; default: 8, or the function's own")
-    add("--autocast", choices=AUTOCAST, help="default: bfloat16 on a GPU")
+    add("--autocast", choices=("none", *DTYPES[:2]), help="default: bfloat16 on a GPU")
     add("--channels-last", action="store_true", help="of weights and convolutions")
     add("--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns of each arm")
     add("--mode", type=_value, default="standard", help="of normplug; default: standard")
@@ -130,17 +125,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     a = _parser().parse_args(argv)
     if a.run in (_sweep, _plot):  # before hours of measurements
         with needs(f"normplug.bench {a.command}", "bench", SystemExit):
-            for package in ("pandas", "matplotlib"):
-                import_module(package)
+            import matplotlib  # noqa: F401
+            import pandas  # noqa: F401
     if "device" in a:
-        if torch.cuda.is_available():
-            a.device = a.device or "cuda"
-        elif a.device is None:
-            a.device = "cpu"
+        gpu = torch.cuda.is_available()
+        if not gpu and a.device is None:
             print("normplug.bench: no CUDA device, so it runs on the CPU", file=sys.stderr)
-        elif a.device.startswith("cuda"):
+        elif not gpu and a.device.startswith("cuda"):
             raise SystemExit(f"normplug.bench: --device {a.device}, but there is no CUDA device.")
-        a.device = timing.ready(a.device)
+        a.device = timing.ready(a.device or ("cuda" if gpu else "cpu"))
     try:
         a.run(a)
     except (OSError, ValueError, TypeError) as error:

@@ -184,20 +184,19 @@ def _notes(model: nn.Module, rows: Mapping[str, Row], origin: str) -> list[str]:
     notes = [f"swapped: {swapped}, of {len(plan)} norm layers"]
     if fused := rows.get("swap+fuse", {}).get("fused"):
         notes.append(f"fused: {fused}")
-    pairs = (
-        ("swap+fuse", "over_eager", "fuse: {:.2f} times eager"),
-        ("swap+fuse+compile", "over_compile", "with torch.compile: {:.2f} times compile alone"),
-    )
-    faster = [words.format(rows[arm][key]) for arm, key, words in pairs if key in rows.get(arm, ())]
+    faster = []
+    if "over_eager" in (row := rows.get("swap+fuse", {})):
+        faster.append(f"fuse: {row['over_eager']:.2f} times eager")
+    if "over_compile" in (row := rows.get("swap+fuse+compile", {})):
+        faster.append(f"with torch.compile: {row['over_compile']:.2f} times compile alone")
     return [*notes, "; ".join(faster), origin]
 
 
 def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
     """A model, a batch, and a function that returns the loss (None for the default).
 
-    `target` is `file.py:function`, `name` or `library:name`. The name is a model of torchvision or
-    timm, or a model type of transformers. `options` are keyword arguments of the function, of the
-    model's constructor, or of its config. A wrong target is a ValueError.
+    `target` is `file.py:function`, `name` or `library:name`: a model of torchvision or timm, or a
+    model type of transformers. `options` are arguments of the function, the model or its config.
     """
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):

@@ -94,6 +94,7 @@ OPS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
     "instance_norm": partial(_of_images, "InstanceNorm", affine=True),
 }
 ROWS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")  # operations on rows
+_LAYOUTS = (["NC"], ["NCHW"], ["NCHW", "NHWC"])  # of images with 0, 1, or more dimensions of space
 
 
 def ours(layer: nn.Module, mode: Any = "standard", watched: bool = False) -> nn.Module:
@@ -134,19 +135,17 @@ def cases(
     The layout is "rows" for norms of rows; for others "NC" for features, "NCHW" for contiguous
     images with any number of spatial dimensions, and "NHWC" for channels_last ones.
     """
-    found = []
-    for op, shape, dtype in itertools.product(ops, shapes, dtypes):
-        own = ["NC"] if len(shape) == 2 else ["NCHW", "NHWC"][: len(shape) - 2]
-        own = ["rows"] if op in ROWS else own
-        found += [Case(op, layout, shape, dtype) for layout in own]
-    return found
+    return [
+        Case(op, layout, shape, dtype)
+        for op, shape, dtype in itertools.product(ops, shapes, dtypes)
+        for layout in (["rows"] if op in ROWS else _LAYOUTS[min(len(shape), 4) - 2])
+    ]
 
 
 class Problem:
-    """A stock layer, its inputs and the gradients of its outputs.
+    """A stock layer, random inputs with a mean away from 0, and the gradients of its outputs.
 
-    The tensors are random, the same in each process, with a mean away from 0. Copies of `layer`
-    run; `stock` are its own results.
+    Copies of `layer` run; `stock` are its own results.
     """
 
     def __init__(self, case: Case, device: torch.device, eps: float | None = None) -> None:
@@ -194,7 +193,7 @@ class Problem:
         dtype = dtype or self.inputs[0].dtype
         inputs = [each.detach().to(dtype).requires_grad_() for each in self.inputs]
         made = layer(*inputs)
-        outputs = [made] if isinstance(made, Tensor) else list(made)
+        outputs = [made] if isinstance(made, Tensor) else made
         gradients = [each.to(dtype) for each in self.gradients]
         found = grad(outputs, [*inputs, *layer.parameters()], gradients)
         names = ["x", "residual"][: len(inputs)]
@@ -207,11 +206,7 @@ class Problem:
         }
 
     def check(self, who: str, layer: nn.Module) -> Tensors:
-        """The results of a layer, which must be about as accurate as torch's.
-
-        Raises:
-            AssertionError: a result is less accurate than `bound` allows.
-        """
+        """The results of a layer; an AssertionError if one is less accurate than `bound` allows."""
         found = self.results(layer)
         for key, value in self.stock.items():
             theirs, wrong = error(value, self._exact[key]), error(found[key], self._exact[key])
@@ -233,10 +228,7 @@ def measure_op(
 ) -> Rows:
     """A row for each direction and provider, by default normplug, eager and torch.compile.
 
-    Another provider than normplug that fails or is wrong is left out.
-
-    Raises:
-        AssertionError: a result of normplug is less accurate than `bound` allows.
+    A wrong result of normplug is an AssertionError; another provider that fails is left out.
     """
     gc.collect()  # the tensors of an earlier case
     torch.compiler.reset()  # earlier cases count towards the recompilation limit
@@ -281,8 +273,7 @@ def bound(theirs: float, dtype: torch.dtype) -> float:
 def error(value: Tensor, truth: Tensor) -> float:
     """Relative error in the Euclidean norm; absolute if the truth is zero."""
     value, truth = value.detach().double(), truth.detach().double()
-    size = truth.norm()
-    return float((value - truth).norm() / (size if size > 0 else 1.0))
+    return float((value - truth).norm() / (truth.norm() or 1.0))
 
 
 def differences(found: Tensors, stock: Tensors, keys: set[str]) -> dict[str, float]:

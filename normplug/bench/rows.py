@@ -56,11 +56,7 @@ def _cell(value: Any) -> str:
 
 
 def read_file(path: Path) -> list[Row]:
-    """The rows of a JSON file.
-
-    Raises:
-        ValueError: the file is not a list of rows.
-    """
+    """The rows of a JSON file; a ValueError if it has anything else."""
     rows = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} is not a list of rows.")
@@ -75,11 +71,7 @@ def report(found: Iterable[Rows], path: Path | None) -> None:
 
 
 def add_to_file(path: Path | None, rows: Iterable[Row]) -> None:
-    """Append rows to a JSON file, which is created if absent; None for no file.
-
-    Raises:
-        ValueError: the file is not a list of rows; it is left as it is.
-    """
+    """Append rows to a JSON file, which is created if absent; None for no file."""
     if path is not None:
         known = read_file(path) if path.exists() else []
         lines = ",\n".join(f" {json.dumps(row)}" for row in [*known, *rows])
@@ -91,9 +83,6 @@ def draw(rows: Sequence[Row], path: Path, title: str | None = None) -> None:
 
     A panel has a line for each provider, through the medians of its rows, from one run or several.
     It needs pandas and matplotlib.
-
-    Raises:
-        ValueError: there are no rows of a norm of rows.
     """
     import pandas
     from matplotlib.figure import Figure

@@ -29,8 +29,7 @@ TURNS = 5
 TURN_MS = 25  # of repetitions in a turn
 FEWEST, MOST = 5, 2000  # calls back to back
 # The GPU sleeps before each repetition while the host queues it: LEAD times the host's time, plus
-# LEAD_US. Otherwise the GPU would wait for the host in the middle of a measurement. The lead also
-# covers a clock of up to 4 GHz.
+# LEAD_US. So it never waits for the host. The lead also covers a clock of up to 4 GHz.
 LEAD, LEAD_US, CYCLES_PER_US = 2.0, 50.0, 2000
 STEPS = 3  # in a profile
 _BOUNDS = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
@@ -44,9 +43,9 @@ def ready(device: str) -> torch.device:
 
 
 def in_turns(key: str, turns: Mapping[str, Turn], rounds: int | None = None) -> dict[str, Row]:
-    """Name -> fields of a row: the median of its times, their spread, and the speed over its peers.
+    """Name -> fields of a row: the median of its times (`key`), their spread, the speed over peers.
 
-    Each round (`TURNS` by default) begins with the next name. The field `key` is the median.
+    Each round begins with the next name.
     """
     samples: dict[str, list[float]] = {name: [] for name in turns}
     names = deque(turns)
@@ -58,9 +57,8 @@ def in_turns(key: str, turns: Mapping[str, Turn], rounds: int | None = None) -> 
     for name, times in samples.items():
         low, middle, high = torch.tensor(times, dtype=torch.float64).quantile(_BOUNDS).tolist()
         rows[name] = {key: middle, f"{key}_p20": low, f"{key}_p80": high, f"best_{key}": min(times)}
-    for peer in [peer for peer in PEERS if peer in rows]:
-        for row in rows.values():
-            row[f"over_{peer}"] = rows[peer][key] / row[key]
+    for row in rows.values():
+        row |= {f"over_{peer}": rows[peer][key] / row[key] for peer in PEERS if peer in rows}
     return rows
 
 
