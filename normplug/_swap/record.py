@@ -28,6 +28,11 @@ class Entry:
     target_variance: float | None = None
 
 
+def is_recorded(model: nn.Module) -> bool:
+    """Whether there is a record in a model."""
+    return any(_RECORD in vars(m) for m in model.modules())
+
+
 def warn_of_lost(caller: str, inventory: Inventory) -> None:
     """Warn if recorded layers have been removed since, before `renew` forgets them."""
     if lost := [shown(path) for _, path, layer in _recorded(inventory) if layer is None]:

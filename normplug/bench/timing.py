@@ -62,16 +62,6 @@ def in_turns(key: str, turns: Mapping[str, Turn], rounds: int | None = None) -> 
     return rows
 
 
-def host_us(call: Call) -> float:
-    """Microseconds until the host is free again after a call, while the GPU may still work."""
-    start = at_rest()
-    for _ in range(FEWEST):
-        call()
-    queued = time.perf_counter()
-    at_rest()
-    return (queued - start) / FEWEST * 1e6
-
-
 def at_rest() -> float:
     """Wait for the GPU, if this process uses one, then return the time in seconds."""
     if torch.cuda.is_initialized():
@@ -84,7 +74,12 @@ def gpu_stopwatch(call: Call) -> Turn:
     from triton.testing import do_bench
 
     call()  # compile
-    cycles = int((LEAD_US + LEAD * host_us(call)) * CYCLES_PER_US)
+    start = at_rest()
+    for _ in range(FEWEST):
+        call()
+    host_us = (time.perf_counter() - start) / FEWEST * 1e6  # while the GPU may still work
+    at_rest()
+    cycles = int((LEAD_US + LEAD * host_us) * CYCLES_PER_US)
 
     class Sleep:
         # `do_bench` sets it before each repetition, then clears the L2 cache and starts its clock.
@@ -94,18 +89,15 @@ def gpu_stopwatch(call: Call) -> Turn:
     return lambda: [1e3 * ms for ms in bench()]
 
 
-def back_to_back(call: Call, unit: float = 1e6) -> Turn:
-    """Make a turn of calls back to back: the time of one, by the slower of host and GPU.
-
-    unit: units of time in a second; by default microseconds.
-    """
+def back_to_back(call: Call, per_second: float = 1e6) -> Turn:
+    """Make a turn of calls back to back: the time of one, by the slower of host and GPU."""
     # Imported here: it looks for compilers, and may print what it finds.
     from torch.utils.benchmark import Timer
 
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     seconds = timer.timeit(FEWEST).median
     count = min(max(int(TURN_MS / 1e3 / seconds), FEWEST), MOST)
-    return lambda: [unit * timer.timeit(count).median]
+    return lambda: [per_second * timer.timeit(count).median]
 
 
 def attempt(what: str, call: Callable[[], Any]) -> Any:
