@@ -39,11 +39,11 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5105, "experiment": 2960, "_ops": 3535, "_fuse": 2285, "native": 1570,
-    "modules": 1530, "_swap": 1630, "bench": 985, "adapters": 590,
-    "_statistics": 1390, "lightning": 350, "reference.py": 290, "": 2180,
+    "_kernels": 5105, "experiment": 2955, "_ops": 3535, "_fuse": 2200, "native": 1570,
+    "modules": 1510, "_swap": 1570, "bench": 945, "adapters": 580,
+    "_statistics": 1385, "lightning": 335, "reference.py": 290, "": 2165,
 }  # fmt: skip
-MOST_FILES = 132
+MOST_FILES = 125
 MOST_LINES_OF_TESTS = 20_300  # without tests/zoo
 
 
