@@ -9,8 +9,8 @@ from torch import nn  # noqa: E402
 
 import interpreted  # noqa: E402
 from batch_norm_cases import laid_out  # noqa: E402
+from calls import saved_bytes  # noqa: E402
 from normplug import freeze, swap  # noqa: E402
-from saved import saved_bytes  # noqa: E402
 
 pytestmark = interpreted.MARKS
 SHAPES = [(6, 5), (3, 9, 4, 5), (2, 20, 9, 8)]

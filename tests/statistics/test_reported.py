@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import statistics_cases
 import sync_cases
+from calls import saved_bytes
 from normplug import freeze, recalibrate, swap
-from saved import saved_bytes
 from statistics_cases import images, net, statistics
 
 
