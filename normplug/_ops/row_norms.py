@@ -246,10 +246,11 @@ class LayerNormSpec(NamedTuple):
 
         Inductor's forwards over rows are as fast as a kernel can be, and fuse what stands around
         the norm. In its backwards, the gradients of weight and bias are slow. Its RMSNorms have no
-        bias, and a dy that is a sum, which it fuses: there is nothing to gain.
+        bias, and a dy that is a sum, which it fuses: there is nothing to gain. Nor is there over
+        the channels of contiguous images, unless the norm also adds a convolution's bias.
         """
         large = eligible.size_of(t.x) >= _OPERATOR_BYTES
-        pays = self.centred and large and t.x.is_contiguous()
+        pays = self.centred and large and (t.input_bias is not None or t.x.is_contiguous())
         return self._backward_operator if pays else None
 
     def operator(self, t: Tensors) -> Any:

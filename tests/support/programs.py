@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT, *(ROOT / "tests" / name for name in ("support", "kernels"))]
-FIXED = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, FOLDERS))}
+PATHS = [*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
+FIXED = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS)}
 
 
 def program(code, *arguments, hidden=(), environment=None, directory=ROOT):
