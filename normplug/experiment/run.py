@@ -386,7 +386,7 @@ def command(application: Callable[[], Any]) -> Callable[[], Any]:
         groups = {path.name for path in Path(CONFIGS).iterdir() if path.is_dir()}
         given = [text.partition("=") for text in sys.argv[1:]]
         if "data=text" in sys.argv and not {"model", "experiment"} & {key for key, *_ in given}:
-            given.append(("model", "=", "gpt_tiny"))
+            given.insert(0, ("model", "=", "gpt_tiny"))  # before a last -m
         sys.argv[1:] = [
             f"{key}=[]" if key in groups and value == "null" else f"{key}{sign}{value}"
             for key, sign, value in given
