@@ -386,7 +386,8 @@ def command(application: Callable[[], Any]) -> Callable[[], Any]:
         groups = {path.name for path in Path(CONFIGS).iterdir() if path.is_dir()}
         given = [text.partition("=") for text in sys.argv[1:]]
         if "data=text" in sys.argv and not {"model", "experiment"} & {key for key, *_ in given}:
-            given.insert(0, ("model", "=", "gpt_tiny"))  # before a last -m
+            # Beside the data: argparse takes no overrides on both sides of -m.
+            given.insert(sys.argv.index("data=text") - 1, ("model", "=", "gpt_tiny"))
         sys.argv[1:] = [
             f"{key}=[]" if key in groups and value == "null" else f"{key}{sign}{value}"
             for key, sign, value in given
