@@ -442,3 +442,20 @@ class TargetVarianceNorm(nn.Module):
                     stacklevel=2,
                 )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **named)
+
+
+def forward_of_channels(self: Any, input: Tensor) -> Tensor:
+    """Normalise `input`; in training, update the statistics if there are any."""
+    if isinstance(input, fx.Proxy):
+        return self._as_leaf(input)
+    own = getattr(self, "_normplug", None)
+    try:
+        measures = self._probe is not None  # read first: another thread may unswap the layer
+        y = self._fused(input)
+        if measures:
+            self._record(input, y)
+        return y
+    except (AttributeError, KeyError):
+        if not was_converted(self, own):
+            raise
+        return self.forward(input)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
@@ -14,27 +14,13 @@ from normplug._ops import batch_norm_sync, peers, stock
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.spec import Pool, Tensors
 from normplug._torch import BatchNormBase, in_backward
-from normplug.modules.base import FusionSites, TargetVarianceNorm, was_converted
+from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_channels
 
 
 class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     _function = "batch_norm"
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, update the running statistics."""
-        if isinstance(input, fx.Proxy):
-            return self._as_leaf(input)
-        own = getattr(self, "_normplug", None)
-        try:
-            measures = self._probe is not None  # read first: another thread may unswap the layer
-            y = self._fused(input)
-            if measures:
-                self._record(input, y)
-            return y
-        except (AttributeError, KeyError):
-            if not was_converted(self, own):
-                raise
-            return self.forward(input)
+    forward = forward_of_channels
 
     def _fused(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from normplug import functional, reference
 from normplug._activations import ActivationLike
@@ -14,28 +14,14 @@ from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.spec import Tensors
 from normplug._torch import InstanceNormBase
-from normplug.modules.base import FusionSites, TargetVarianceNorm, was_converted
+from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_channels
 from normplug.modules.watched import REFUSALS, WatchedRows
 
 
 class _Groups(TargetVarianceNorm):
     """A norm of groups of channels."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`; in training, update the statistics if there are any."""
-        if isinstance(input, fx.Proxy):
-            return self._as_leaf(input)
-        own = getattr(self, "_normplug", None)
-        try:
-            measures = self._probe is not None  # read first: another thread may unswap the layer
-            y = self._fused(input)
-            if measures:
-                self._record(input, y)
-            return y
-        except (AttributeError, KeyError):
-            if not was_converted(self, own):
-                raise
-            return self.forward(input)
+    forward = forward_of_channels
 
     def _fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
         """Compute `activation(forward(input))` in one call."""

@@ -5,21 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import statistics_cases
 import sync_cases
 from normplug import doctor, freeze, fuse, param_groups, recalibrate, swap
-from statistics_cases import images, net
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
+from statistics_cases import Checkpointed, images, net
 
 
 class Twice(nn.Module):

@@ -6,22 +6,11 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import normplug
 from normplug import fuse, swap, watch
 from normplug.modules import batch_norm
-from statistics_cases import images, net
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
-
+from statistics_cases import Checkpointed, images, net
 
 GOLDEN = normplug.target_variance("golden")
 
