@@ -31,7 +31,7 @@ from normplug.bench.timing import gpu_stopwatch
 from norms import copy_gbps
 
 CASES = [
-    (f"{op} {'x'.join(map(str, shape))} {layout} bf16", shape, groups, activation, layout)
+    (f"{op} {'x'.join(map(str, shape))} {layout} {dtype}", shape, groups, activation, layout, dtype)
     for op, shape, groups, activation, layouts in [
         ("gn_silu", (16, 320, 64, 64), 32, "silu", ("NCHW", "NHWC")),
         ("gn_silu", (16, 640, 32, 32), 32, "silu", ("NCHW", "NHWC")),
@@ -40,12 +40,13 @@ CASES = [
         ("in3d", (2, 32, 128, 128, 128), 32, None, ("NHWC",)),
     ]
     for layout in layouts
+    for dtype in ("bfloat16", "float32")
 ]
 LAGS = (12, 48, 96, 192, 384)  # KiB per multiprocessor
 NEEDS = (True, False, True, True, False)  # gradients of x, weight and bias
 
 
-def lag_of(shape, kib, sms):
+def lag_of(shape, kib, sms, itemsize):
     """The lag for `kib` KiB per multiprocessor on top of a unit."""
     if isinstance(shape, Columns):
         values = shape.rows_each * shape.bc
@@ -55,20 +56,20 @@ def lag_of(shape, kib, sms):
     else:
         values, at_once = shape.cb * shape.sb, shape.k
         most = shape.n * shape.groups * shape.k
-    return min(sms * (kib << 10) // (values * 2) + at_once, most)
+    return min(sms * (kib << 10) // (values * itemsize) + at_once, most)
 
 
-def lagged(shape, kib, sms):
-    return dataclasses.replace(shape, lag=lag_of(shape, kib, sms))
+def lagged(shape, kib, sms, itemsize):
+    return dataclasses.replace(shape, lag=lag_of(shape, kib, sms, itemsize))
 
 
-def planes_forward(base, sms):
+def planes_forward(base, sms, itemsize):
     width = base.channels * base.hw
     for block, warps in itertools.product((2048, 4096, 8192, 16384), (2, 4, 8)):
         if 512 <= block // warps <= 4096 and block < 2 * width:
             run = min(base.hw & -base.hw, block)
             shape = dataclasses.replace(base, block=block, run=run, warps=warps, r=1, lag=1)
-            yield lagged(shape, 24, sms)
+            yield lagged(shape, 24, sms, itemsize)
     padded = power_of_2(width)
     if padded <= 65536:
         for warps in (4, 8, 16, 32):
@@ -77,7 +78,7 @@ def planes_forward(base, sms):
                 yield dataclasses.replace(base, block=padded, run=run, warps=warps, r=1, lag=0)
 
 
-def planes_backward(base, sms):
+def planes_backward(base, sms, itemsize):
     for block, warps in itertools.product((1024, 2048, 4096, 8192), (2, 4, 8)):
         if not 256 <= block // warps <= 2048:
             continue
@@ -86,7 +87,7 @@ def planes_backward(base, sms):
             cb = min(block // sb, power_of_2(base.channels))
             if cb * sb == block:
                 shape = dataclasses.replace(base, cb=cb, sb=sb, warps=warps, r=1, splits=1, lag=1)
-                yield lagged(shape, 24, sms)
+                yield lagged(shape, 24, sms, itemsize)
     cb, sb = power_of_2(base.channels), power_of_2(base.hw)
     if cb * sb <= 32768:
         for warps, splits in itertools.product((8, 16, 32), {base.n, max(base.n // 2, 1)}):
@@ -96,8 +97,7 @@ def planes_backward(base, sms):
                 )
 
 
-def columns(base, sms):
-    itemsize = 2
+def columns(base, sms, itemsize):
     kinds = ((4, 8), (4, 4), (4, 2), (2, 8), (2, 4), (8, 4))  # warps, u
     for bc, (warps, u), stages in itertools.product((32, 64, 128), kinds, (1, 3)):
         if base.c % bc:
@@ -107,12 +107,12 @@ def columns(base, sms):
         for tiles in (1, 2, 4, 8, 16):
             shape = dataclasses.replace(made, rows_each=tiles * tile)
             if shape.units * shape.k >= 256 and tiles * tile <= base.s:
-                yield lagged(shape, 24, sms)
+                yield lagged(shape, 24, sms, itemsize)
 
 
-def variants(base, sms):
+def variants(base, sms, itemsize):
     kinds = {PlanesForward: planes_forward, PlanesBackward: planes_backward, Columns: columns}
-    found = [base, *kinds[type(base)](base, sms)]
+    found = [base, *kinds[type(base)](base, sms, itemsize)]
     return list(dict.fromkeys(found))
 
 
@@ -120,18 +120,20 @@ class Sweep:
     """The schedules of a case; `emit` takes a row for each."""
 
     def __init__(self, case, emit):
-        self.name, shape, groups, activation, layout = case
+        self.name, shape, groups, activation, layout, dtype = case
         self.emit = emit
         generator = torch.Generator("cuda").manual_seed(0)
 
         def image():
-            t = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+            t = torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, dtype))
             if layout == "NCHW":
                 return t
             last = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)]
             return t.contiguous(memory_format=last)
 
-        weight, bias = ((torch.rand(shape[1], device="cuda") + 0.5).bfloat16() for _ in range(2))
+        kind = {"device": "cuda", "dtype": getattr(torch, dtype)}
+        weight, bias = (torch.rand(shape[1], **kind) + 0.5 for _ in range(2))
+        self.itemsize = weight.itemsize
         self.t, self.dy = Tensors(image().mul_(2).add_(3), None, weight, bias), image()
         self.spec = GroupNormSpec(groups, 1e-5, 1.0, activation)
         self.saved = GroupNormPlan(self.t, self.spec).forward(self.t, True)[1]
@@ -174,12 +176,13 @@ class Sweep:
         self.plan(direction, lambda *asked: sizes.append(asked) or rule(*asked))
         base, sms = rule(*sizes[0]), sizes[0][-1]
         fixed = {
-            shape: self.plan(direction, lambda *_, s=shape: s) for shape in variants(base, sms)
+            shape: self.plan(direction, lambda *_, s=shape: s)
+            for shape in variants(base, sms, self.itemsize)
         }
         times = {s: self.measured(direction, passes, s, plan, truth) for s, plan in fixed.items()}
         # The lag is not compiled in.
         for shape in [s for s in sorted(times, key=times.get) if s.lag][:3]:
-            for other in {lagged(shape, kib, sms) for kib in LAGS} - set(times):
+            for other in {lagged(shape, kib, sms, self.itemsize) for kib in LAGS} - set(times):
                 plan = self.plan(direction, lambda *_, s=other: s)
                 times[other] = self.measured(direction, passes, other, plan, truth)
         best = min(times, key=times.get)
