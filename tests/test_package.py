@@ -39,8 +39,8 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5105, "experiment": 2955, "_ops": 3535, "_fuse": 2200, "native": 1570,
-    "modules": 1510, "_swap": 1570, "bench": 945, "adapters": 580,
+    "_kernels": 5105, "experiment": 2790, "_ops": 3535, "_fuse": 2200, "native": 1570,
+    "modules": 1510, "_swap": 1570, "bench": 917, "adapters": 580,
     "_statistics": 1385, "lightning": 335, "reference.py": 290, "": 2170,
 }  # fmt: skip
 MOST_FILES = 125

@@ -81,7 +81,8 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; a wrong input ends it with one line."""
     top = argparse.ArgumentParser(prog="python -m normplug.bench", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -117,12 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command(_plot, "plot GB/s over the width", measures=False)
     add("file", type=Path)
     add("-o", "--out", metavar="FILE", type=Path, help="default: FILE.png")
-    return top
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; a wrong input ends it with one line."""
-    a = _parser().parse_args(argv)
+    a = top.parse_args(argv)
     if a.run in (_sweep, _plot):  # before hours of measurements
         with needs(f"normplug.bench {a.command}", "bench", SystemExit):
             import matplotlib  # noqa: F401

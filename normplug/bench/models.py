@@ -1,8 +1,4 @@
-"""Time whole training steps of a model: as it is, compiled, swapped and fused.
-
-All arms start from the same weights, are in memory together, and take turns. `load` makes a model
-by name, with random weights, and a random batch.
-"""
+"""Time whole training steps of a model: as it is, compiled, swapped and fused, in turns."""
 
 from __future__ import annotations
 
@@ -34,7 +30,6 @@ from normplug.bench.timing import Change
 Loss = Callable[[nn.Module, Any], Tensor]
 Target = tuple[nn.Module, Any, Loss | None]
 
-TOKENS = 512  # of a text
 IMAGE = 224  # pixels, unless the model says otherwise
 WARM_UPS = 4  # steps after the first
 ROUNDS = 10
@@ -195,8 +190,7 @@ def _notes(model: nn.Module, rows: Mapping[str, Row], origin: str) -> list[str]:
 def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
     """A model, a batch, and a function that returns the loss (None for the default).
 
-    `target` is `file.py:function`, `name` or `library:name`: a model of torchvision or timm, or a
-    model type of transformers. `options` are arguments of the function, the model or its config.
+    `target` is `file.py:function`, `name` or `library:name`; docs/measure.md says of what.
     """
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):
@@ -220,26 +214,25 @@ def _from_file(path: Path, name: str, options: dict[str, Any]) -> Target:
     return model, data, step[0] if step else None
 
 
-def _images(model: nn.Module, batch: int, size: int) -> Target:
-    with torch.no_grad():
-        classes = model.eval()(torch.zeros(1, 3, size, size)).shape[-1]
+def _images(model: nn.Module, batch: int, size: int, classes: int) -> Target:
     data = torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))
-    return model.train(), data, lambda model, data: F.cross_entropy(model(data[0]), data[1])
+    return model, data, lambda model, data: F.cross_entropy(model(data[0]), data[1])
 
 
 def _torchvision(name: str, batch: int, size: int = IMAGE, **options: Any) -> Target:
     if name in ("googlenet", "inception_v3"):  # in training they return several outputs, else
-        options |= {"init_weights": False, "aux_logits": False}
+        options = {"init_weights": False, "aux_logits": False} | options
     model = import_module("torchvision.models").get_model(name, weights=None, **options)
-    return _images(model, batch, size)
+    return _images(model, batch, size, options.get("num_classes", 1000))
 
 
 def _timm(name: str, batch: int, size: int | None = None, **options: Any) -> Target:
     model = import_module("timm").create_model(name, **options)
-    return _images(model, batch, size or model.default_cfg.get("input_size", (IMAGE,))[-1])
+    size = size or model.default_cfg.get("input_size", (IMAGE,))[-1]
+    return _images(model, batch, size, model.num_classes)
 
 
-def _transformers(name: str, batch: int, length: int = TOKENS, **options: Any) -> Target:
+def _transformers(name: str, batch: int, length: int = 512, **options: Any) -> Target:
     auto = import_module("transformers.models.auto.modeling_auto")
     config = import_module("transformers").AutoConfig.for_model(name, **options)
     for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "MASKED_LM", "CAUSAL_LM"):

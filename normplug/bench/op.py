@@ -42,8 +42,7 @@ class _Neighbours(nn.Module):
     """A stock norm and the operations next to it: here, an activation of its result.
 
     `passes` are the fewest passes over the input: of a forward, and of a forward and backward. The
-    forward reads x and writes y, the backward reads dy and x and writes dx. A residual adds a read,
-    and its gradient a write. The sum, if it is returned, adds a write, and its gradient a read.
+    forward reads x and writes y, the backward reads dy and x and writes dx.
     """
 
     passes = 2, 5
@@ -59,7 +58,7 @@ class _Neighbours(nn.Module):
 class _After(_Neighbours):
     """The activation of a norm's result + residual."""
 
-    passes = 3, 7
+    passes = 3, 7  # it reads the residual, and writes its gradient
 
     def forward(self, x: Tensor, residual: Tensor) -> Any:  # type: ignore[override]
         return self.activation(self.norm(x) + residual)
@@ -68,7 +67,7 @@ class _After(_Neighbours):
 class _Before(_Neighbours):
     """The norm of x + residual, and the sum."""
 
-    passes = 4, 8
+    passes = 4, 8  # it reads the residual, writes the sum, and reads its gradient
 
     def forward(self, x: Tensor, residual: Tensor) -> Any:  # type: ignore[override]
         x = x + residual
@@ -132,8 +131,7 @@ def cases(
 ) -> list[Case]:
     """Every operation on every shape, in each of its layouts and each dtype.
 
-    The layout is "rows" for norms of rows; for others "NC" for features, "NCHW" for contiguous
-    images with any number of spatial dimensions, and "NHWC" for channels_last ones.
+    "NCHW" are contiguous images with any number of spatial dimensions, "NHWC" channels_last ones.
     """
     return [
         Case(op, layout, shape, dtype)
@@ -143,10 +141,7 @@ def cases(
 
 
 class Problem:
-    """A stock layer, random inputs with a mean away from 0, and the gradients of its outputs.
-
-    Copies of `layer` run; `stock` are its own results.
-    """
+    """A stock layer, random inputs with a mean away from 0, and the gradients of its outputs."""
 
     def __init__(self, case: Case, device: torch.device, eps: float | None = None) -> None:
         self.case = case
@@ -260,13 +255,10 @@ def measure_op(
 
 
 def bound(theirs: float, dtype: torch.dtype) -> float:
-    """The largest relative error to allow: twice torch's, plus half a rounding to the dtype.
-
-    A few roundings to the accumulator dtype are added: with few channels, `theirs` may be tiny.
-    """
+    """The largest relative error to allow: twice torch's, plus half a rounding to the dtype."""
     if not dtype.is_floating_point:
         return 0.0
-    sums = torch.finfo(accumulator_dtype(dtype)).eps
+    sums = torch.finfo(accumulator_dtype(dtype)).eps  # with few channels, `theirs` may be tiny
     return 2.0 * theirs + 0.5 * torch.finfo(dtype).eps + ROUNDINGS_OF_SUMS * sums
 
 

@@ -20,10 +20,7 @@ STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.")  # distinct withou
 class Rows(list[Row]):
     """Rows of results; `print` them, or leave them at the end of a notebook's cell, for a table.
 
-    Args:
-        rows: flat dictionaries.
-        columns: the keys to show; a column without any value is left out.
-        notes: sentences to print below the table.
+    The table shows those of the `columns` that have a value; below it are the `notes`, sentences.
     """
 
     def __init__(
@@ -79,11 +76,7 @@ def add_to_file(path: Path | None, rows: Iterable[Row]) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path, title: str | None = None) -> None:
-    """Plot GB/s over the width: a panel for each operation, dtype and direction.
-
-    A panel has a line for each provider, through the medians of its rows, from one run or several.
-    It needs pandas and matplotlib.
-    """
+    """Plot the median GB/s of each provider over the width, by operation, dtype and direction."""
     import pandas
     from matplotlib.figure import Figure
 

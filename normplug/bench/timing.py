@@ -43,10 +43,7 @@ def ready(device: str) -> torch.device:
 
 
 def in_turns(key: str, turns: Mapping[str, Turn], rounds: int | None = None) -> dict[str, Row]:
-    """Name -> fields of a row: the median of its times (`key`), their spread, the speed over peers.
-
-    Each round begins with the next name.
-    """
+    """Name -> a row's fields: the median of its times (`key`), their spread, speed over peers."""
     samples: dict[str, list[float]] = {name: [] for name in turns}
     names = deque(turns)
     for _ in range(rounds or TURNS):

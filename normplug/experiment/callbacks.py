@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
+from torchvision.datasets.folder import pil_loader
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from normplug._results import replace_file
 from normplug.experiment.config import WHO
@@ -36,25 +38,19 @@ def variance_loggers(trainer: Trainer) -> Iterator[VarianceLogger]:
 def ask_seldom(trainer: Trainer) -> None:
     """Check every `ASKED_STEPS` steps, not in each, whether a process has received a SIGTERM.
 
-    Lightning 2.6 checks by a broadcast, and the host waits for its result. So the GPU is idle until
-    the host has launched the next step. Other versions do not check, or name the method otherwise.
+    Lightning 2.6 checks by a broadcast, for whose result the host waits, so the GPU becomes idle.
+    Other versions do not check, or name the method otherwise.
     """
-    loop = trainer.fit_loop.epoch_loop
-    ask: Callable[[], None] = getattr(loop, "_broadcast_sigterm_tensor", lambda: None)
-
-    def ask_at_some_steps() -> None:
-        if loop.batch_idx % ASKED_STEPS == 0:
-            ask()
-
-    loop._broadcast_sigterm_tensor = ask_at_some_steps  # type: ignore[method-assign]
+    loop: Any = trainer.fit_loop.epoch_loop
+    ask = getattr(loop, "_broadcast_sigterm_tensor", lambda: None)
+    loop._broadcast_sigterm_tensor = lambda: None if loop.batch_idx % ASKED_STEPS else ask()
 
 
 class StepTimer(Callback):
     """Time the latest training steps, from one start to the next; on a GPU, with CUDA events.
 
-    Lightning's `ThroughputMonitor` waits for the GPU in every step, and gives means. Here the host
-    does not wait before the fit ends, and the few steps that warm up or measure variances do not
-    move the median. The last step of each epoch does not count.
+    Lightning's `ThroughputMonitor` waits for the GPU in every step, and gives means, which steps
+    that warm up or measure variances would move. The last step of each epoch does not count.
     """
 
     def __init__(self) -> None:
@@ -101,12 +97,8 @@ def report(trainer: Trainer, labels: dict[str, Any], result: dict[str, Any]) -> 
             logger.experiment.add_custom_scalars({"variance": charts})
             picture = variances.path and variances.path.with_suffix(".png")
             if picture and picture.is_file():
-                from matplotlib.image import imread
-
-                pixels = imread(picture)[..., :3]
-                logger.experiment.add_image(
-                    "variance", pixels, trainer.global_step, dataformats="HWC"
-                )
+                pixels = pil_to_tensor(pil_loader(picture))
+                logger.experiment.add_image("variance", pixels, trainer.global_step)
         logger.finalize("success")
 
 

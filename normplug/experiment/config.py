@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, validate_call
+from pydantic import ConfigDict, Field, PositiveFloat, TypeAdapter, ValidationError, validate_call
 from typing_extensions import NotRequired, TypedDict  # pydantic cannot read Python's before 3.12
 
 import normplug
@@ -25,7 +24,6 @@ from normplug._swap.layer_modes import ByDepth, Schedule
 from normplug.experiment.measure import BASELINE
 
 WHO = "normplug.experiment"
-NAME = r"^[^/\\.][^/\\]{0,99}$"  # the pattern of a study or a tag
 PLACE = "hydra.run.dir=DIR, or study=NAME for a sweep"
 SEE_HELP = "`python train.py --help` lists the keys."
 UNWRITABLE = {  # full, over a limit, no permission, or no place for a directory
@@ -34,45 +32,28 @@ UNWRITABLE = {  # full, over a limit, no permission, or no place for a directory
 }  # fmt: skip
 
 # Types of values, for `Config` and for the annotations of data and models.
-Count: TypeAlias = Annotated[int, Field(ge=1, lt=2**31)]
-Natural: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**32)]
-Number: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive: TypeAlias = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Name: TypeAlias = Annotated[str, Field(pattern=NAME)]
-Factors: TypeAlias = dict[Literal["lr", "decay", "start"], Number]
+Factors: TypeAlias = dict[Literal["lr", "decay", "start"], Annotated[float, Field(ge=0)]]
 Group: TypeAlias = dict[str, dict | None] | list | None
 # Decorates what the configuration builds: its arguments must match their annotations.
 checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True))
-
-
-def mean_inverse_depth(block: int, blocks: int) -> float:
-    """The mean of 1/l over all blocks: every block gets the same target."""
-    return sum(1.0 / (number + 1) for number in range(blocks)) / blocks
 
 
 # A value of `mode` that sets a target variance per block -> the schedule of `by_depth`.
 BY_DEPTH: dict[str, str | Schedule] = {
     "inverse_depth": "1/l",
     "reversed_depth": "reversed",
-    "mean_inverse_depth": mean_inverse_depth,
+    "mean_inverse_depth": lambda _, blocks: sum(1 / (n + 1) for n in range(blocks)) / blocks,
 }
 
 
-class OptimizerKeys(TypedDict, total=False):
-    """The optimizer's arguments. It checks all but `lr` itself."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-    lr: Positive
-
-
 class Config(TypedDict):
-    """The keys of configs/train.yaml, which explains them. Data and models are `checked`."""
+    """The keys of configs/train.yaml, which explains them. Objects check their own arguments."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     mode: Any
-    gamma0: Positive | Literal["inverse_depth", "reversed_depth", "mean_inverse_depth"] | None
+    gamma0: PositiveFloat | Literal["inverse_depth", "reversed_depth", "mean_inverse_depth"] | None
     factors: dict[Literal["norm_weight", "norm_bias", "head"], Factors]
     swap: dict
     seed: Seed
@@ -87,11 +68,11 @@ class Config(TypedDict):
     warmup: Fraction
     cycle_momentum: bool
     label_smoothing: Annotated[float, Field(ge=0, le=1)]
-    study: Name | int
-    tag: Name | int | float | Literal[""] | None
+    study: str | int
+    tag: str | int | float | None
     data: dict
     model: dict
-    optimizer: OptimizerKeys
+    optimizer: dict
     trainer: dict
     callbacks: NotRequired[Group]
     logger: NotRequired[Group]
@@ -161,11 +142,8 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
         where = key[1] if key else "an object of the configuration"
         if isinstance(error.__cause__, ValidationError):
             return broken_rule(error.__cause__, where)
-        group = where.split(".")[0]
-        overrides = HydraConfig.get().overrides.task
-        given = ", ".join(text for text in overrides if text.lstrip("+~").startswith(group))
-        why = one_line(error.__cause__ or error)
-        return f"{WHO}: {where} cannot be built: {why}. Change the keys of {group} ({given})."
+        why, group = one_line(error.__cause__ or error), where.split(".")[0]
+        return f"{WHO}: {where} cannot be built: {why}. Change the keys of {group}."
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         text = re.sub(r" full_key: (\S+)( object_type=\w+)?", r" (\1)", one_line(error))
         if unknown := re.match(r"Could not override '([\w.]+)'", text):
@@ -195,8 +173,6 @@ def broken_rule(error: ValidationError, group: str = "") -> str:
     # Where a value may have several types, one part is a type, such as dict[str,int].
     parts = [str(p) for p in (group, *first["loc"]) if re.fullmatch(r"[\w.]+", str(p))]
     rule = re.sub(r"^\w+ should ", "", first["msg"])
-    in_words = "be a name: at most 100 characters, without slashes, not beginning with a dot"
-    rule = rule.replace(f"match pattern '{NAME}'", in_words)
     words = {"None": "null", "True": "true", "False": "false"}  # as a user types them
     text = repr(first["input"])[:200]
     return f"{WHO}: {'.'.join(parts)} should {rule}; got {words.get(text, text)}."
@@ -235,7 +211,5 @@ def path_name(text: Any) -> str:
     return f"_{name}" if name.startswith(".") else name or "_"
 
 
-OmegaConf.register_new_resolver(
-    "normplug.arm", lambda *arm: path_name(arm_name(*arm)), replace=True
-)
+OmegaConf.register_new_resolver("normplug.arm", arm_name, replace=True)
 OmegaConf.register_new_resolver("normplug.name", path_name, replace=True)

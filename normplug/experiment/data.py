@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
@@ -26,7 +26,7 @@ from torchvision.transforms.v2 import functional as v2
 from typing_extensions import TypedDict  # pydantic cannot read Python's before 3.12
 
 from normplug.experiment.callbacks import save
-from normplug.experiment.config import WHO, Count, Natural, Number, Positive, Seed, UserError
+from normplug.experiment.config import WHO, Seed, UserError
 from normplug.experiment.measure import ACCURACY, Measure
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
@@ -60,15 +60,13 @@ class Source(LightningDataModule, ABC):
     """Inputs and targets in three parts, the same in every run, which a subclass sets in `setup`.
 
     `seed` sets only what a run draws: the order of the training part in each epoch, and the
-    augmentation in each step. Neither depends on where the data are. An evaluation step takes 4
-    times `batch_size` samples. `device` is where the data are stored: "cuda" (the run's GPU, if
-    any) or "cpu"; "auto" is "cuda" if the data take at most a quarter of its free memory.
+    augmentation in each step. Neither depends on `device`, where the data are stored.
     """
 
     measure: ClassVar[Measure] = ACCURACY
     gives: ClassVar[tuple[str, ...]]  # attributes that a model takes, known before `setup`
     seed: Seed = 0
-    batch_size: Count = 128
+    batch_size: PositiveInt = 128
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
@@ -119,8 +117,8 @@ class Source(LightningDataModule, ABC):
         samples, longer = divmod(len(part), shards)
         if not samples:
             raise ValueError(
-                f"{WHO}: validation and test need a sample for each process; got {longer} for "
-                f"{shards} processes. Use more data or fewer processes."
+                f"{WHO}: an evaluation needs a sample for each process; got {longer} for {shards}. "
+                "Use more data or fewer processes."
             )
         # A longer shard's last sample must not be a batch of its own: others would wait for it.
         while longer and samples % batch_size == 0:
@@ -147,16 +145,13 @@ class Source(LightningDataModule, ABC):
 class Augment(TypedDict, total=False):
     """`pad`: pixels added on every side before a random crop. `flip`: flip half of the images."""
 
-    pad: Natural
+    pad: NonNegativeInt
     flip: bool
 
 
 @dataclass(eq=False, kw_only=True, config=STRICT)
 class ImageData(Source):
-    """Labelled images, normalised and augmented on the device; a subclass implements `load`.
-
-    `val_fraction` of each class's training images is held out for validation.
-    """
+    """Labelled images, normalised and augmented on the device; a subclass implements `load`."""
 
     gives = ("num_classes", "image_size")
     augment: Augment | None = None
@@ -167,10 +162,7 @@ class ImageData(Source):
         """Return the training images, validation included, and the test images."""
 
     def setup(self, stage: str) -> None:
-        """Load and split the images, and compute the mean and std of their channels, once.
-
-        A std is at least 1/255, so that a constant channel becomes 0.
-        """
+        """Load and split the images, and compute the mean and std of their channels, once."""
         if hasattr(self, "mean"):
             return
         images, test = self.load()
@@ -181,6 +173,7 @@ class ImageData(Source):
         values = torch.arange(256, dtype=torch.float64) / 255
         mean = share @ values
         var = (share * (values - mean[:, None]).square()).sum(1)
+        # At least 1/255: a constant channel becomes 0.
         self.mean, self.std = mean.float(), var.sqrt().clamp(min=1 / 255).float()
         self.set_parts(train, val, test)
 
@@ -219,9 +212,8 @@ def crop_and_flip(
 ) -> Tensor:
     """Shift each image by its own offset of up to `pad` pixels each way, and flip half of them.
 
-    Pixels from outside the image are 0, which is the mean of normalised images. torchvision's
-    transforms apply one crop to a whole batch. `generator` is a CPU generator, so the numbers do
-    not depend on the device. They are drawn for the whole batch at once, and copied asynchronously.
+    torchvision's transforms apply one crop to a whole batch. `generator` is a CPU generator, so the
+    numbers do not depend on the device.
     """
     batch, _, height, width = images.shape
 
@@ -250,8 +242,7 @@ class Digits(ImageData):
 
         digits = load_digits()
         grey = torch.from_numpy(digits.images * 255 / 16).round().to(torch.uint8)
-        images = Part(_rgb(grey), torch.from_numpy(digits.target))
-        return self.hold_out(images, TEST_FRACTION)
+        return self.hold_out(_part(grey, digits.target), TEST_FRACTION)
 
 
 @dataclass(eq=False, kw_only=True, config=STRICT)
@@ -259,8 +250,8 @@ class Torchvision(ImageData):
     """A class of `torchvision.datasets` with its images in memory and a test set, as "CIFAR10"."""
 
     dataset: str
-    num_classes: Count
-    image_size: Count
+    num_classes: PositiveInt
+    image_size: PositiveInt
     root: str = "data"
 
     def prepare_data(self) -> None:
@@ -274,31 +265,25 @@ class Torchvision(ImageData):
             ) from error
 
     def load(self) -> tuple[Part, Part]:
-        official = (getattr(datasets, self.dataset)(self.root, train=t) for t in (True, False))
-        train, test = (
-            Part(_rgb(torch.as_tensor(part.data)), torch.as_tensor(part.targets))
-            for part in official
-        )
-        return train, test
+        train, test = (getattr(datasets, self.dataset)(self.root, train=t) for t in (True, False))
+        return _part(train.data, train.targets), _part(test.data, test.targets)
 
 
-def _rgb(images: Tensor) -> Tensor:
-    """(N, H, W) or (N, H, W, 3) -> (N, 3, H, W)."""
+def _part(pixels: Any, labels: Any) -> Part:
+    """A part of images (N, H, W), which are grey, or (N, H, W, 3)."""
+    images = torch.as_tensor(pixels)
     if images.ndim == 3:
         images = images[..., None].expand(-1, -1, -1, 3)
-    return images.permute(0, 3, 1, 2).contiguous()
+    return Part(images.permute(0, 3, 1, 2).contiguous(), torch.as_tensor(labels))
 
 
 @dataclass(eq=False, kw_only=True, config=STRICT)
 class Fake(ImageData):
-    """Synthetic images: a pattern of coarse squares for each class, and noise.
-
-    They do not depend on `seed`. A fixed 20% of the `num_images` is the test set.
-    """
+    """Synthetic images, the same for every `seed`: a pattern for each class, and noise."""
 
     num_classes: Annotated[int, Field(ge=2)] = 10
-    image_size: Count = 32
-    num_images: Count = 1000
+    image_size: PositiveInt = 32
+    num_images: PositiveInt = 1000
 
     def load(self) -> tuple[Part, Part]:
         generator = torch.Generator().manual_seed(SPLIT_SEED)
@@ -315,21 +300,15 @@ class Fake(ImageData):
 
 @dataclass(eq=False, kw_only=True, config=STRICT)
 class ImageFolder(ImageData):
-    """A tree of image files, one directory per class.
+    """A tree of image files, one directory per class; docs/experiments.md says where.
 
-    The training images are `root/train/<class>/*`. The test images are `root/test/<class>/*`, or
-    `root/val/<class>/*` if there is no `test`. With neither, a fixed 20% of the training images is
-    the test set; `root/<class>/*` are the training images if there is no `train` either.
-
-    The shorter side of an image is resized to `image_size`, then the centre is cut out. All images
-    are decoded into at most `memory_gib` of memory. `cache` is a file that keeps them for later
-    runs: one for training and one for test. Its name gets a hash of the path, size and modification
-    time of each image, so changed images get a new file.
+    The shorter side of an image is resized to `image_size`, then the centre is cut out. `cache`
+    gets files for training and test, named by the path, size and modification time of each image.
     """
 
     root: str
-    image_size: Count
-    memory_gib: Number = 4.0
+    image_size: PositiveInt
+    memory_gib: NonNegativeFloat = 4.0
     cache: str | None = None
 
     def __post_init__(self) -> None:
@@ -338,16 +317,13 @@ class ImageFolder(ImageData):
         tests = [root / name for name in ("test", "val") if (root / name).is_dir()][:1]
         train = root / "train" if tests or (root / "train").is_dir() else root
         self.folders = [datasets.ImageFolder(str(folder)) for folder in (train, *tests)]
-        self.num_classes = len(self.folders[0].classes)
-        if self.num_classes < 2:
+        classes = [set(folder.classes) for folder in self.folders]
+        self.num_classes = len(classes[0])
+        if self.num_classes < 2 or classes[0] != classes[-1]:
             raise UserError(  # pydantic would wrap a ValueError
-                f"{WHO}: the data must have at least two classes; got {self.num_classes}. An image "
-                "folder has one directory per class."
-            )
-        if others := set(self.folders[0].classes) ^ set(self.folders[-1].classes):
-            raise UserError(
-                f"{WHO}: {train} and {tests[0]} must have the same classes; only one has "
-                f"{sorted(others)}."
+                f"{WHO}: {root} must have a directory for each of at least two classes, the same "
+                f"for training and test; got {self.num_classes} for training. In one part only: "
+                f"{sorted(classes[0] ^ classes[-1])}."
             )
 
     def load(self) -> tuple[Part, Part]:
@@ -398,9 +374,7 @@ def decode(paths: Sequence[str], image_size: int) -> Tensor:
 class Text(Source):
     """A text: the first 80% is for training, the next 10% for validation, the rest for the test.
 
-    Without a `path`, it is the sources of Python's standard library, without its tests, one after
-    another in the order of their paths. Its first `megabytes` are used; None for all of it. A token
-    is a byte. `block_size` is the context length, in tokens.
+    A token is a byte. Without a `path`, the text is the sources of Python's standard library.
     """
 
     measure = Measure("loss", "nats/byte", "lower", "tokens")
@@ -408,12 +382,21 @@ class Text(Source):
     vocabulary = 256
 
     path: str | None = None
-    block_size: Count = 128
-    megabytes: Positive | None = 4.0
+    block_size: PositiveInt = 128
+    megabytes: PositiveFloat | None = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        text = _read(self.path, None if self.megabytes is None else round(self.megabytes * 1e6))
+        limit = None if self.megabytes is None else round(self.megabytes * 1e6)
+        if self.path is None:
+            found: list[Path] = []
+            for folder, inner, files in os.walk(sysconfig.get_path("stdlib")):
+                inner[:] = [name for name in inner if name not in LEFT_OUT]
+                found += [Path(folder, name) for name in files if name.endswith(".py")]
+            text = b"".join(file.read_bytes() for file in sorted(found))[:limit]
+        else:
+            with Path(self.path).expanduser().open("rb") as file:
+                text = file.read(limit)
         self.sha256 = hashlib.sha256(text).hexdigest()
         self.tokens = torch.tensor(np.frombuffer(text, np.uint8))
         tenth = round(0.1 * len(self.tokens))
@@ -445,15 +428,3 @@ class Text(Source):
             "text_tokens": len(self.tokens),
             "test_bits_per_character": score * len(test) / max(characters, 1) / math.log(2),
         }
-
-
-def _read(path: str | None, limit: int | None) -> bytes:
-    """Return the first `limit` bytes of a file, or of Python's standard library."""
-    if path is None:
-        found: list[Path] = []
-        for folder, inner, files in os.walk(sysconfig.get_path("stdlib")):
-            inner[:] = [name for name in inner if name not in LEFT_OUT]
-            found += [Path(folder, name) for name in files if name.endswith(".py")]
-        return b"".join(file.read_bytes() for file in sorted(found))[:limit]
-    with Path(path).expanduser().open("rb") as file:
-        return file.read(limit)

@@ -1,9 +1,9 @@
-"""The LightningModule: steps, optimizer, learning-rate schedule, and what a run is judged by."""
+"""The LightningModule: steps and their CUDA graphs, optimizer, schedule, and what is reported."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -12,19 +12,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from hydra.utils import instantiate
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
+from normplug._ops import peers
 from normplug._swap.inventory import Inventory
 from normplug.experiment.callbacks import say, variance_loggers
-from normplug.experiment.config import WHO
+from normplug.experiment.config import WHO, UserError
 from normplug.experiment.data import MODEL, Batch, stream_seed
-from normplug.experiment.graph import GraphedLoss
 from normplug.experiment.measure import ACCURACY, Measure
 from normplug.experiment.models import GPT, Block, heads
+from normplug.modules import SyncBatchNorm
 
+Loss = Callable[[Tensor, Tensor], Tensor]
 DROP_TOKENS = 2**15  # test tokens, per process, on which the loss without each block is measured
 
 
@@ -54,9 +57,7 @@ def make_scheduler(
     """Return a schedule of `steps` optimizer steps, whose peaks are the optimizer's learning rates.
 
     It is "one_cycle" (Smith 2018, arXiv:1803.09820; below 4 steps "cosine"), or a linear warm-up
-    followed by "cosine" annealing to 0 or a "constant" rate. In the fraction `warmup` of all steps
-    the learning rate rises. With `cycle_momentum`, "one_cycle" moves the momentum, or Adam's first
-    beta, from 0.95 to 0.85 and back, whatever the optimizer's own is.
+    followed by "cosine" annealing to 0 or a "constant" rate. configs/train.yaml has the options.
     """
     if name == "one_cycle" and steps >= 4:
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -75,6 +76,104 @@ def make_scheduler(
     return lr_scheduler.SequentialLR(optimizer, [rise, after], [rising])
 
 
+class GraphedLoss:
+    """A training loss whose forward and backward are replayed as CUDA graphs.
+
+    `torch.cuda.make_graphed_callables` captures them as one autograd node: the rest of Lightning's
+    optimisation works as usual, and `DistributedDataParallel` averages gradients after each replay.
+
+    The first call captures the graphs. It runs the step a few times to warm up, and then restores
+    buffers and the GPU's random state. From then on, weights and buffers must keep their addresses.
+    Inputs of another shape run without a graph. In several processes, all must capture at the same
+    step, because SyncBatchNorms exchange statistics.
+    """
+
+    def __init__(self, loss: Loss, net: nn.Module) -> None:
+        self._loss = loss
+        self._net = net
+        self._step: _Step | None = None  # None until it is captured
+        self._shapes: tuple[torch.Size, ...] = ()
+        self._peers: set[peers.Peers] = set()
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss; the next call overwrites its memory."""
+        shapes = (inputs.shape, targets.shape)
+        if self._step is None:
+            self._peers = _peers_of(self._net, inputs.device)
+            self._step, self._shapes = self._capture(inputs, targets), shapes
+        for each in self._peers:
+            each.check()  # layers do it too, but a replayed graph calls none
+        return (self._step if shapes == self._shapes else self._loss)(inputs, targets)
+
+    def _capture(self, *batch: Tensor) -> _Step:
+        step, device = _Step(self._loss, self._net), batch[0].device
+        buffers = [(buffer, buffer.clone()) for buffer in self._net.buffers()]
+        random = torch.cuda.get_rng_state(device)
+        static = tuple(tensor.clone() for tensor in batch)
+        torch.cuda.make_graphed_callables(step, static, allow_unused_input=True)
+        for buffer, values in buffers:
+            buffer.copy_(values)
+        torch.cuda.set_rng_state(random, device)
+        # Nodes of the captured autograd graph are bound to the capture stream. If they were kept,
+        # each gradient would wait for that stream.
+        step.output.detach_()
+        del step.output
+        return step
+
+    def release(self) -> None:
+        if self._step is not None:
+            vars(self._step).pop("forward")  # breaks a reference cycle, on torch < 2.15
+            self._step = None
+
+
+class _Step(nn.Module):
+    """The loss as a module: `make_graphed_callables` gives gradients to a module's parameters."""
+
+    def __init__(self, loss: Loss, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.loss = loss
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        self.output = self.loss(inputs, targets)
+        return self.output
+
+
+def _peers_of(net: nn.Module, device: torch.device) -> set[peers.Peers]:
+    """The processes with which the layers of `net` join their batches inside the kernels."""
+    found = set()
+    for path, layer in net.named_modules():
+        if not isinstance(layer, nn.SyncBatchNorm):
+            continue
+        others = None  # torch's own layer sends collectives
+        if isinstance(layer, SyncBatchNorm):
+            group = layer.group_to_join()
+            if group is None:
+                continue
+            others = peers.of(group, device)
+        if others is None:
+            raise UserError(
+                f"{WHO}: graph=true needs processes that exchange statistics inside the kernels, "
+                f"but {path} sends collectives. Leave graph=true out."
+            )
+        found.add(others)
+    return found
+
+
+def refuse_graph(trainer: Trainer) -> None:
+    """Refuse `graph=true` for a Trainer that cannot use it: the graphs overwrite the gradients."""
+    device, processes = trainer.strategy.root_device, trainer.world_size
+    batches = trainer.accumulate_grad_batches
+    averages = processes == 1 or isinstance(trainer.strategy, DDPStrategy)
+    if device.type == "cuda" and averages and batches == 1:
+        return
+    raise UserError(
+        f"{WHO}: graph=true needs an NVIDIA GPU, trainer.accumulate_grad_batches=1, and in several "
+        f"processes trainer.strategy=ddp; this run is on {device}, accumulates {batches}, and has "
+        f"{type(trainer.strategy).__name__} in {processes}. Leave graph=true out."
+    )
+
+
 class Diverged(RuntimeError):
     """The loss became NaN or infinite, in the forward of the optimizer step `step`."""
 
@@ -84,9 +183,8 @@ class Diverged(RuntimeError):
 class Learner(LightningModule):
     """Train `net` to predict classes: the label of an image, or the next token.
 
-    A run that resumes takes the weights, the optimizer's moments and the step from its checkpoint.
-    Its hyperparameters come from its own command. If it has more epochs than the earlier run, its
-    learning rate continues on the schedule of the new total. `cfg` has the keys of
+    A run that resumes takes the weights, the optimizer's moments and the step from its checkpoint;
+    the rest, such as the schedule and its length, from its own command. `cfg` has the keys of
     configs/train.yaml. `identity` distinguishes the run; checkpoints store it as "run".
     """
 
@@ -162,11 +260,22 @@ class Learner(LightningModule):
         self.log(name, value, sync_dist=True, batch_size=count, **options)
 
     def on_validation_epoch_end(self) -> None:
-        """Store the epoch's score for the report; stop if the mean loss is not finite."""
+        """Store and print the epoch's score; stop if the mean loss is not finite."""
         self._check_finite("validation", self.trainer.callback_metrics["val/loss"])
-        if not self.trainer.sanity_checking:
-            self.scores_by_epoch.append(self.score("val"))
-            self._say_epoch()
+        if self.trainer.sanity_checking:
+            return
+        self.scores_by_epoch.append(self.score("val"))
+        done, total = self.trainer.current_epoch + 1, self.trainer.max_epochs or -1  # -1: no limit
+        words = [
+            f"epoch {done:3d}" + (f" of {total}" if total > 0 else ""),
+            f"training loss {float(self._losses) / self._steps:.4f}",
+            f"validation {self.measure.name} {self.measure.text(self.scores_by_epoch[-1])}",
+            f"lr {self.trainer.optimizers[0].param_groups[0]['lr']:.2g}",
+        ]
+        if done < total:
+            each = (time.perf_counter() - self._begun) / (done - self._first)
+            words.append(f"{timedelta(seconds=round(each * (total - done)))} left")
+        say("  ".join(words))
 
     def on_test_epoch_end(self) -> None:
         self._check_finite("test", self.trainer.callback_metrics["test/loss"])
@@ -245,20 +354,6 @@ class Learner(LightningModule):
         self._losses, self._steps = torch.zeros((), device=self.device), 0
         epoch, rank = self.trainer.current_epoch, self.trainer.global_rank
         torch.manual_seed(stream_seed(MODEL, self.cfg.seed, epoch, rank))
-
-    def _say_epoch(self) -> None:
-        """Print a line, in place of a progress bar that would flood a log."""
-        done, total = self.trainer.current_epoch + 1, self.trainer.max_epochs or -1  # -1: no limit
-        words = [
-            f"epoch {done:3d}" + (f" of {total}" if total > 0 else ""),
-            f"training loss {float(self._losses) / self._steps:.4f}",
-            f"validation {self.measure.name} {self.measure.text(self.scores_by_epoch[-1])}",
-            f"lr {self.trainer.optimizers[0].param_groups[0]['lr']:.2g}",
-        ]
-        if done < total:
-            each = (time.perf_counter() - self._begun) / (done - self._first)
-            words.append(f"{timedelta(seconds=round(each * (total - done)))} left")
-        say("  ".join(words))
 
     def _check_finite(self, name: str, loss: Tensor) -> None:
         if torch.isfinite(loss):

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 import torch
 from omegaconf import DictConfig
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models import VisionTransformer, get_model
 
 import normplug
 from normplug._checks import needs
-from normplug._swap.inventory import Filters
-from normplug.experiment.config import WHO, Count, Fraction, checked, mode_of
+from normplug.experiment.config import WHO, Fraction, checked, mode_of
 from normplug.experiment.measure import BASELINE
 
 SMALL_IMAGE = 64  # pixels; up to here, an ImageNet stem (stride 4) would discard too much
@@ -43,18 +43,17 @@ def vit(
     *,
     num_classes: int,
     image_size: int,
-    patch_size: Count | None = None,
-    hidden_dim: Count = 64,
-    depth: Count = 4,
-    heads: Count = 4,
+    patch_size: PositiveInt | None = None,
+    hidden_dim: PositiveInt = 64,
+    depth: PositiveInt = 4,
+    heads: PositiveInt = 4,
     dropout: Fraction = 0.0,
 ) -> VisionTransformer:
     """A VisionTransformer of torchvision (arXiv:2010.11929): (N, 3, H, W) -> (N, num_classes).
 
-    Its blocks are pre-norm, and call their LayerNorms in eval too, unlike
-    `nn.TransformerEncoderLayer`, whose fast path skips them. The MLP is twice as wide as the
-    residual stream (`hidden_dim`). By default, `patch_size` is the divisor of `image_size`, at
-    least 2, that is nearest to an eighth of it.
+    Unlike `nn.TransformerEncoderLayer`, its blocks call their LayerNorms in eval too. The MLP is
+    twice as wide as the residual stream (`hidden_dim`). By default, `patch_size` is the divisor of
+    `image_size`, at least 2, that is nearest to an eighth of it.
     """
     if patch_size is None:
         divisors = [d for d in range(2, image_size + 1) if image_size % d == 0]
@@ -140,10 +139,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A plain pre-norm GPT (Radford et al. 2019, GPT-2) for contexts of up to `block_size` tokens.
 
-    The residual stream has `width` values; the MLP is 4 times as wide. `dropout` is after the
-    embedding, in attention and in the MLP. `norm` is `nn.LayerNorm` or `nn.RMSNorm`, eps 1e-5. With
-    `scaled_init`, the layers that write to the residual stream start with a standard deviation
-    of 0.02 / sqrt(2 * depth) instead of 0.02, as in GPT-2.
+    The residual stream has `width` values; the MLP is 4 times as wide. With `scaled_init`, the
+    layers that write to the residual stream start with a standard deviation of
+    0.02 / sqrt(2 * depth) instead of 0.02.
     """
 
     @checked
@@ -152,9 +150,9 @@ class GPT(nn.Module):
         *,
         vocabulary: int,
         block_size: int,
-        depth: Count = 4,
-        width: Count = 128,
-        heads: Count = 4,
+        depth: PositiveInt = 4,
+        width: PositiveInt = 128,
+        heads: PositiveInt = 4,
         dropout: Fraction = 0.0,
         norm: Literal["layer", "rms"] = "layer",
         scaled_init: bool = False,
@@ -185,25 +183,12 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.dropout(x))))
 
 
-def scale_norm_weights(
-    net: nn.Module, gamma0: float | str, *, include: Filters = None, exclude: Filters = None
-) -> None:
-    """Multiply the weight of every norm that a swap with these filters would take by `gamma0`.
-
-    This makes the control arm of a target variance tv: mode standard with gamma0 = sqrt(tv) starts
-    as the same function, so the two arms differ only in their parametrisation. A mode by depth,
-    such as "inverse_depth", stands for the square root of the target variance of each layer.
-    """
-    mode = mode_of(gamma0) if isinstance(gamma0, str) else gamma0**2
-    swapped = normplug.swap(net, mode, include=include, exclude=exclude)
-    normplug.unswap(swapped)  # this folds sqrt(tv) into each weight
-
-
 def apply_arm(net: nn.Module, cfg: DictConfig, fuses: bool) -> None:
     """Swap, fuse and scale a stock network as the configuration says."""
-    if cfg.gamma0 is not None:
+    if cfg.gamma0 is not None:  # a factor, or a mode by depth, for the roots of its targets
+        mode = mode_of(cfg.gamma0) if isinstance(cfg.gamma0, str) else cfg.gamma0**2
         filters = {name: cfg.swap.get(name) for name in ("include", "exclude")}
-        scale_norm_weights(net, cfg.gamma0, **filters)
+        normplug.unswap(normplug.swap(net, mode, **filters))  # folds each root into the weight
     for head in heads(net):
         head.weight.data *= cfg.factors.head.start
     if cfg.mode != BASELINE:  # after init, so that all arms start with the same weights
@@ -224,7 +209,6 @@ def timm_model(
     """An image classifier of timm, such as "convnext_atto": (N, 3, H, W) -> (N, num_classes).
 
     Smaller images are enlarged to 64 pixels, since most models of timm reduce an image 32 times.
-    `options` are other arguments of `timm.create_model`.
     """
     with needs(f"{WHO}: model=timm", "zoo"):
         import timm
@@ -244,15 +228,14 @@ def hf_causal_lm(
     *,
     vocabulary: int,
     block_size: int,
-    width: Count = 128,
-    depth: Count = 4,
-    heads: Count = 4,
+    width: PositiveInt = 128,
+    depth: PositiveInt = 4,
+    heads: PositiveInt = 4,
     options: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """A causal language model of transformers, from its configuration.
+    """A causal language model of transformers, such as "llama", from its configuration.
 
-    `name` is a model type, such as "gpt2" or "llama", and `block_size` the maximum context length.
-    The MLP is 4 times as wide as the residual stream. `options` are other keys.
+    `block_size` is the maximum context length. The MLP is 4 times as wide as the residual stream.
     """
     with needs(f"{WHO}: model=hf_causal_lm", "zoo"):
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
 import math
 import os
 import signal
-import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +34,17 @@ import normplug
 from normplug import _convert
 from normplug._fuse.fuse import fused_modules
 from normplug._results import stamp, write_file
-from normplug.experiment.callbacks import (
-    Checkpoints,
-    StepTimer,
-    ask_seldom,
-    log,
-    report,
-    say,
-    variance_lines,
-    variance_loggers,
-)
+from normplug.experiment import callbacks
+from normplug.experiment.callbacks import say
 from normplug.experiment.config import PLACE, WHO, UserError, arm_name, check, user_sentence
 from normplug.experiment.data import Source
-from normplug.experiment.graph import refuse_graph
-from normplug.experiment.learner import Diverged, Learner
+from normplug.experiment.learner import Diverged, Learner, refuse_graph
 from normplug.experiment.measure import METRICS, RESULT, VARIANCE, Measure
 from normplug.experiment.models import apply_arm
 
 # The packed copy of a wheel, or the directory of a checkout.
-PACKED, CHECKOUT = (Path(__file__).with_name("configs"), Path(__file__).parents[2] / "configs")
-CONFIGS = str(PACKED if PACKED.is_dir() else CHECKOUT)
+PLACES = Path(__file__).with_name("configs"), Path(__file__).parents[2] / "configs"
+CONFIGS = str(next(filter(Path.is_dir, PLACES)))
 SHOWS_ALL = "HYDRA_FULL_ERROR" in os.environ  # Hydra's setting for whole tracebacks
 
 CONFIG = "config.yaml"
@@ -86,6 +77,8 @@ class Run:
         self.cfg = cfg
         self.in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         self.directory = Path(HydraConfig.get().runtime.output_dir)
+        # What makes a run the same one: all but its checkpoint. Unresolved, it names no directory.
+        self.config = OmegaConf.to_yaml(OmegaConf.merge(cfg, {"ckpt_path": None}))
         # Held by rank 0; the operating system releases it if the process is killed.
         self.lock = FileLock(str(self.directory / LOCK), timeout=0)
         self.result: dict[str, Any] = {}  # of `result.json`, from the start of the training on
@@ -108,7 +101,7 @@ class Run:
             "overrides": list(HydraConfig.get().overrides.task),
         }
         self._records = False  # whether `result.json` is this run's to write
-        self._timer = StepTimer()
+        self._timer = callbacks.StepTimer()
 
     def has_finished(self) -> bool:
         """Lock the directory and check the configuration; return whether its result is there."""
@@ -132,61 +125,48 @@ class Run:
         try:
             self.lock.acquire()
         except Timeout:
-            owner = self._former()
-            who = f"process {owner.get('process')}, since {owner.get('date')}"
             raise UserError(
-                f"{WHO}: {self.directory} belongs to a run that is still running ({who}). Wait "
-                f"until it ends, or give this run its own directory: {PLACE}."
+                f"{WHO}: {self.directory} belongs to a run that is still running, since "
+                f"{self._former().get('date')}. Wait until it ends, or give this run its own "
+                f"directory: {PLACE}."
             ) from None
-        found = [name for name in PRODUCTS if (self.directory / name).exists()]
+        found = [name for name in (RESULT, *PRODUCTS) if (self.directory / name).exists()]
         if found and not self._former():
             raise UserError(
-                f"{WHO}: {self.directory} has {', '.join(found)}, but no {RESULT} of a run, so "
+                f"{WHO}: {self.directory} has {', '.join(found)}, but not the result of a run, so "
                 f"they stay as they are. Choose another directory: {PLACE}."
             )
 
     def _former(self) -> dict[str, Any]:
-        """The `result.json` that is in the directory; {} for none."""
-        path = self.directory / RESULT
-        try:
-            result = json.loads(path.read_bytes()) if path.exists() else {}
-            if not isinstance(result, dict) or (result and "status" not in result):
-                raise ValueError("it is not the result of a run")
-        except ValueError as error:
-            raise UserError(
-                f"{WHO}: {path} cannot be read: {error}. Move it away, or choose another "
-                f"directory: {PLACE}."
-            ) from None
-        return result
-
-    def _config(self) -> str:
-        """What makes a run the same one: all but the checkpoint that it resumes from."""
-        kept = self.cfg.copy()
-        kept.ckpt_path = None
-        return OmegaConf.to_yaml(kept)  # unresolved, so the output directory is not in it
+        """The result of a run that is in the directory; {} for none."""
+        with contextlib.suppress(OSError, ValueError):
+            result = json.loads((self.directory / RESULT).read_bytes())
+            if isinstance(result, dict) and "status" in result:
+                return result
+        return {}
 
     def _has_same_config(self) -> bool:
         path = self.directory / CONFIG
-        return path.is_file() and path.read_bytes() == self._config().encode()
+        return path.is_file() and path.read_bytes() == self.config.encode()
 
     def trainer(self) -> Trainer:
         """Build the Trainer with its callbacks and loggers, and set its keys that are "auto"."""
         settings = self.cfg.trainer.copy()
         groups = (self.cfg.get(group) or {} for group in ("logger", "callbacks"))
-        loggers, callbacks = (
+        loggers, observers = (
             [instantiate(node) for node in group.values() if node is not None] for group in groups
         )
         if not loggers:  # LearningRateMonitor raises without a logger
-            callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
+            observers = [c for c in observers if not isinstance(c, LearningRateMonitor)]
         auto = {
             "precision": "bf16-mixed" if self.gpu else "32-true",
             "enable_progress_bar": sys.stdout.isatty() and not self.in_sweep,
-            "enable_checkpointing": any(isinstance(c, Checkpoint) for c in callbacks),
+            "enable_checkpointing": any(isinstance(c, Checkpoint) for c in observers),
         }
         settings.update({k: value for k, value in auto.items() if settings.get(k) == "auto"})
-        plugins = [*(instantiate(settings.get("plugins")) or ()), Checkpoints()]
+        plugins = [*(instantiate(settings.get("plugins")) or ()), callbacks.Checkpoints()]
         trainer = instantiate(
-            settings, callbacks=[*callbacks, self._timer], logger=loggers, plugins=plugins
+            settings, callbacks=[*observers, self._timer], logger=loggers, plugins=plugins
         )
         launcher = trainer.strategy.launcher
         reruns = not getattr(launcher, "is_interactive_compatible", True)
@@ -198,24 +178,23 @@ class Run:
             )
         if self.cfg.graph:
             refuse_graph(trainer)
-        ask_seldom(trainer)
+        callbacks.ask_seldom(trainer)
         return trainer
 
     def begin(self, trainer: Trainer) -> str | None:
         """Record that the run trains now; return the checkpoint that it resumes from or tests.
 
         If this same run has begun here, it is that run's last one, unless `ckpt_path` names another
-        of this directory. Otherwise it is `ckpt_path`. What the run would overwrite is moved to
-        `former/1`, `former/2`, ...: another run's files, or the metrics of the run that is resumed.
+        of this directory. Otherwise it is `ckpt_path`. What the run would overwrite is set aside.
         """
         self.checkpoint, last = self._given(), self.directory / LAST
         continues = self.checkpoint and self.checkpoint.resolve().parent == last.resolve().parent
         if not continues and last.is_file() and self._has_same_config():
             self.checkpoint = continues = last
         self._set_aside([METRICS] if continues else PRODUCTS)
-        write(self.directory / CONFIG, self._config())
+        write(self.directory / CONFIG, self.config)
         self.result = {"config": OmegaConf.to_container(self.cfg, resolve=True)}
-        self._write(status="running", process=f"{os.getpid()} on {socket.gethostname()}")
+        self._write(status="running")
         for logger in trainer.loggers:
             # config.yaml is beside the files of a CSVLogger; for TensorBoard, see `report`.
             if not isinstance(logger, (CSVLogger, TensorBoardLogger)):
@@ -261,13 +240,16 @@ class Run:
         fusions = normplug.fusions(model) if fused_modules(model) else ()
         fused = sum(row.label is not None for row in fusions)
         layers = dict(_convert.normplug_layers(model))
-        step_ms = self._timer.median_ms()
         items = data.batch_size * data.sizes.get("block_size", 1) * trainer.world_size
-        speed = step_ms and items * 1e3 / step_ms  # images, or tokens, a second
+        timed, speed = "not timed: too few steps", None
+        if step_ms := self._timer.median_ms():
+            speed = items * 1e3 / step_ms  # images, or tokens, a second
+            timed = f"{speed:,.0f} {measure.items}/s ({step_ms:.2f} ms a step)"
         # On the host, the peak of a process would include the earlier runs of a sweep.
         peak = torch.cuda.max_memory_allocated() if gpu else None
         # In a pre-norm model, the variances of the residual stream by depth.
-        rows = [row for logger in variance_loggers(trainer) for row in logger.last]
+        rows = [row for logger in callbacks.variance_loggers(trainer) for row in logger.last]
+        inputs = {row.layer: row.input_variance for row in rows}
         self._write(
             **model.result(),
             **data.facts(model.score("test")),
@@ -276,9 +258,7 @@ class Run:
             peak_memory_bytes=peak,
             norms_swapped=len(layers),
             target_variances={path: layer.target_variance for path, layer in layers.items()},
-            input_variances={
-                r.layer: r.input_variance for r in rows if math.isfinite(r.input_variance)
-            },
+            input_variances={path: v for path, v in inputs.items() if math.isfinite(v)},
             norms_fused=fused,
             recompute=self.cfg.recompute and fused > 0,
             channels_last=self.cfg.channels_last,
@@ -288,7 +268,7 @@ class Run:
             status="finished",
             gpus=trainer.world_size * gpu,
         )
-        report(trainer, self.labels, self.result)
+        callbacks.report(trainer, self.labels, self.result)
 
         r, curve, epochs = self.result, model.scores_by_epoch, trainer.current_epoch
         files = (f"{p.name}/" if p.is_dir() else p.name for p in self.directory.glob("[!.]*"))
@@ -296,24 +276,20 @@ class Run:
             f"validation {measure.name}": measure.text(curve[-1]) if curve else "",
             f"test {measure.name}": measure.text(model.score("test")),
             "trained": f"{epochs} epoch{'s' * (epochs != 1)}" if self.cfg.train else "",
-            "speed": "not timed: too few steps",
+            "speed": timed,
             "peak GPU memory": f"{peak / 2**20:,.0f} MiB" if peak else "",
             "norm layers": f"{len(layers)} swapped, {fused} fused",
-            **variance_lines(trainer),
+            **callbacks.variance_lines(trainer),
             "written to": f"{self.directory}: {', '.join(sorted(files))}",
         }
-        if step_ms:
-            titled["speed"] = f"{speed:,.0f} {measure.items}/s ({step_ms:.2f} ms a step)"
         say(f"\n{r['model']} on {r['data']}, arm {r['arm']}, seed {r['seed']}: {r['hardware']}")
         say("\n".join(f"{title:<19}  {text}" for title, text in titled.items() if text))
 
     def _write(self, *, gpus: int = 0, **values: Any) -> None:
         versions = stamp(gpus > 0, "scikit-learn", gpus=max(gpus, 1))
-        where = {key: versions.pop(key) for key in ("date", "commit", "device")}
-        where["hardware"] = where.pop("device")
+        names = {"date": "date", "commit": "commit", "hardware": "device"}
+        where = {key: versions.pop(name) for key, name in names.items()}
         self.result = self.labels | self.result | values | where | {"versions": versions}
-        if self.result["status"] != "running":
-            self.result.pop("process", None)
         write(self.directory / RESULT, json.dumps(self.result, indent=2) + "\n")
 
     def stopped(self, error: BaseException) -> None:
@@ -342,7 +318,7 @@ class Run:
         if self.in_sweep and recorded and code == 1:
             if not sentence:
                 traceback.print_exception(error)
-            log.error(f"{outcome['status']}: {self.directory}: {' '.join(text.split())}")
+            callbacks.log.error(f"{outcome['status']}: {self.directory}: {' '.join(text.split())}")
             return
         if not sentence:
             raise error
@@ -374,40 +350,25 @@ def train(cfg: DictConfig, run: Run) -> None:
     run.finish(trainer, model, data)
 
 
-def command(application: Callable[[], Any]) -> Callable[[], Any]:
-    """Decorate a Hydra application: a mistake in its command line gives one sentence.
-
-    The command line also accepts `GROUP=null` for Hydra's `GROUP=[]`. With `data=text` and no
-    model, it selects a language model.
-    """
-
-    @functools.wraps(application)
-    def wrapper() -> Any:
-        groups = {path.name for path in Path(CONFIGS).iterdir() if path.is_dir()}
-        given = [text.partition("=") for text in sys.argv[1:]]
-        if "data=text" in sys.argv and not {"model", "experiment"} & {key for key, *_ in given}:
-            # Beside the data: argparse takes no overrides on both sides of -m.
-            given.insert(sys.argv.index("data=text") - 1, ("model", "=", "gpt_tiny"))
-        sys.argv[1:] = [
-            f"{key}=[]" if key in groups and value == "null" else f"{key}{sign}{value}"
-            for key, sign, value in given
-        ]
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
-        try:
-            return application()
-        except Exception as error:
-            sentence = user_sentence(error)
-            if sentence is None or SHOWS_ALL:
-                raise
-            print(sentence, file=sys.stderr)
-            sys.exit(1)
-
-    return wrapper
+def main() -> None:
+    """Run the command line; a mistake in it gives one sentence."""
+    given = {text.partition("=")[0] for text in sys.argv}
+    if "data=text" in sys.argv and not {"model", "experiment"} & given:
+        # Beside the data: argparse takes no overrides on both sides of -m.
+        sys.argv.insert(sys.argv.index("data=text"), "model=gpt_tiny")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
+    try:
+        run_arm()
+    except Exception as error:
+        sentence = user_sentence(error)
+        if sentence is None or SHOWS_ALL:
+            raise
+        print(sentence, file=sys.stderr)
+        sys.exit(1)
 
 
-@command
 @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
-def main(cfg: DictConfig) -> float | None:
+def run_arm(cfg: DictConfig) -> float | None:
     """Train and test one arm, unless it has finished; return its last validation score."""
     for message in QUIET:
         warnings.filterwarnings("ignore", message)

@@ -10,7 +10,7 @@ import pytest
 
 from normplug.compare import compare
 from normplug.experiment.compare import main
-from normplug.experiment.compare.frame import label
+from normplug.experiment.compare.runs import label
 from normplug.experiment.measure import ACCURACY
 from programs import ROOT
 

@@ -6,9 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from normplug.experiment.compare.frame import Result
 from normplug.experiment.compare.plots import VARIANCES, arm_styles, figures
-from normplug.experiment.compare.stats import group_runs
+from normplug.experiment.compare.runs import Result, group_runs
 from normplug.experiment.measure import ACCURACY, Measure
 
 

@@ -17,7 +17,7 @@ from normplug import SyncBatchNorm
 from normplug._ops import peers
 from normplug._statistics import heat_map
 from normplug.experiment.config import UserError
-from normplug.experiment.graph import GraphedLoss, refuse_graph
+from normplug.experiment.learner import GraphedLoss, refuse_graph
 from sync_cases import ran
 from training import SMALL
 

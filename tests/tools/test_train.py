@@ -22,7 +22,7 @@ from normplug._ops import recompute
 from normplug.experiment.compare import main as compare_arms
 from normplug.experiment.config import BY_DEPTH, arm_name, mode_of
 from normplug.experiment.learner import make_optimizer, make_scheduler
-from normplug.experiment.models import GPT, apply_arm, resnet, scale_norm_weights, vit
+from normplug.experiment.models import GPT, apply_arm, resnet, vit
 from normplug.experiment.run import CONFIGS
 from programs import program
 from training import (
@@ -427,7 +427,9 @@ def test_gamma0_starts_as_the_mode_whose_root_it_is(mode, filters):
     scaled = copy.deepcopy(swapped)
     normplug.swap(swapped, mode_of(mode), **filters)
     gamma0 = normplug.target_variance(mode) ** 0.5 if mode == "golden" else mode
-    scale_norm_weights(scaled, gamma0, **filters)
+    cfg = composed("mode=baseline", f"gamma0={gamma0}")
+    cfg.swap.update(filters)
+    apply_arm(scaled, cfg, fuses=False)
     tokens = torch.randint(5, (2, 8))
     torch.testing.assert_close(scaled(tokens), swapped(tokens))
     assert type(scaled.norm) is torch.nn.LayerNorm

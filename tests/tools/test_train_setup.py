@@ -68,17 +68,14 @@ WRONG = [
     ("ckpt_path, data=image_folder data.image_size=8 data.root", "a valid string", "5"),
     ("warmup, model.dropout", "less than 1", "1"),
     ("label_smoothing", "less than or equal to 1", "5"),
-    ("study, tag", "a name: at most 100 characters", f"'../../x' '/tmp/x' '..' '{'x' * 101}'"),
-    ("data.batch_size, data.num_images, data.image_size", "greater than or equal to 1", "0"),
-    ("data.batch_size", "less than 2147483648", "100000000000000000000"),
+    ("data.batch_size, data.num_images, data.image_size", "greater than 0", "0"),
     ("data.image_size", "a valid integer", "null 1.5"),
     ("+data.val_fraction", "less than 1", "1"),
-    ("model.hidden_dim, model.depth, model.patch_size", "greater than or equal to 1", "0"),
-    ("model=gpt_tiny data.block_size", "greater than or equal to 1", "0"),
-    ("model=gpt_tiny data.megabytes, gamma0, optimizer.lr", "greater than 0", "0 -1"),
+    ("model.hidden_dim, model.depth, model.patch_size", "greater than 0", "0"),
+    ("model=gpt_tiny data.block_size, model=gpt_tiny data.megabytes", "greater than 0", "0 -1"),
+    ("gamma0", "greater than 0", "0 -1"),
     ("model=gpt_tiny model.norm", "'layer' or 'rms'", "'batch'"),
     (f"data.augment.pad, {FOLDER} data.memory_gib", "greater than or equal to 0", "-1"),
-    ("optimizer.lr", "less than or equal to 10000000000", "1e+300"),
     ("swap", "a valid dictionary", "null"),
     ("data.device", "'auto', 'cpu' or 'cuda'", "'gpu'"),
 ]
@@ -104,6 +101,7 @@ MISTAKES |= {
     "data._target_=nowhere.Data": "data cannot be built: Error loading 'nowhere.Data'",
     "~model.arch": "model: missing required argument: arch.",
     "+model.foo=1": "model: unexpected keyword argument: foo.",
+    "optimizer.lr=-1": "optimizer cannot be built: Invalid learning rate: -1",
     "optimizer.weight_decay=-1": "optimizer cannot be built: Invalid weight_decay value: -1",
     "optimizer.momentum=0": "Nesterov momentum requires a momentum and zero dampening. Change the",
     "optimizer=adamw optimizer.betas=[2,2]": "optimizer cannot be built: Invalid bet",
@@ -187,9 +185,9 @@ def test_each_run_of_a_planned_experiment_can_run(checked, name, number):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("trainer.devices=0", "keys of trainer (trainer.max_epochs=1, trainer.devices=0)."),
+        ("trainer.devices=0", "Change the keys of trainer."),
         ("trainer.accelerator=foo", "trainer cannot be built: You selected an invalid accelerator"),
-        ("model.heads=3", "embed_dim must be divisible by num_heads. Change the keys of model ("),
+        ("model.heads=3", "embed_dim must be divisible by num_heads. Change the keys of model."),
         ("model=resnet18 model.arch=resnet99", "model cannot be built: Unknown model resnet99"),
         ("data.num_images=5", "Use more images of each class."),
         ("callbacks.variance.every_n_steps=0", "every_n_steps must be at least 1; got 0"),
@@ -230,7 +228,7 @@ def test_an_image_folder_without_two_classes_is_refused(refuses, tmp_path):
     for line, sentence in [
         ("", "Missing mandatory value: root (data.root). "),
         ("data.root=/no data.image_size=8", "data cannot be built: [Errno 2] No such file or"),
-        ("data.root=photos data.image_size=8", "the data must have at least two classes; got 1"),
+        ("data.root=photos data.image_size=8", f"{tmp_path}/photos must have a directory for each"),
     ]:
         output = refuses("data=image_folder", *line.split())
         assert f"\nnormplug.experiment: {sentence}" in f"\n{output}"
@@ -246,8 +244,8 @@ def test_data_that_cannot_be_downloaded_are_one_sentence(refuses, monkeypatch):
     ("line", "others"),
     [
         ("callbacks=minimal", {"metrics.csv"}),
-        ("callbacks=null logger=null", set()),
-        ("logger=null", {"checkpoints", "variance.csv", "variance.png"}),
+        ("~callbacks ~logger", set()),
+        ("~logger", {"checkpoints", "variance.csv", "variance.png"}),
     ],
 )
 def test_groups_can_be_switched_off(trains, tmp_path, line, others):
@@ -263,11 +261,11 @@ def test_a_sweep_that_would_start_itself_again_is_refused(refuses):
 
 def test_the_command_itself_prints_one_line(tmp_path):
     code = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
-    line = [train.__file__, *SMALL, "tag=../../x", "-m"]
+    line = [train.__file__, *SMALL, "mode=gold", "-m"]
     done = program(code, *line, directory=tmp_path)
     assert done.returncode == 1
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("failed: ")]
-    assert "tag should be a name" in line
+    assert "mode must be 'golden'" in line
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 

@@ -13,12 +13,9 @@ from pathlib import Path
 import pandas as pd
 
 from normplug._results import write_file
-from normplug.experiment.compare.frame import collect, find_runs
 from normplug.experiment.compare.plots import draw
 from normplug.experiment.compare.report import best_rates, render
-from normplug.experiment.compare.stats import group_runs
-
-__all__ = ["Comparison", "compare"]
+from normplug.experiment.compare.runs import collect, find_runs, group_runs
 
 
 @dataclass(frozen=True)

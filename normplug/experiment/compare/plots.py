@@ -20,9 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from normplug._results import replace_file
-from normplug.experiment.compare.frame import label
 from normplug.experiment.compare.report import about_reference, count_of, p_text
-from normplug.experiment.compare.stats import Group, far_off
+from normplug.experiment.compare.runs import Group, far_off, label
 
 VARIANCES = {
     "input_variance": "input of each norm at the last step logged, median over seeds",

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normplug.experiment.compare.frame import label
-from normplug.experiment.compare.stats import Group, intervals
+from normplug.experiment.compare.runs import Group, intervals, label
 from normplug.experiment.measure import ACCURACY, Measure
 
 NOTHING = "-"
