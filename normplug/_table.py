@@ -9,7 +9,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from normplug._checks import needs
 
@@ -24,6 +24,7 @@ class Rows(Generic[Row]):
     """The rows of a report; `print` them, or leave them at the end of a notebook's cell."""
 
     rows: tuple[Row, ...]
+    row_type: ClassVar[Any] = None  # a NamedTuple, unless a class has its own `columns`
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -32,8 +33,10 @@ class Rows(Generic[Row]):
         return len(self.rows)
 
     def columns(self) -> dict[str, list[str]]:
-        """The cells of each column; the first column has the paths."""
-        raise NotImplementedError
+        """The cells of each column; the first has the paths. By default, the fields of the rows."""
+        rows: Any = self.rows
+        cells = [(shown(path), *map(_cell, rest)) for path, *rest in rows]
+        return {name: [row[i] for row in cells] for i, name in enumerate(self.row_type._fields)}
 
     def summary(self) -> str:
         """One line below the table."""
@@ -52,6 +55,10 @@ class Rows(Generic[Row]):
         with needs("to_pandas", "bench"):
             import pandas
         return pandas.DataFrame(self.columns())
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -170,14 +170,9 @@ def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return base.apply
 
 
-# The number of the backward that this thread runs, or -1: inside one, activation checkpointing
-# repeats forwards.
-_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-
-
 def in_backward() -> bool:
-    """Whether a backward is calling."""
-    return _graph_task() != -1
+    """Whether a backward is calling: inside one, activation checkpointing repeats forwards."""
+    return torch._C._current_graph_task_id() != -1
 
 
 # --- Distributed ---

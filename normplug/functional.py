@@ -196,8 +196,7 @@ def layer_norm(
     Raises:
         ValueError: mismatched shapes or devices, one running statistic without the other, a
             momentum of None without a counter, an unknown mode, autocast_output or backend.
-        TypeError: an argument of another type, or tensors that are not floating point.
-        NotImplementedError: `backend` is "triton" and the kernels cannot run.
+        TypeError, NotImplementedError: as `batch_norm`.
 
     Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
     and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv) and
@@ -281,37 +280,17 @@ def rms_norm(
     The rows are not centred, so the target variance tv of `mode` is a target *second moment*: the
     mean of y^2 over a row if weight + weight_offset is 1. For rows of mean 0 it is their variance.
 
-    Args:
-        input: (*rows, *normalized_shape); float16, bfloat16, float32 or float64, laid out as in
-            `layer_norm`, or nested.
-        normalized_shape: the trailing dimensions that form a row.
-        weight: `normalized_shape`, or None for a factor of one. May be float32 if `input` is half
-            precision.
-        eps: added to the second moment before the root; None for the machine epsilon
-            of float32 (of float64 for float64 `input`), as in torch since 2.7.
-        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        weight_offset: added to `weight` in the dtype of the sums; 1 for Gemma, whose weights start
-            at 0.
-        running_var: scalar tensor, updated in place, or None. It is updated with the mean of
-            input^2 over all rows: the *second moment*. No result depends on it, and an empty batch
-            leaves it unchanged.
-        num_batches_tracked: integer scalar tensor, incremented when `running_var` is updated, or
-            None.
-        momentum: weight of the new batch in `running_var`; None averages over all batches equally.
-        autocast_output: the dtype of the result under autocast: "float32", the rule of
-            `torch.nn.functional.rms_norm` (on CUDA float32 in torch 2.15, the dtype of `input` in
-            2.11), or "low", the autocast dtype.
-        backend: "auto" (the kernels if they can run), "triton" or "torch".
+    `weight`, `normalized_shape` or None for a factor of one, gets `weight_offset` added in the
+    dtype of the sums: 1 for Gemma, whose weights start at 0. An `eps` of None is the machine
+    epsilon of float32 (of float64 for float64 `input`), as in torch since 2.7. `running_var` is
+    updated with the mean of input^2 over all rows: the *second moment*. With `autocast_output`
+    "float32" the result follows `torch.nn.functional.rms_norm` (on CUDA float32 in torch 2.15, the
+    dtype of `input` in 2.11). "auto" takes the kernels if they can run. `layer_norm` explains the
+    other arguments and the errors.
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
         it is contiguous.
-
-    Raises:
-        ValueError: mismatched shapes or devices, a momentum of None without a counter, an unknown
-            mode, backend or autocast_output.
-        TypeError: an argument of another type, or tensors that are not floating point.
-        NotImplementedError: `backend` is "triton" and the kernels cannot run.
 
     Precision: sums are float32 (float64 for float64 input), and the result is rounded once. With tv
     other than 1, the torch backend rounds weight * sqrt(tv) to the dtype of `weight`; the kernels
@@ -348,19 +327,8 @@ def add_rms_norm(
 
         total = x + residual        y = rms_norm(total)
 
-    `x`, (*rows, *normalized_shape), is a block's output; `residual`, shaped like `x`, the stream
-    that it is added to. `rms_norm` explains the other arguments and the errors; the running
-    statistic describes total.
-
-    Returns:
-        (y, total), both shaped like `x`, in the promoted dtype of `x` and `residual` (y under
-        autocast: see `autocast_output`). y is the norm of the rounded total.
-
-    Raises:
-        ValueError: what `rms_norm` refuses, or a `residual` that is not shaped like `x`.
-
-    Twice differentiable in `x`, `residual` and `weight`. The kernels do both steps in one launch,
-    and save `total` for the backward.
+    `rms_norm` explains `eps`, `weight_offset` and `running_var`, and `add_layer_norm` the rest.
+    Twice differentiable in `x`, `residual` and `weight`.
 
     Examples:
         >>> y, total = add_rms_norm(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]), (2,))
@@ -411,17 +379,13 @@ def group_norm(
         it has the layout of `input` if that is contiguous or channels_last.
 
     Raises:
-        ValueError: mismatched shapes or devices, a `num_groups` that does not divide C, a single
-            sample with one value per group, or an unknown mode, activation, autocast_output or
-            backend.
-        TypeError: an argument of another type, or tensors that are not floating point.
-        NotImplementedError: `backend` is "triton" and the kernels cannot run.
+        ValueError: a `num_groups` that does not divide C, a single sample with one value per group,
+            an unknown autocast_output, or what `batch_norm` refuses.
+        TypeError, NotImplementedError: as `batch_norm`.
 
-    Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
-    and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv). The
-    kernels do neither.
-    Twice differentiable in `input`, `weight` and `bias`. The kernels are bitwise deterministic. For
-    the backward they save `input` and two numbers per group of each sample.
+    Precision: as for `layer_norm`. Twice differentiable in `input`, `weight` and `bias`. The
+    kernels are bitwise deterministic. For the backward they save `input` and two numbers per group
+    of each sample.
 
     Examples:
         >>> group_norm(torch.tensor([[1.0, 3.0, 5.0, 5.1]]), 2, mode="standard").round()
@@ -456,31 +420,16 @@ def instance_norm(
     variance, as in `torch.nn.functional.instance_norm`. Otherwise mean and var are the running
     statistics. An empty batch leaves the running statistics unchanged.
 
-    Args:
-        input: (N, C, *space); dtypes and layouts as in `group_norm`.
-        running_mean: (C,), updated in place with `use_input_stats`, or None.
-        running_var: (C,), updated in place with `use_input_stats`, or None.
-        weight: (C,), or None for ones. May be float32 if `input` is half precision.
-        bias: (C,), or None for zeros, in the dtype of `weight`.
-        use_input_stats: use the input's statistics instead of the running ones.
-        momentum: weight of the new batch in the running statistics; unlike in `batch_norm`, it must
-            be a number.
-        eps: added to the variance before the root.
-        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        activation: None, "relu", "silu", "gelu" (exact), "relu6", "hardswish" or "leaky_relu", or a
-            pair such as ("leaky_relu", 0.2).
-        backend: "auto" (whichever was measured to be faster), "triton" or "torch".
+    `input` is (N, C, *space); the running statistics are (C,), or None; unlike in `batch_norm`,
+    `momentum` must be a number. `group_norm` explains the other arguments.
 
     Returns:
         Shaped like `input`, in its dtype, under autocast too. From the kernels it has the layout of
         `input` if that is contiguous or channels_last; from PyTorch it is contiguous.
 
     Raises:
-        ValueError: mismatched shapes or devices; one running statistic without the other, or none
-            without `use_input_stats`; a single spatial position, whose variance is always 0; an
-            unknown mode, activation or backend.
-        TypeError: an argument of another type, or tensors that are not floating point.
-        NotImplementedError: `backend` is "triton" and the kernels cannot run.
+        ValueError: what `group_norm` refuses; one running statistic without the other, or none
+            without `use_input_stats`; a single spatial position, whose variance is always 0.
 
     Precision and gradients are `group_norm`'s, with one group per channel. But the torch backend
     does not promote, since PyTorch accepts float32 parameters with a half `input`.

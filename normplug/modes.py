@@ -7,7 +7,7 @@ import numbers
 import reprlib
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 ModeLike: TypeAlias = "str | float | NormMode"
 
@@ -84,10 +84,7 @@ def target_variance(mode: ModeLike) -> float:
         if mode in _NAMED:
             return _NAMED[mode]
     elif isinstance(mode, float) or (isinstance(mode, numbers.Real) and mode is not True):
-        try:
-            value = float(mode)
-        except OverflowError:
-            value = math.inf
+        value = float(mode)
         if 0.0 < value < math.inf:
             return value
     hint = ""
@@ -96,16 +93,8 @@ def target_variance(mode: ModeLike) -> float:
             hint = f" Give the number itself, without quotes: {float(mode)}."
     raise ValueError(
         f"normplug: mode must be 'golden' (target variance 1/phi = 0.618...), 'standard' (1), "
-        f"a finite number above 0, or a NormMode; got {shown(mode)}.{hint}"
+        f"a finite number above 0, or a NormMode; got {reprlib.repr(mode)}.{hint}"
     )
-
-
-def shown(value: Any) -> str:
-    """A value for an error message, shortened."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # Python prints no integers of more than 4,300 digits
-        return f"an integer of {value.bit_length()} bits"
 
 
 NormMode.GOLDEN = NormMode(_NAMED["golden"])

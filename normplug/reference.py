@@ -8,7 +8,7 @@ sample's channel for InstanceNorm), mean() the mean over those n values.
     xhat = (x - mean) * rstd                          rstd = 1 / sqrt(var + eps)
     y    = weight * sqrt(tv) * xhat + bias            so that var(y) = tv where weight is 1
 
-The gradients are autograd's, of the forward. With dy given and g = dy * weight * sqrt(tv), they are
+The tests take gradients by autograd. With dy given and g = dy * weight * sqrt(tv), they are
 
     dx      = rstd * (g - mean(g) - xhat * mean(g * xhat))
     dweight = sqrt(tv) * sum(dy * xhat)
@@ -42,8 +42,8 @@ This module imports nothing else of normplug, since all other code is tested aga
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,14 +63,6 @@ class Rescaled(NamedTuple):
 
     y: Tensor
     moment: Tensor
-
-
-class Gradients(NamedTuple):
-    """The gradients of a norm's input, weight and bias."""
-
-    dx: Tensor
-    dweight: Tensor
-    dbias: Tensor
 
 
 def batch_norm(
@@ -192,33 +184,6 @@ def rms_norm(
     return Rescaled(y.to(x.dtype), moment.reshape(x.shape[: x.dim() - len(dims)]))
 
 
-def gradients(
-    norm: Callable[..., Normalized | Rescaled],
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    **options: Any,
-) -> Gradients:
-    """The gradients of a norm of this module by autograd, for the gradient `dy` of its output.
-
-    `options` are the norm's other arguments; `mean` and `var` are constants. dx has the dtype of
-    `x`, dweight and dbias the accumulator's. For an RMSNorm dbias is 0.
-    """
-    acc = accumulator_dtype(x.dtype)
-    shape = options.get("normalized_shape", x.shape[1:2])
-    zeros = torch.zeros(shape, dtype=acc, device=x.device)
-    inputs = {"x": x.to(acc), "weight": zeros + 1 if weight is None else weight.to(acc)}
-    if norm is not rms_norm:
-        inputs["bias"] = zeros
-    elif weight is None:
-        options["weight_offset"] = 0.0
-    with torch.enable_grad():
-        leaves = {name: each.detach().requires_grad_() for name, each in inputs.items()}
-        y = norm(**leaves, **options)[0]
-        dx, dweight, *dbias = torch.autograd.grad(y, list(leaves.values()), dy.to(acc))
-    return Gradients(dx.to(x.dtype), dweight, *dbias or [zeros])
-
-
 def rms_eps(dtype: torch.dtype, eps: float | None) -> float:
     """The eps of an RMSNorm for input of this dtype: as given, or the accumulator's epsilon.
 
@@ -239,25 +204,6 @@ def activation(pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
     if isinstance(name, tuple):
         return F.leaky_relu(pre, name[1])
     return getattr(F, name)(pre)
-
-
-def activation_backward(dy: Tensor, pre: Tensor, name: str | tuple[str, float] | None) -> Tensor:
-    """The gradient of `activation` at `pre`.
-
-    At the kinks it is 0 for relu and relu6, and slope * dy for leaky_relu.
-    """
-    with torch.enable_grad():
-        pre = pre.detach().requires_grad_()
-        return torch.autograd.grad(activation(pre, name), pre, dy)[0]
-
-
-def running_average(running: Tensor, value: Tensor, momentum: float | None, count: int) -> Tensor:
-    """The updated moving average: exponential, or over all `count` batches if momentum is None.
-
-    running_next = (1 - m) * running + m * value        m = momentum, or 1 / count
-    """
-    m = 1.0 / count if momentum is None else momentum
-    return (1.0 - m) * running + m * value
 
 
 def accumulator_dtype(*dtypes: torch.dtype | None) -> torch.dtype:

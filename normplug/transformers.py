@@ -8,7 +8,7 @@ from typing import Any
 
 from normplug import _checks, _convert
 from normplug._checks import needs
-from normplug._statistics.watching import Measurement, append_csv, filled
+from normplug._statistics.watching import Watch
 from normplug._swap.record import refuse_other_modes
 from normplug._swap.swap import unswap
 
@@ -44,7 +44,7 @@ class NormCallback(TrainerCallback, ExportableState):
             _checks.count("transformers.NormCallback", "every", every)
         _checks.path("transformers.NormCallback", "publish", publish)
         self.every, self.publish = every, publish
-        self._measurement: Measurement | None = None
+        self._measuring: Watch | None = None
         self._modes: dict[str, float] = {}
 
     def state(self) -> dict[str, Any]:
@@ -66,17 +66,17 @@ class NormCallback(TrainerCallback, ExportableState):
         """On a logged step, make every norm measure."""
         logged = self.every is not None and state.global_step % self.every == 0
         if logged and state.is_world_process_zero:
-            self._measurement = Measurement(rest["model"])
+            self._measuring = Watch(rest["model"])
+            self._measuring.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """After a logged step, write what was measured."""
-        if self._measurement is None:
+        if self._measuring is None:
             return
-        place = (int(state.epoch or 0), 0, args.world_size)
-        rows = filled([self._measurement.finish(state.global_step - 1, *place)])
-        self._measurement.release()
-        self._measurement = None
-        append_csv(Path(args.output_dir) / "variance.csv", rows)
+        self._measuring.finish(state.global_step - 1, int(state.epoch or 0))
+        self._measuring.release()
+        self._measuring.append_csv(Path(args.output_dir) / "variance.csv")
+        self._measuring = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Publish the stock model, if asked."""

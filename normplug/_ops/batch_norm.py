@@ -65,7 +65,7 @@ class BatchNormSpec(NamedTuple):
         """With `joined`, x is a process's part of the batch, and may have one value per channel."""
         _checks.tensors(caller, *t)
         _checks.flags(caller, training=self.training)
-        _checks.eps(caller, self.eps)
+        _checks.number(caller, "eps", self.eps)
         statistics = {"running_mean": t.running_mean, "running_var": t.running_var}
         _checks.channels(caller, t.x, **statistics, weight=t.weight, bias=t.bias)
         _checks.running_pair(caller, t.running_mean, t.running_var, self.training)

@@ -48,7 +48,7 @@ class GroupNormSpec(NamedTuple):
 
     def check(self, caller: str, t: Tensors) -> None:
         _checks.tensors(caller, *t)
-        _checks.eps(caller, self.eps)
+        _checks.number(caller, "eps", self.eps)
         _checks.channels(caller, t.x, weight=t.weight, bias=t.bias)
         statistics = {"running_mean": t.running_mean, "running_var": t.running_var}
         if self.instance:

@@ -87,7 +87,8 @@ class LayerNormSpec(NamedTuple):
     def check(self, caller: str, t: Tensors) -> None:
         _checks.tensors(caller, *t)
         _checks.shape(caller, self.normalized_shape)
-        _checks.eps(caller, self.eps, none=not self.centred)
+        if self.centred or self.eps is not None:
+            _checks.number(caller, "eps", self.eps)
         if self.centred:
             _checks.running_pair(caller, t.running_mean, t.running_var, training=True)
         else:

@@ -37,9 +37,8 @@ def freeze(
     """Keep norms on their running statistics, unchanged, whatever `model.train()` says.
 
     It takes BatchNorms and InstanceNorms with running statistics, swapped or stock, in place; a
-    later `swap`, `fuse` or `unswap` keeps them frozen, and so do copies and pickles. A swapped
-    layer that is frozen with `affine` saves nothing for the backward; fused with relu, it saves one
-    bit per element. To train everything again, call `normplug.thaw`.
+    later `swap`, `fuse` or `unswap` keeps them frozen, and so do copies and pickles. Frozen with
+    `affine`, a swapped layer saves nothing for the backward; fused with relu, one bit per element.
 
     Args:
         model: any module.
@@ -86,11 +85,10 @@ def thaw(model: nn.Module) -> nn.Module:
     """Undo `normplug.freeze`: layers follow `train()` again, and their weights train.
 
     Each layer gets the mode that it would have without the freeze. Parameters that did not train
-    before the freeze stay as they are. A frozen class, such as torchvision's FrozenBatchNorm2d, has
-    no parameters to train, and stays frozen.
+    before the freeze stay as they are, and so does a frozen class, such as FrozenBatchNorm2d.
 
     Args:
-        model: any module; without frozen layers, nothing changes.
+        model: any module.
 
     Returns:
         `model` itself.

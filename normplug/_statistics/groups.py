@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from normplug import _checks
 from normplug._swap.inventory import Inventory
-from normplug._table import shown
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -30,7 +28,7 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
     Raises:
         TypeError: `model` is not a module; `weight_decay` is not a number.
-        ValueError: `weight_decay` is below 0; a lazy parameter has no shape yet.
+        ValueError: `weight_decay` is below 0, or a parameter has no shape yet.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -45,22 +43,15 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         raise ValueError(_checks.must("param_groups", "weight_decay", rule, got))
     norms = Inventory(model).norms
     plain: set[int] = set()
-    for path, module in model.named_modules():
+    for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if is_lazy(parameter):
-                raise ValueError(
-                    f"normplug.param_groups: {shown(path)}.{name} has no shape yet; run one "
-                    "forward first."
-                )
             if module in norms or parameter.dim() < 2 or name.endswith("bias"):
                 plain.add(id(parameter))
-    parameters = list(model.parameters())
+    decaying = [p for p in model.parameters() if id(p) not in plain]
+    others = [p for p in model.parameters() if id(p) in plain]
     return [
-        {
-            "params": [p for p in parameters if id(p) not in plain],
-            "weight_decay": float(weight_decay),
-        },
-        {"params": [p for p in parameters if id(p) in plain], "weight_decay": 0.0},
+        {"params": decaying, "weight_decay": float(weight_decay)},
+        {"params": others, "weight_decay": 0.0},
     ]

@@ -14,21 +14,14 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from normplug._results import replace_file
 
-PANELS = {
-    "input_variance": "input",
-    "affine_variance": "output",
-}
+PANELS = {"input_variance": "input", "affine_variance": "output"}
 
 
 def draw_heat_map(log: Any, picture: Path, model: str) -> None:
     """Draw the variances of every layer (first at the top) at every logged step.
 
-    What is constant by construction, such as the output before weight and bias, is not drawn.
-
-    Args:
-        log: the rows, a CSV file or its path.
-        picture: the file to write. The title names its directory, which is the run.
-        model: the model's name, for the title.
+    What is constant by construction, such as the output before weight and bias, is not drawn. The
+    log is a CSV file or its path. The title names the model and the picture's directory, the run.
     """
     rows = pd.read_csv(log, dtype={"layer": str})
     values = rows.pivot(index=["depth", "layer"], columns="step", values=list(PANELS))
@@ -36,10 +29,8 @@ def draw_heat_map(log: Any, picture: Path, model: str) -> None:
     width, height = 12 + 0.065 * max(map(len, layers)), min(max(0.17 * len(layers), 2), 40)
     figure = Figure(figsize=(width, height + 1.5), layout="constrained")
     title = f"{model}, run {'/'.join(picture.resolve().parent.parts[1:][-4:])}"
-    title = textwrap.fill(title, int(11 * width))
-    figure.suptitle(
-        f"{title}\nvariance at each norm (hatched: no value above 0)", fontsize="medium"
-    )
+    title = f"{textwrap.fill(title, int(11 * width))}\nvariance at each norm"
+    figure.suptitle(f"{title} (hatched: no value above 0)", fontsize="medium")
     half = (steps[-1] - steps[0]) / (len(steps) - 1) / 2 if len(steps) > 1 else 0.5
     extent = steps[0] - half, steps[-1] + half, len(layers) - 0.5, -0.5
     drawn = figure.subplots(1, len(PANELS), sharey=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,13 +33,6 @@ def is_frozen(module: nn.Module) -> bool:
     return "train" in vars(module)  # see `freezing`
 
 
-def norms_in_training(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Put these layers in training mode, and all other modules in evaluation."""
-    training = set(layers)
-    for module in model.modules():
-        module.training = module in training
-
-
 def run(model: nn.Module, batch: Any) -> Any:
     """Call a model with a batch, moved to the model's device.
 
@@ -59,12 +52,17 @@ def run(model: nn.Module, batch: Any) -> Any:
 
 
 def batches(caller: str, data: Any, most: int | None) -> Iterator[Any]:
-    """Yield the first `most` batches of a loader."""
+    """Yield the first `most` batches of a loader; an error if there is none."""
     if isinstance(data, (Tensor, Mapping, str)) or not hasattr(data, "__iter__"):
         rule = "an iterable of batches, such as a DataLoader"
         got, way_out = type(data).__name__, "Put a single batch in a list."
         raise TypeError(must(caller, "loader", rule, got, way_out))
-    return itertools.islice(iter(data), most)
+    count = 0
+    for batch in itertools.islice(data, most):
+        count += 1
+        yield batch
+    if count == 0:
+        raise ValueError(f"normplug.{caller}: the loader gave no batch.")
 
 
 def gathered(own: Tensor) -> list[Tensor]:
@@ -91,5 +89,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         for buffer, value in buffers:
-            with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-                buffer.copy_(value)
+            write(buffer, value)
+
+
+def write(buffer: Tensor, value: Tensor) -> None:
+    """Copy a value into a buffer, which may have been made in inference mode."""
+    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+        buffer.copy_(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from normplug import _checks, _convert
 from normplug._checks import needs
+from normplug._ops import parts
 from normplug._results import write_file
 from normplug._table import table
 from normplug._torch import in_backward
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.probe import Probe, averages
+from normplug.modules.row_norms import RowNorm
+from normplug.reference import channel_dims
 
-MEASURED = ("input_variance", "output_variance", "affine_variance", "weight_rms")
+# Column of a table -> the field, and its format.
 COLUMNS = {
     "layer": ("layer", ""),
     "target": ("target_variance", "6.4f"),
@@ -31,16 +34,22 @@ COLUMNS = {
     "weight rms": ("weight_rms", "10.4f"),
     "measure": ("measure", ""),
 }
-_PENDING = 64  # steps whose values may wait on the device
 
 
 class LayerVariance(NamedTuple):
     """The measurements of one norm layer on one logged step.
 
     input_variance: of the layer's input.
-    output_variance: of its output, with weight and bias undone: what the mode sets.
+    output_variance: of its output, with weight and bias undone: what the mode sets; nan where a
+        weight is 0.
     affine_variance: of its output.
+    weight_rms: the root mean square of the weight.
     measure: "variance", or "second moment" for a norm that does not centre.
+
+    With `details`:
+    input_variance_10, _50, _90: percentiles of the variances that `input_variance` averages.
+    dead, saturated: shares of channels whose output is nowhere above 0, and nowhere below 0.
+    gradient: the second moment of the output's gradient; nan in a compiled model.
     """
 
     step: int
@@ -56,175 +65,181 @@ class LayerVariance(NamedTuple):
     rank: int
     world_size: int
     measure: str
+    input_mean: float = math.nan
+    input_variance_10: float = math.nan
+    input_variance_50: float = math.nan
+    input_variance_90: float = math.nan
+    dead: float = math.nan
+    saturated: float = math.nan
+    gradient: float = math.nan
 
 
-class Measurement:
-    """The norm layers of a model, which measure from now until `release`."""
+MEASURED = LayerVariance._fields[6:10]
+DETAILS = LayerVariance._fields[13:]
 
-    def __init__(self, model: nn.Module) -> None:
+
+class _Details(Probe):
+    """Measures what `details` asks for, too, as `DETAILS`."""
+
+    def __init__(self) -> None:
+        self.details = torch.full((len(DETAILS),), math.nan)
+
+    def look(self, layer: TargetVarianceNorm, x: Tensor, y: Tensor) -> None:
+        """Measure the channels of input and output, and, in the backward, the gradient of y."""
+        assert self.input is not None
+        variances = self.input.flatten().sort().values
+        places = [round(share * (len(variances) - 1)) for share in (0.1, 0.5, 0.9)]
+        own = parts.own_part(y.detach())
+        dims = channel_dims(own)
+        if isinstance(layer, RowNorm):
+            dims = tuple(range(own.dim() - len(layer._affine_shape())))
+        shares = [(own.amax(dims) <= 0).float().mean(), (own.amin(dims) >= 0).float().mean()]
+        found = [x.float().mean(), *variances[places].float(), *shares]
+        self.details = torch.stack([*found, torch.full_like(found[0], math.nan)])
+        if y.requires_grad and not torch.compiler.is_compiling():
+            y.register_hook(partial(_add_gradient, self.details))
+
+
+def _add_gradient(details: Tensor, gradient: Tensor) -> None:
+    details[-1] = parts.own_part(gradient.detach()).float().square().mean()
+
+
+class Watch:
+    """What `normplug.watch` measures; see there.
+
+    A callback calls `start` and `finish` around a step itself, and then `release`.
+    """
+
+    def __init__(self, model: nn.Module, every: int = 1, details: bool = False) -> None:
+        self._model, self._every, self._details = model, every, details
+        self._forwards = 0
+        self._runs = False  # whether a forward that measures runs
         self._measuring: list[tuple[str, TargetVarianceNorm, bool]] = []  # path, layer, is stock
-        for name, module in _convert.norm_layers(model):
+        # Of each finished step: what is known of each row before and after the values; the values.
+        self._pending: list[tuple[list[tuple[Any, Any]], list[Tensor]]] = []
+        self._rows: list[LayerVariance] = []
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Have every norm measure from now on."""
+        for path, module in _convert.norm_layers(self._model):
             is_stock = not isinstance(module, TargetVarianceNorm)
             if is_stock and hasattr(module, "process_group"):
                 continue
             if is_stock:
                 _convert.convert(module, 1.0, backend="torch")
             assert isinstance(module, TargetVarianceNorm)
-            module._probe = Probe()
-            self._measuring.append((name, module, is_stock))
+            module._probe = _Details() if self._details else Probe()
+            self._measuring.append((path, module, is_stock))
 
-    def finish(self, step: int, epoch: int, rank: int, world_size: int) -> tuple[list[Any], Tensor]:
-        """Turn stock layers back; return a row for each layer without its values, and the values.
+    def finish(self, step: int, epoch: int = 0) -> None:
+        """Take what was measured as this step's, and turn stock layers back.
 
         Until `release`, swapped layers run as they did while they measured, so that activation
         checkpointing repeats the same forward.
         """
-        values = averages([layer._probe for _, layer, _ in self._measuring if layer._probe])
-        rows = [
-            LayerVariance(
-                step=step,
-                epoch=epoch,
-                layer=name,
-                depth=depth,
-                kind=_convert.plain_class(layer).__name__,
-                target_variance=layer.target_variance,
-                **dict.fromkeys(MEASURED, math.nan),
-                rank=rank,
-                world_size=world_size,
-                measure=layer._measure,
-            )
-            for depth, (name, layer, _) in enumerate(self._measuring)
-        ]
-        self._stop([each for each in self._measuring if each[2]])
-        return rows, values
+        joined = dist.is_available() and dist.is_initialized()
+        place = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        known = []
+        probes: list[Any] = []
+        for depth, (path, layer, _) in enumerate(self._measuring):
+            kind = _convert.plain_class(layer).__name__
+            head = step, epoch, path, depth, kind, layer.target_variance
+            known.append((head, (*place, layer._measure)))
+            probes.append(layer._probe)
+        values = averages(probes)
+        self._pending.append((known, [values, *(p.details for p in probes if self._details)]))
+        self.release(swapped=False)
 
-    def release(self) -> None:
-        """Stop all layers from measuring, and turn stock layers back."""
-        self._stop(self._measuring)
-
-    def _stop(self, layers: list[tuple[str, TargetVarianceNorm, bool]]) -> None:
-        self._measuring = [each for each in self._measuring if each not in layers]
-        for _, layer, is_stock in layers:
-            del layer._probe
+    def release(self, swapped: bool = True) -> None:
+        """Stop stock layers from measuring, and turn them back; stop swapped layers, if asked."""
+        for _, layer, is_stock in self._measuring:
+            if swapped or is_stock:
+                del layer._probe
             if is_stock:
                 _convert.revert(layer)
-
-
-def filled(found: Sequence[tuple[list[Any], Tensor]]) -> list[LayerVariance]:
-    """The rows of some steps with their values, which are copied to the host together."""
-    if not found:
-        return []
-    device = found[0][1].device
-    values = iter(torch.cat([values.to(device) for _, values in found]).tolist())
-    rows = [row for rows, _ in found for row in rows]
-    return [row._replace(**dict(zip(MEASURED, next(values), strict=True))) for row in rows]
-
-
-def as_csv(rows: Sequence[LayerVariance], header: bool = True) -> str:
-    """The rows as the text of a CSV file."""
-    text = io.StringIO()
-    head = [LayerVariance._fields] if header else []
-    csv.writer(text, lineterminator="\n").writerows([*head, *rows])
-    return text.getvalue()
-
-
-def append_csv(path: Path, rows: Sequence[LayerVariance]) -> None:
-    """Append rows to a CSV file, which is created with its header."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = as_csv(rows, header=not path.exists())
-    with path.open("a", encoding="utf-8", newline="") as file:
-        file.write(text)
-
-
-def as_table(rows: Sequence[LayerVariance]) -> str:
-    """The rows of one step as a table, one line per layer; empty without rows."""
-    if not rows:
-        return ""
-    cells = [
-        tuple(format(getattr(row, name), form) for name, form in COLUMNS.values()) for row in rows
-    ]
-    step, processes = rows[0].step, rows[0].world_size
-    part = "" if processes == 1 else f", rank {rows[0].rank} of {processes}'s part of the batch"
-    return f"variance at step {step}{part}\n{table([tuple(COLUMNS), *cells])}"
-
-
-class Watch:
-    """What `normplug.watch` has measured; see there."""
-
-    def __init__(self, model: nn.Module, every: int) -> None:
-        self._model, self._every = model, every
-        self._steps = 0
-        self._measurement: Measurement | None = None
-        self._runs = False  # whether its forward runs
-        self._pending: list[tuple[list[Any], Tensor]] = []
-        self._rows: list[LayerVariance] = []
-        self._hooks: list[Any] = []
+        self._measuring = [] if swapped else [each for each in self._measuring if not each[2]]
 
     def __enter__(self) -> Watch:
         self._hooks = [
             self._model.register_forward_pre_hook(self._before),
-            self._model.register_forward_hook(self._after, always_call=True),
+            self._model.register_forward_hook(self._after),
         ]
         return self
 
     def __exit__(self, *exception: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        self._release()
-
-    def _release(self) -> None:
-        if self._measurement is not None:
-            self._measurement.release()
-        self._measurement = None
+        self.release()
 
     def _before(self, model: nn.Module, inputs: Any) -> None:
         if in_backward():  # activation checkpointing repeats the last forward
             return
-        self._release()
+        self.release()
+        self._runs = False
         if model.training and torch.is_grad_enabled():
-            if self._steps % self._every == 0:
-                self._measurement, self._runs = Measurement(model), True
-            self._steps += 1
+            if self._forwards % self._every == 0:
+                self._runs = True
+                self.start()
+            self._forwards += 1
 
     def _after(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if self._measurement is None or not self._runs:
-            return
-        self._runs = False
-        joined = dist.is_available() and dist.is_initialized()
-        place = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        self._pending.append(self._measurement.finish(self._steps - 1, 0, *place))
-        if len(self._pending) >= _PENDING:
-            self._fetch()
-
-    def _fetch(self) -> None:
-        self._rows += filled(self._pending)
-        self._pending = []
+        if self._runs:
+            self._runs = False
+            self.finish(self._forwards - 1)
 
     @property
     def rows(self) -> list[LayerVariance]:
         """Every row so far, one for each layer and logged step. Waits for the GPU."""
-        self._fetch()
+        tables = []
+        for _, (values, *details) in self._pending:
+            more = [torch.stack([each.to(values) for each in details])] if details else []
+            tables.append(torch.cat([values, *more], 1).to(self._pending[0][1][0].device))
+        found = torch.cat(tables).tolist() if tables else []  # one transfer
+        known = [row for step, _ in self._pending for row in step]
+        for (head, tail), row in zip(known, found, strict=True):
+            self._rows.append(LayerVariance(*head, *row[:4], *tail, *row[4:]))
+        self._pending = []
         return self._rows
 
     def table(self) -> str:
         """The latest logged step as a table, one line per layer; empty before the first."""
-        rows = self.rows
-        return as_table([row for row in rows if row.step == rows[-1].step])
+        rows = [row for row in self.rows if row.step == self.rows[-1].step]
+        if not rows:
+            return ""
+        cells = [
+            tuple(format(getattr(row, name), form) for name, form in COLUMNS.values())
+            for row in rows
+        ]
+        step, processes = rows[0].step, rows[0].world_size
+        part = "" if processes == 1 else f", rank {rows[0].rank} of {processes}'s part of the batch"
+        return f"variance at step {step}{part}\n{table([tuple(COLUMNS), *cells])}"
 
     def to_csv(self, path: str | Path) -> None:
         """Write all rows to a CSV file, which is replaced as a whole."""
-        write_file(Path(path), as_csv(self.rows))
+        write_file(Path(path), self._csv())
+
+    def append_csv(self, path: Path) -> None:
+        """Append all rows to a CSV file, which is created with its header."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = self._csv(header=not path.exists())
+        with path.open("a", encoding="utf-8", newline="") as file:
+            file.write(text)
+
+    def _csv(self, header: bool = True) -> str:
+        text, width = io.StringIO(), None if self._details else -len(DETAILS)
+        lines = [LayerVariance._fields, *self.rows] if header else self.rows
+        csv.writer(text, lineterminator="\n").writerows(line[:width] for line in lines)
+        return text.getvalue()
 
     def plot(self, path: str | Path) -> None:
         """Draw a heat map of the variances, layer by step, as a PNG; needs matplotlib."""
         with needs("normplug.watch: plot", "train"):
             from normplug._statistics.heat_map import draw_heat_map
-        text = io.StringIO(as_csv(self.rows))
-        draw_heat_map(text, Path(path), type(self._model).__name__)
+        draw_heat_map(io.StringIO(self._csv()), Path(path), type(self._model).__name__)
 
 
-def watch(model: nn.Module, every: int = 50) -> Watch:
+def watch(model: nn.Module, every: int = 50, details: bool = False) -> Watch:
     """Measure the variance of every norm's input and output while a model trains, in any loop.
 
         with normplug.watch(model) as w:
@@ -235,23 +250,22 @@ def watch(model: nn.Module, every: int = 50) -> Watch:
     enabled. It is taken over the values that are normalised together, and averaged over channels
     (BatchNorm), rows (LayerNorm), or groups of channels of each sample (GroupNorm, InstanceNorm).
     For a norm that does not centre (RMSNorm), the second moment takes its place, and the column
-    `measure` says so. A layer that does not run has nan.
+    `measure` says so. A layer that does not run has nan. `LayerVariance` lists the columns.
 
-    The columns are the variance of the input, of the output with weight and bias undone (what the
-    mode sets; nan where a weight is 0), and of the output after them, and the root mean square of
-    the weight. The values stay on the device until they are read. Norms that `normplug.fuse` fused
-    run unfused while they measure. Stock norms are measured, too, except torch's SyncBatchNorm,
-    whose messages one process cannot change. Each process watches its own part of the batch.
+    The values stay on the device until they are read. Norms that `normplug.fuse` fused run unfused
+    while they measure. Stock norms are measured, too, except torch's SyncBatchNorm, whose messages
+    one process cannot change. Each process watches its own part of the batch.
 
     Args:
         model: the module that the loop calls.
         every: measure on forwards 0, every, 2 * every, ...
+        details: whether to measure the further columns, which cost more.
 
     Returns:
         A `Watch`, to enter by `with`: it has `rows`, `table()`, `to_csv(path)` and `plot(path)`.
 
     Raises:
-        TypeError: `model` is not a module, or `every` not an integer.
+        TypeError: `model` is not a module, `every` not an integer, or `details` not a bool.
         ValueError: `every` below 1.
 
     Examples:
@@ -263,4 +277,5 @@ def watch(model: nn.Module, every: int = 50) -> Watch:
     """
     _checks.module("watch", model)
     _checks.count("watch", "every", every)
-    return Watch(model, every)
+    _checks.flags("watch", details=details)
+    return Watch(model, every, details)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import reprlib
 import string
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
 
-from normplug import _checks, modes
+from normplug import _checks
 from normplug._swap.inventory import Inventory, matching
 from normplug._table import shown, some
 from normplug.modes import ModeLike, NormMode
@@ -164,7 +165,7 @@ def by_depth(schedule: str | Schedule) -> ByDepth:
     known = SCHEDULES.get(schedule) if isinstance(schedule, str) else schedule
     if known is None or not callable(known) or isinstance(known, (type, nn.Module)):
         rule = f"{', '.join(map(repr, SCHEDULES))}, or a callable (block, blocks) -> number"
-        text = f"normplug.by_depth: schedule must be {rule}; got {modes.shown(schedule)}."
+        text = f"normplug.by_depth: schedule must be {rule}; got {reprlib.repr(schedule)}."
         raise ValueError(text) if isinstance(schedule, str) else TypeError(text)
     return ByDepth(known, getattr(schedule, "__qualname__", repr(schedule)))
 

@@ -377,5 +377,5 @@ class _Unswapped:
 
 
 def _without_watching(layer: Any, **options: Any) -> Any:
-    layer.stop_watching()
+    layer._leave(layer)
     return layer

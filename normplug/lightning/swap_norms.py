@@ -90,7 +90,9 @@ class SwapNorms(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Swap layers that `configure_model` created; verify layers, and modes of a checkpoint."""
         self._verify(pl_module)
-        self._refuse_other_modes()
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            record.refuse_other_modes("lightning.SwapNorms", self._targets, saved)
         if self.warm_up:
             _warm_up(trainer, pl_module)
 
@@ -107,11 +109,6 @@ class SwapNorms(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store the modes of the checkpoint; the start of fit refuses others."""
         self._saved = state_dict["target_variances"]
-
-    def _refuse_other_modes(self) -> None:
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            record.refuse_other_modes("lightning.SwapNorms", self._targets, saved)
 
     def _swap(self, pl_module: LightningModule) -> None:
         swap(pl_module, self.mode, **self.options)

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import csv
 import warnings
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from normplug import _checks
 from normplug._checks import MissingPackage, needs
 from normplug._results import write_file
-from normplug._statistics.watching import (
-    MEASURED,
-    LayerVariance,
-    Measurement,
-    append_csv,
-    as_table,
-    filled,
-)
+from normplug._statistics.watching import MEASURED, LayerVariance, Watch
 
 
 class VarianceLogger(Callback):
     """Log the variance before and after every norm layer during training.
 
-    It is `normplug.watch` for a Trainer: see there for what is measured. On logged steps each norm
-    measures in its forward, and the values are copied to the host at the end of the step, in one
-    transfer. Under `torch.compile` logged steps have a second graph. Under a distributed strategy
-    only rank 0 measures, on its own part of the batch; the columns `rank` and `world_size` record
-    this.
+    It is `normplug.watch` for a Trainer: see there for what is measured. The values are copied to
+    the host at the end of a logged step, in one transfer. Under `torch.compile` logged steps have a
+    second graph. Under a distributed strategy only rank 0 measures, on its own part of the batch;
+    the columns `rank` and `world_size` record this.
 
     It writes `variance.csv` during the fit, `variance.png` (a heat map, layer by step) at its end,
     and to the Trainer's loggers `variance/<layer>/{input,output,affine}` and
@@ -45,7 +36,6 @@ class VarianceLogger(Callback):
         TypeError: `every_n_steps` is not an integer, or `dirpath` not a path.
 
     Attributes:
-        last: the rows of the latest logged step, one per layer.
         logged_step: the latest logged step, -1 before the first.
         path: the CSV file; None before the first fit.
     """
@@ -56,9 +46,14 @@ class VarianceLogger(Callback):
         self.every_n_steps = every_n_steps
         self.dirpath = dirpath
         self.path: Path | None = None
-        self.last: list[LayerVariance] = []
-        self._measurement: Measurement | None = None
         self.logged_step = -1
+        self._measuring: Watch | None = None
+        self._measured: Watch | None = None  # on the latest logged step
+
+    @property
+    def last(self) -> list[LayerVariance]:
+        """The rows of the latest logged step, one per layer."""
+        return [] if self._measured is None else self._measured.rows
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the directory of the files; a resumed run continues its file."""
@@ -75,35 +70,29 @@ class VarianceLogger(Callback):
             whole = (line for line in lines if line.endswith("\n"))
             kept = [line for line in whole if int(line.split(",")[0]) < trainer.global_step]
             write_file(self.path, "".join([header, *kept]))
-            types = get_type_hints(LayerVariance).values()
-            cells = (zip(types, line, strict=True) for line in csv.reader(kept))
-            rows = [LayerVariance(*(to(cell) for to, cell in row)) for row in cells]
-            self.last = [row for row in rows if row.step == rows[-1].step]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """On a logged step, make every norm measure."""
         step = trainer.global_step
-        if step % self.every_n_steps or step == self.logged_step:
-            return
-        self.logged_step = step  # in every process
-        if not trainer.is_global_zero:
-            return
-        self._measurement = Measurement(pl_module)
+        if step % self.every_n_steps == 0 and step != self.logged_step:
+            self.logged_step = step  # in every process
+            if trainer.is_global_zero:
+                self._measuring = Watch(pl_module)
+                self._measuring.start()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After a logged step, fetch and write the measured values."""
-        if self._measurement is None:
+        if self._measuring is None:
             return
-        place = (trainer.current_epoch, trainer.global_rank, trainer.world_size)
-        self.last = filled([self._measurement.finish(self.logged_step, *place)])
-        self._measurement.release()
-        self._measurement = None
         assert self.path is not None
-        append_csv(self.path, self.last)
+        self._measured, self._measuring = self._measuring, None
+        self._measured.finish(self.logged_step, trainer.current_epoch)
+        self._measured.release()
+        self._measured.append_csv(self.path)
         metrics = {
             f"variance/{row.layer}/{field.removesuffix('_variance')}": getattr(row, field)
             for row in self.last
@@ -128,10 +117,10 @@ class VarianceLogger(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Stop all layers from measuring."""
-        if self._measurement is not None:
-            self._measurement.release()
-            self._measurement = None
+        if self._measuring is not None:
+            self._measuring.release()
+            self._measuring = None
 
     def table(self) -> str:
         """The latest logged step as a table, one line per layer; empty before the first."""
-        return as_table(self.last)
+        return "" if self._measured is None else self._measured.table()

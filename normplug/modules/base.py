@@ -56,11 +56,10 @@ class HiddenEps(float):
 
     Tools that fold, rebuild or recompute a norm read its eps and drop the target variance: every
     output would be scaled by 1/sqrt(tv). So a layer whose target variance is not 1 shows this eps.
-    Then the readers of an eps print the true one, give nan, or skip what would be wrong:
-    FrozenBatchNorm2d with load_state_dict, convert_sync_batchnorm, fuse_conv_bn_eval, timm's
-    reparameterize and freeze, a rebuilt GroupNorm, `nn.LayerNorm.forward(layer, x)`, a copied
-    `__dict__`, TransformerEncoderLayer's fast path (no two are equal), Dynamo, export, ONNX,
-    printers and inventories. `check` names a layer that has been rebuilt.
+    Its readers then print the true one, give nan, or skip what would be wrong: FrozenBatchNorm2d,
+    convert_sync_batchnorm, fuse_conv_bn_eval, timm's reparameterize and freeze, a rebuilt layer,
+    `nn.LayerNorm.forward(layer, x)`, TransformerEncoderLayer's fast path (no two are equal), Dynamo
+    and export. `check` names a layer that has been rebuilt.
     """
 
     true: float | None  # None is an RMSNorm's default
@@ -232,7 +231,7 @@ class TargetVarianceNorm(nn.Module):
 
     @classmethod
     def _leave(cls, module: nn.Module) -> None:
-        """Remove what `_adopt` added, after `unswap` has changed the class back."""
+        """Remove what `_adopt` added, after `unswap` has changed the class back, or for Opacus."""
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         """The formula in plain torch, for `check`; a class with another forward overrides it."""
@@ -261,9 +260,6 @@ class TargetVarianceNorm(nn.Module):
     def group_to_join(self) -> Any:
         """The process group whose batches a forward would now join; None if there is none."""
         return None
-
-    def stop_watching(self) -> None:
-        """Remove running statistics that no result depends on, for Opacus; by default, none."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -319,7 +315,8 @@ class TargetVarianceNorm(nn.Module):
         t, spec = self._call(*reading)
         new = stock.with_copies(t)
         y = self._new_call(new, spec, *reading, isolated=isolated, stores=False)
-        if t.running_mean is not None and t.x.numel() > 0 and not in_backward():
+        counts = t.x.numel() > 0 or self.group_to_join() is not None
+        if t.running_mean is not None and counts and not in_backward():
             stock.take_finite(t, new)
         return y
 
@@ -408,8 +405,8 @@ class TargetVarianceNorm(nn.Module):
             if x.numel() == 0:
                 return
             # As few operations as possible: on a GPU their launches are what measuring costs.
-            y = parts.own_part(y.detach())
-            probe.input, probe.output = self._variance(x), self._variance(y)
+            own = parts.own_part(y.detach())
+            probe.input, probe.output = self._variance(x), self._variance(own)
             probe.plain, probe.weight = probe.output, None
             weight: Tensor | None = self.weight  # type: ignore[assignment]
             if weight is not None:
@@ -417,7 +414,8 @@ class TargetVarianceNorm(nn.Module):
                 if self._weight_offset:
                     weight += self._weight_offset
                 probe.weight = weight
-                probe.plain = self._plain_variance(y, probe.output, weight)
+                probe.plain = self._plain_variance(own, probe.output, weight)
+            probe.look(self, x, y)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

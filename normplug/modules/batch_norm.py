@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from normplug import functional, native, reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
-from normplug._ops import batch_norm_sync, peers, stock
+from normplug._ops import batch_norm_sync, peers
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.spec import Pool, Tensors
 from normplug._torch import BatchNormBase, in_backward
@@ -167,24 +167,24 @@ class _SyncBatchNorm(_BatchNorm):
         group = self.group_to_join()
         if group is None:
             return super()._run(*reading, isolated=isolated)
-        input = reading[0]
-        compiling = torch.compiler.is_compiling()
-        safe = self._normplug.statistics == "safe"
-        guarded = safe and not compiling and self._is_guarded()
-        if not (compiling or guarded):
-            others = peers.known(group, input.device)
+        if not torch.compiler.is_compiling():
+            if self._normplug.statistics == "safe" and self._is_guarded():
+                return self._run_guarded(*reading)
+            others = peers.known(group, reading[0].device)
             y = native.forward(self, *reading, others) if others else None
             if y is not None:
                 return y
-        t, spec = self._call(*reading)
-        if guarded:
-            new = stock.with_copies(t)
-            y = batch_norm_sync.batch_norm(new, spec, self.backend, group)
-            if t.running_mean is not None and not in_backward():
-                stock.take_finite(t, new)
-        else:
-            y = batch_norm_sync.batch_norm(t, spec, self.backend, group)
-        if not (compiling or guarded) and (others := peers.known(group, input.device)):
+        return self._new_call(*self._call(*reading), *reading)
+
+    def _new_call(
+        self, t: Tensors, spec: Any, *reading: Any, isolated: bool = False, stores: bool = True
+    ) -> Any:
+        group = self.group_to_join()
+        if group is None:
+            return super()._new_call(t, spec, *reading, isolated=isolated, stores=stores)
+        y = batch_norm_sync.batch_norm(t, spec, self.backend, group)
+        stores = stores and not torch.compiler.is_compiling()
+        if stores and (others := peers.known(group, t.x.device)):
             native.learn(spec._replace(peers=others), self.backend, t, self, *reading, others)
         return y
 
@@ -218,12 +218,8 @@ class SyncBatchNorm(_SyncBatchNorm, nn.SyncBatchNorm):
     `DistributedDataParallel` refuses to wrap any `torch.nn.SyncBatchNorm` on the CPU. There, wrap
     first and then `normplug.swap(model, mode, sync=True)`.
 
-    Args:
-        *args: passed to `torch.nn.SyncBatchNorm`.
-        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        backend: "auto", "triton" or "torch", the same in all processes. In several processes,
-            "triton" falls back to torch where the kernels cannot run.
-        **kwargs: passed to `torch.nn.SyncBatchNorm`; `process_group` None is all processes.
+    It takes the arguments of `torch.nn.SyncBatchNorm`, and those that `BatchNorm1d` adds: `backend`
+    is the same in all processes, and "triton" falls back to torch where the kernels cannot run.
 
     Shape: (N, C) or (N, C, *space), in and out. A layer converted from a `BatchNorm2d` still takes
     (N, C, H, W) only. Over several processes the gradient cannot be differentiated again.

@@ -36,24 +36,15 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    The watched statistics, off by default, are scalars: moving averages of the groups' mean and of
-    their biased variance. See `LayerNorm`.
-
-    Args:
-        *args: passed to `torch.nn.GroupNorm`.
-        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        backend: "auto", "triton" or "torch".
-        track_running_stats: whether to watch statistics of the input; None is False here.
-        momentum: weight of the new batch in them; None averages over all batches equally.
-        autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.group_norm`.
-        **kwargs: passed to `torch.nn.GroupNorm`.
+    It takes the arguments of `torch.nn.GroupNorm`, and those that `LayerNorm` adds. The watched
+    statistics, off by default, are scalars: moving averages of the groups' mean and of their biased
+    variance.
 
     Shape: (N, C) or (N, C, *space), in and out. Details: `normplug.functional.group_norm`.
 
     Raises:
-        ValueError: an unknown mode, backend or autocast_output, groups that do not divide the
-            channels, or input with another number of channels.
-        TypeError: an argument of another type.
+        ValueError: what `LayerNorm` refuses, groups that do not divide the channels, or input with
+            another number of channels.
 
     Examples:
         >>> GroupNorm(2, 8, mode=0.5)
@@ -204,21 +195,14 @@ class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    With `track_running_stats`, the running statistics are updated in training as torch's are, and
-    used in evaluation.
-
-    Args:
-        *args: passed to `torch.nn.InstanceNorm1d`.
-        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        backend: "auto", "triton" or "torch".
-        **kwargs: passed to `torch.nn.InstanceNorm1d`.
+    It takes the arguments of `torch.nn.InstanceNorm1d`, and those that `BatchNorm1d` adds. With
+    `track_running_stats`, the running statistics are updated in training as torch's are, and used
+    in evaluation.
 
     Shape: (N, C, L) or (C, L), in and out. Details: `normplug.functional.instance_norm`.
 
     Raises:
-        ValueError: an unknown mode or backend, no channels, a single spatial position in training,
-            or input of another dimension.
-        TypeError: an argument of another type.
+        ValueError: what `BatchNorm1d` refuses, or a single spatial position in training.
 
     Examples:
         >>> InstanceNorm1d(8)

@@ -14,24 +14,15 @@ class Probe:
 
     A forward stores its tensors as they are. On a GPU each small operation costs the host more than
     the GPU, so `averages` reduces all layers of a model together.
-
-    Attributes:
-        input: the `_measure` of each channel, row or group of the input; None if no forward with
-            data has run.
-        plain: the `_measure` of the output, with weight and bias undone.
-        output: the `_measure` of the output.
-        weight: a copy of the weight, with its offset; None without weight.
     """
 
-    input: Tensor | None = None
-    plain: Tensor | None = None
+    input: Tensor | None = None  # the `_measure` of each channel, row or group; None: has not run
+    plain: Tensor | None = None  # that of the output, with weight and bias undone
     output: Tensor | None = None
-    weight: Tensor | None = None
+    weight: Tensor | None = None  # a copy, with its offset; None without weight
 
-    def kind(self) -> tuple[Any, ...]:
-        """A key: probes with equal keys can be reduced together."""
-        tensors = (self.input, self.plain, self.output, self.weight)
-        return tuple((t.shape, t.dtype, t.device) if t is not None else None for t in tensors)
+    def look(self, layer: Any, x: Tensor, y: Tensor) -> None:
+        """Called with input and output after each measurement; a subclass measures more."""
 
 
 def averages(probes: Sequence[Probe]) -> Tensor:
@@ -45,16 +36,14 @@ def averages(probes: Sequence[Probe]) -> Tensor:
     groups: dict[Any, list[int]] = {}
     for number, probe in enumerate(probes):
         if probe.input is not None:
-            groups.setdefault(probe.kind(), []).append(number)
-    if not groups:
-        return torch.full((len(probes), 4), torch.nan)
-    tables = [_averages([probes[i] for i in group]) for group in groups.values()]
-    device = tables[0].device
-    rows = torch.cat([table.to(device, torch.float32) for table in tables])
-    order = {number: row for row, number in enumerate(i for g in groups.values() for i in g)}
-    missing = rows.new_full((1, 4), torch.nan)
-    places = [order.get(number, len(rows)) for number in range(len(probes))]
-    return torch.cat([rows, missing])[places]
+            tensors = (probe.input, probe.plain, probe.output, probe.weight)
+            kind = tuple(t if t is None else (t.shape, t.dtype, t.device) for t in tensors)
+            groups.setdefault(kind, []).append(number)
+    device = next((p.input.device for p in probes if p.input is not None), None)
+    found = torch.full((len(probes), 4), torch.nan, device=device)
+    for group in groups.values():
+        found[group] = _averages([probes[i] for i in group]).to(found)
+    return found
 
 
 def _averages(probes: list[Probe]) -> Tensor:

@@ -220,24 +220,11 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
     Rows are not centred. So the target variance tv is the target of mean(y^2) where weight is 1;
     it is the variance of y where the mean of y is 0.
 
-    With `track_running_stats`, `watched_var` is a scalar: a moving average of mean(x^2), the second
-    moment of the input. There is no `watched_mean`. See `LayerNorm`.
-
-    Args:
-        *args: passed to `torch.nn.RMSNorm`.
-        mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
-        backend: "auto", "triton" or "torch".
-        track_running_stats: whether to watch statistics of the input; None is False here.
-        momentum: weight of the new batch in them; None averages over all batches equally.
-        autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.rms_norm`.
-        **kwargs: passed to `torch.nn.RMSNorm`.
+    It takes the arguments of `torch.nn.RMSNorm`, and those that `LayerNorm` adds, and raises the
+    same errors. With `track_running_stats`, off by default, `watched_var` is a scalar: a moving
+    average of mean(x^2), the second moment of the input. There is no `watched_mean`.
 
     Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.rms_norm`.
-
-    Raises:
-        ValueError: an unknown mode, backend or autocast_output, an empty row, or input of another
-            trailing shape.
-        TypeError: an argument of another type.
 
     Examples:
         >>> RMSNorm(8, mode=0.5)

@@ -75,10 +75,6 @@ class WatchedRows(TargetVarianceNorm):
             if name in module._buffers:
                 delattr(module, name)
 
-    def stop_watching(self) -> None:
-        """Watch no statistics from now on."""
-        self._leave(self)
-
     def reset_parameters(self) -> None:
         """Reset weight and bias, and the watched statistics."""
         super().reset_parameters()  # type: ignore[misc]

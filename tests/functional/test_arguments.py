@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import reprlib
 from fractions import Fraction
 from functools import partial
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import normplug
-from normplug import functional, modes
+from normplug import functional
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("lightning.pytorch")
@@ -84,8 +85,6 @@ BAD_COUNTS = [1.5, True, "a", None, [1], 1j, torch.tensor(3), float("nan")]
 BAD_ROWS = [(6.0,), [True], ("6",), 6, None, 6.0, "6", (None,), torch.tensor([6])]
 BAD_MODES = [True, None, 0, -1, "gold", float("nan"), [1], ARRAY, torch.tensor(1.0), 1j]
 BAD_FILTERS = [3, [3], 1.5, True, ["norm", None], b"norm", ARRAY, X, {"norm": 1}, nn.LayerNorm(6)]
-TOO_LARGE = [10**400, -(10**5000)]
-BEYOND = [2**63, 10**5000]  # what no size can be
 NOT_DENSE = [X.to(torch.float8_e4m3fn), X.to_sparse(), X.to_mkldnn()]
 NOT_REAL = [X.int(), X.bool(), X.to(torch.complex64)]
 TABLE = []
@@ -105,7 +104,7 @@ def caller_of(call):
 def cases(calls, names, values, error):
     """Add a case for each call, each argument of these names, and each value."""
     for call, name, value in itertools.product(calls, names.split(), values):
-        shown = getattr(value, "__name__", modes.shown(value))  # a method shows its address
+        shown = getattr(value, "__name__", reprlib.repr(value))  # a method shows its address
         caller = "" if name in ("mode", "include", "exclude") else caller_of(call)
         said = "input" if name == "x" else name
         case = f"{caller}-{name}-{shown:.20}"
@@ -133,9 +132,8 @@ for name in ("running_mean", "running_var"):
 
 cases([*FUNCTIONS, *LAYERS], "eps", BAD_NUMBERS, TypeError)
 cases([*CHANNELS, *CENTRED, *BATCH_NORMS, make_layer_norm], "eps", [None], TypeError)
-cases([*FUNCTIONS, *LAYERS, make_instance_norm], "eps", TOO_LARGE, ValueError)
 cases([batch_norm, *ROWS, *LAYERS, instance_norm], "momentum", BAD_NUMBERS, TypeError)
-not_finite = [*TOO_LARGE, float("nan"), float("inf")]
+not_finite = [float("nan"), float("inf")]
 cases([batch_norm, *ROWS, *LAYERS], "momentum", not_finite, ValueError)
 updating = partial(instance_norm, running_mean=MEAN[:4], running_var=VAR[:4])
 cases([updating], "momentum", [None], TypeError)
@@ -150,11 +148,10 @@ cases(written, "autocast_output", [*BAD_NAMES, "half"], ValueError)
 cases(ROWS, "normalized_shape", BAD_ROWS, TypeError)
 cases(ROWS, "normalized_shape", [(0,), (-6,), [], (5,)], ValueError)
 cases(ROW_LAYERS, "normalized_shape", [[1.0], *BAD_COUNTS[:4], {}.get], TypeError)
-cases(ROW_LAYERS, "normalized_shape", [[0], [-1], 0, -3, *BEYOND], ValueError)
+cases(ROW_LAYERS, "normalized_shape", [[0], [-1], 0, -3], ValueError)
 cases([group_norm, make_group_norm], "num_groups", [1.5, True, None], TypeError)
-cases([group_norm], "num_groups", [*BAD_SIZES, *BEYOND, 4], ValueError)
-cases([make_group_norm], "num_groups", BEYOND, ValueError)
-cases([make_group_norm], "num_channels", [0, -6, *BEYOND], ValueError)
+cases([group_norm], "num_groups", [*BAD_SIZES, 4], ValueError)
+cases([make_group_norm], "num_channels", [0, -6], ValueError)
 cases([*BATCH_NORMS, make_instance_norm], "num_features", BAD_COUNTS, TypeError)
 cases(BATCH_NORMS, "num_features", BAD_SIZES, ValueError)
 cases(BATCH_NORMS, "affine track_running_stats", BAD_FLAGS, TypeError)
@@ -261,7 +258,7 @@ def test_a_weight_must_not_be_nested(layout):
         functional.layer_norm(X, (6,), weight)
 
 
-@pytest.mark.parametrize("wrong", ["bad", None, float("nan"), -1.0, 0, 10**400, torch.ones(())])
+@pytest.mark.parametrize("wrong", ["bad", None, float("nan"), -1.0, 0, torch.ones(())])
 @pytest.mark.parametrize("cls", [normplug.BatchNorm1d, normplug.LayerNorm, normplug.RMSNorm])
 def test_a_layer_refuses_a_wrong_target_variance_and_keeps_its_own(cls, wrong):
     layer = cls(6, mode=0.5)

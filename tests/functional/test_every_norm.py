@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import normplug
+import oracle
 from accuracy import leaf
 from batch_norm_cases import DTYPES, LAYOUTS, compare, make
 from calls import check_one_graph
@@ -63,9 +64,9 @@ def test_forward_and_gradients_match_the_reference(case, affine):
         got = dict(zip(leaves, torch.autograd.grad(y, [*leaves.values()], dy), strict=True))
         pre = norm(h, **vectors, **shared, **other, target_variance=tv)[0] + residual
         torch.testing.assert_close(y, reference.activation(pre, activation))
-        dpre = reference.activation_backward(dy, pre, activation)
+        dpre = oracle.activation_backward(dy, pre, activation)
         weight = vectors.get("weight")
-        dx, *dvectors = reference.gradients(
+        dx, *dvectors = oracle.gradients(
             norm, dpre, h, weight, **shared, **other, target_variance=tv
         )
         expected = {"input": dx, **dict(zip(("weight", "bias"), dvectors, strict=True))}
@@ -127,7 +128,7 @@ def test_running_statistics_average_those_of_the_rows(name, momentum, dtype):
         assert torch.equal(y, getattr(functional, name)(x, (32,)))
         _, *of_rows = getattr(reference, name)(x.double(), (32,))
         for n, value in zip(expected, of_rows, strict=True):
-            average = reference.running_average(expected[n], value.mean(), momentum, step)
+            average = oracle.running_average(expected[n], value.mean(), momentum, step)
             expected[n] = average
     assert running["num_batches_tracked"] == 3
     for n, value in expected.items():

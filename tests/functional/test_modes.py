@@ -32,7 +32,7 @@ def test_every_accepted_mode_gives_a_float(mode, expected):
 
 
 @pytest.mark.parametrize(
-    "mode", ["gold", "", "0.5", 0, -1, 0.0, math.nan, math.inf, 10**400, True, None, [1], 1j]
+    "mode", ["gold", "", "0.5", 0, -1, 0.0, math.nan, math.inf, True, None, [1], 1j]
 )
 def test_any_other_mode_raises_an_error_that_lists_the_accepted_ones(mode):
     with pytest.raises(ValueError, match=r"'golden'.*'standard'.*number above 0.*NormMode"):

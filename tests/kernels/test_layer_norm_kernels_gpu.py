@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import normplug
+import oracle
 import routes
 from accuracy import assert_same_bits, error
 from calls import DTYPES, HALVES
@@ -17,7 +18,7 @@ from row_cases import Case, assert_accurate, make, run
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
-of_rows = partial(reference.gradients, reference.layer_norm)
+of_rows = partial(oracle.gradients, reference.layer_norm)
 WIDTHS = [
     1, 7, 256, 768, 1000, 1024, 4096, 5120, 8192, 12288, 16384, 32768, 40000, 65536, 131072, 262144,
 ]  # fmt: skip

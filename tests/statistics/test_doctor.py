@@ -211,7 +211,8 @@ def libraries():
     x = torch.randn(16, 3, 64, 64)
     yield models.resnet18(), x
     yield models.shufflenet_v2_x0_5(), x
-    yield models.mobilenet_v3_small(), x
+    yield timm.create_model("mobilenetv3_small_050"), x
+    yield models.DenseNet(8, (2, 2, 2, 2), 16), x
     yield timm.create_model("convnext_atto"), x
     yield timm.create_model("vit_tiny_patch16_224", img_size=64), x
     sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2}
@@ -225,11 +226,31 @@ def test_healthy_models_have_no_findings():
     for model, batch in libraries():
         for each in (model, swap(copy.deepcopy(model))):
             assert not doctor(each, batch).findings, str(doctor(each, batch))
+    assert [*doctor(trained(), data()).to_pandas()] == ["layer", "finding", "evidence", "fix"]
     for model in (trained(), freeze(trained()), fuse(swap(trained())), trained().eval()):
         assert str(doctor(model, data())) == "no findings"
     model = healthy()
     recalibrate(model, data())
     assert not doctor(model, data()).findings
+
+
+def test_healthy_models_have_no_findings_after_training_on_random_data():
+    torch.manual_seed(0)
+    for model, batch in libraries():
+        optimizer = torch.optim.AdamW(param_groups(model, 0.05), lr=1e-3)
+        words = isinstance(batch, dict)
+        for _ in range(20):
+            if words:
+                batch = {"input_ids": torch.randint(99, (4, 16))}
+                loss = model(**batch).last_hidden_state.square().mean()
+            else:
+                batch = torch.randn(16, 3, 64, 64)
+                loss = nn.functional.cross_entropy(model(batch), torch.randint(10, (16,)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        found = doctor(model, batch, optimizer=optimizer)
+        assert not found.findings, f"{type(model).__name__}: {found}"
 
 
 @pytest.mark.parametrize("change", [lambda m: m, lambda m: fuse(swap(m)), freeze])

@@ -62,6 +62,39 @@ def test_a_layer_that_scales_its_output_by_3_does_not_log_its_target(layer, monk
     assert row.affine_variance == pytest.approx(9 * GOLDEN, rel=2e-2)
 
 
+@pytest.mark.parametrize("change", [lambda m: m, lambda m: fuse(swap(m))])
+@pytest.mark.parametrize("after", ["backward", "nothing"])
+def test_details_are_measured_on_the_tensors(change, after, tmp_path):
+    model, x = change(net()), images(8)
+    model[1].bias.data = torch.tensor([-9.0, 9.0, 0.0, 0.0])
+    with watch(model, every=1, details=True) as w:
+        y = model(x)
+        if after == "backward":
+            (3 * y).sum().backward()
+    first, second = w.rows
+    h = net()[0](x)
+    variances = h.var((0, 2, 3), correction=0).sort().values
+    assert first.input_mean == pytest.approx(h.mean().item(), rel=1e-4)
+    found = first.input_variance_10, first.input_variance_50, first.input_variance_90
+    assert found == pytest.approx(variances[[0, 2, 3]].tolist(), rel=1e-4)
+    assert (first.dead, first.saturated) == (0.25, 0.25)
+    assert (second.dead, second.saturated) == (0.0, 0.0)
+    if after == "backward":
+        assert second.gradient == pytest.approx(9.0)
+    else:
+        assert math.isnan(second.gradient)
+    w.to_csv(tmp_path / "v.csv")
+    assert (tmp_path / "v.csv").read_text().splitlines()[0].endswith("dead,saturated,gradient")
+
+
+def test_details_of_rows_are_taken_over_features():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    model[1].bias.data = torch.tensor([-9.0, 9.0, 0.0, 0.0])
+    with watch(model, every=1, details=True) as w:
+        model(torch.randn(2, 5, 4)).sum().backward()
+    assert (w.rows[0].dead, w.rows[0].saturated, w.rows[0].gradient) == (0.25, 0.25, 1.0)
+
+
 def test_weights_of_zero_tell_nothing_of_the_output_before_them():
     model = swap(net())
     model[1].weight.data.zero_()

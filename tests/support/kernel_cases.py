@@ -12,6 +12,7 @@ from torch import Tensor
 
 import calls
 import normplug
+import oracle
 import routes
 from batch_norm_cases import laid_out
 from calls import Tensors, assert_all_no_worse, assert_recomputable, check_one_graph, describe
@@ -202,8 +203,8 @@ class _Exact:
             options |= {"mean": t.running_mean, "var": t.running_var}
         plain, self.mean, self.var = norm(t.x, weight=t.weight, bias=t.bias, **options)
         self.z = plain if t.residual is None else plain + t.residual
-        self.dz = reference.activation_backward(t.dy, self.z, case.activation)
-        self.gradients = reference.gradients(norm, self.dz, t.x, t.weight, **options)
+        self.dz = oracle.activation_backward(t.dy, self.z, case.activation)
+        self.gradients = oracle.gradients(norm, self.dz, t.x, t.weight, **options)
         self.dims = reference.channel_dims(t.x)
         self.n = t.x.numel() // t.x.shape[1]
 
@@ -216,7 +217,7 @@ class _Exact:
         for name, value in self._batch().items():
             old = getattr(self.tensors, name)
             momentum = self.case.momentum if self.case.training else 0.0
-            out[name] = reference.running_average(old, value, momentum, 4)
+            out[name] = oracle.running_average(old, value, momentum, 4)
         return out
 
     def terms(self) -> dict[str, Tensor]:
