@@ -39,9 +39,9 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5105, "experiment": 2790, "_ops": 3535, "_fuse": 2200, "native": 1570,
-    "modules": 1445, "_swap": 1570, "bench": 920, "adapters": 580,
-    "_statistics": 1295, "lightning": 320, "reference.py": 230, "": 2095,
+    "_kernels": 5105, "experiment": 2790, "_ops": 3535, "_fuse": 2110, "native": 1570,
+    "modules": 1445, "_swap": 1535, "bench": 920, "adapters": 540,
+    "_statistics": 1285, "lightning": 320, "reference.py": 230, "": 2095,
 }  # fmt: skip
 MOST_FILES = 125
 MOST_LINES_OF_TESTS = 20_300  # without tests/zoo

@@ -214,7 +214,8 @@ def observe(model: nn.Module, inputs: Inputs) -> Observed:
         if parameter.grad is not None:
             seen[f"gradient/{name}"] = parameter.grad
     for name, buffer in model.named_buffers():
-        seen[f"statistic/{name}"] = buffer.detach().clone()
+        if not name.endswith("weight"):  # of a frozen norm, which folding scales
+            seen[f"statistic/{name}"] = buffer.detach().clone()
     return seen
 
 

@@ -216,7 +216,7 @@ class _Editor:
             both = _call(_ADD_NORM, norm.func, value.left, value.right)
             targets: list[ast.expr] = [ast.Name(n, ast.Store()) for n in (_RESULT, target)]
             body[i] = _located(ast.Assign([ast.Tuple(targets, ast.Store())], both), statement)
-            result: ast.expr = _load(_RESULT)
+            result: ast.expr = ast.Name(_RESULT, ast.Load())
             if not (isinstance(reader, ast.Return) or _is_sum(reader.value)):
                 unset = ast.Assign([ast.Name(_RESULT, ast.Store())], ast.Constant(None))
                 body.insert(body.index(reader) + 1, _located(unset, reader))
@@ -360,12 +360,8 @@ def _is_sum(node: Any) -> bool:
     return not any(isinstance(part, ast.Constant) for part in (node.left, node.right))
 
 
-def _load(name: str) -> ast.Name:
-    return ast.Name(name, ast.Load())
-
-
 def _call(name: str, *values: Any) -> ast.Call:
-    return ast.Call(_load(name), list(values), [])
+    return ast.Call(ast.Name(name, ast.Load()), list(values), [])
 
 
 def _located(made: Any, old: ast.AST) -> Any:

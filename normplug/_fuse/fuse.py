@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from normplug._fuse.fusion import (
     fused_class,
     has_fused_class,
     plain_class,
+    release,
 )
 from normplug._fuse.sites import compiled, find, recompute_results, refusal, rewrite
 from normplug._fuse.source import Reads, Untraceable
@@ -203,8 +204,7 @@ def fusions(model: nn.Module) -> Report:
 
 def _report(model: nn.Module, fused: dict[nn.Module, FusedForwards], analysis: _Analysis) -> Report:
     """List the norms of a model; fused: its fused modules, or the modules to fuse."""
-    paths = {module: path for path, module in model.named_modules()}
-    found, possible = _labels(fused, paths), _labels(analysis.fusions, paths)
+    found, possible = _labels(model, fused), _labels(model, analysis.fusions)
     rows = []
     for path, norm in _convert.norm_layers(model):
         label, owner, note = None, "", ""
@@ -221,14 +221,14 @@ def _report(model: nn.Module, fused: dict[nn.Module, FusedForwards], analysis: _
 
 
 def _labels(
-    fusions: dict[nn.Module, FusedForwards], paths: dict[nn.Module, str]
+    model: nn.Module, fusions: dict[nn.Module, FusedForwards]
 ) -> dict[nn.Module, tuple[str, str]]:
     """Norm -> what it is fused with, and the path of the outermost module that fuses it."""
     found: dict[nn.Module, tuple[str, str]] = {}
-    for module, path in paths.items():
-        if module in fusions:
-            for norm, label in fusions[module].labels(module).items():
-                found.setdefault(norm, (label, path))
+    for path, module in model.named_modules():
+        labels = fusions[module].labels(module) if module in fusions else {}
+        for norm, label in labels.items():
+            found.setdefault(norm, (label, path))
     return found
 
 
@@ -237,18 +237,6 @@ def fused_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {
         path: m for path, m in model.named_modules() if FORWARDS in vars(m) or has_fused_class(m)
     }
-
-
-def release(fused: Iterable[nn.Module]) -> None:
-    """Give modules their own class back.
-
-    A class that other code has derived from a fused class stays, and so does a wrapper around the
-    forward on the instance. Both then run the module's own forward.
-    """
-    for module in fused:
-        vars(module).pop(FORWARDS, None)
-        if has_fused_class(module):
-            _convert.assign_class(module, plain_class(module))
 
 
 # Find what can be fused, without changing the model.
@@ -272,18 +260,18 @@ class _Analysis:
         self.fusions: dict[nn.Module, FusedForwards] = {}  # module to fuse -> its new forwards
         # Norm -> why the forward that calls it is not fused. An outer module may still fuse it.
         self.reasons: dict[nn.Module, str] = {}
-        callers = {
-            module: list(_norms_below(module))
-            for module in _inner_first(model, set())
-            if type(module).forward is not nn.Module.forward  # a container has none
-            and not isinstance(module, TargetVarianceNorm)
-            and any(isinstance(inside, TargetVarianceNorm) for inside in module.modules())
-        }
-        for module, norms in callers.items():
-            self._look(module, norms)
+        called = set[nn.Module]()  # the norms that the forwards so far may call
+        named = [*model.named_modules(remove_duplicate=False)]
+        # Inner modules before outer ones, whatever other names they have.
+        for module in dict.fromkeys(module for _, module in reversed(named)):
+            norms = [m for m in module.modules() if isinstance(m, TargetVarianceNorm)]
+            is_container = type(module).forward is nn.Module.forward
+            if norms and not is_container and module not in norms:
+                self._look(module, [norm for norm in norms if norm not in called])
+                called.update(norms)
 
     def _look(self, module: nn.Module, norms: list[TargetVarianceNorm]) -> None:
-        """Find a module's own sites, and fuse them; norms: the norms that its forward may call."""
+        """Find a module's own sites, and fuse them; norms: those that no inner forward calls."""
         name, untraced, traced = plain_class(module).__name__, "", None
         if why_not := _refusal(module):
             self.reasons |= dict.fromkeys(norms, f"{name}: {why_not}")
@@ -307,11 +295,11 @@ class _Analysis:
         cls: Any = plain_class(module)  # to mypy, a class of modules has no hash
         children = tuple(_children(module))
         norms = [name for name, kind in children if kind != "activation"]
+        if not norms:
+            return None
         try:
-            edited = edit(cls, inspect.getattr_static(cls, "forward"), children) if norms else None
+            edited = edit(cls, inspect.getattr_static(cls, "forward"), children)
         except Untraceable:
-            edited = None
-        if edited is None:
             return None
         left = [name for name in norms if not edited.label(name, module)]
         if untraced:
@@ -361,24 +349,6 @@ class _Analysis:
         children = module._modules
         reads = self._reads.get(module) or Reads(plain_class(module), ())  # a container
         return Guard(reads, tuple(children), tuple(children.values()), called)
-
-
-def _inner_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield each module of a model once, after all modules inside it."""
-    seen.add(module)
-    for child in module.children():
-        if child not in seen:
-            yield from _inner_first(child, seen)
-    yield module
-
-
-def _norms_below(module: nn.Module) -> Iterator[TargetVarianceNorm]:
-    """Yield the norms among a module's children, and inside children that are containers."""
-    for child in module._modules.values():
-        if isinstance(child, TargetVarianceNorm):
-            yield child
-        elif child is not None and type(child).forward is nn.Module.forward:
-            yield from _norms_below(child)
 
 
 def _refusal(module: nn.Module) -> str:

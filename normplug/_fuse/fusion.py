@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
-import types
 from abc import ABCMeta
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
@@ -74,11 +72,24 @@ def _same(now: Any, then: Any) -> bool:
 class Traced:
     """A traced forward with its sites fused, and what it depends on."""
 
-    forward: Callable[..., Any]  # of the module, then all that the module's own forward takes
+    forward: Callable[..., Any]  # of the module, then its required inputs
     guard: Guard  # of the module itself
     # Each other module that the trace followed or read children of.
     inner: tuple[tuple[nn.Module, Guard], ...]
     labels: dict[str, str]  # path of a norm in the module -> what the norm is fused with
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """The required inputs of a call that leaves the others at their defaults; else None."""
+        reads = self.guard.reads
+        if len(args) == len(reads.inputs) and not kwargs:
+            return args
+        given = dict(zip((*reads.inputs, *reads.defaults), args, strict=False)) | kwargs
+        if len(given) < len(args) + len(kwargs):
+            return None
+        for name, default in reads.defaults.items():
+            if given.pop(name, default) is not default:
+                return None
+        return tuple(map(given.get, reads.inputs)) if given.keys() == {*reads.inputs} else None
 
     def holds(self, root: nn.Module, inputs: tuple[Any, ...] = ()) -> bool:
         """Whether the forward may run in place of the root's own; () checks the modules only."""
@@ -141,9 +152,7 @@ class FusedModule(nn.Module):
 
     def extra_repr(self) -> str:
         """What the module's own class shows, and that it is fused."""
-        parts = [super().extra_repr()]
-        if FORWARDS in vars(self):
-            parts.append("fused")
+        parts = [super().extra_repr(), "fused" if FORWARDS in vars(self) else ""]
         return ", ".join(filter(None, parts))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -155,12 +164,9 @@ class FusedModule(nn.Module):
         return (restore, (plain_class(self), make, args[1:]), *rest)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        fusion = state.get(FORWARDS)
-        super().__setstate__({name: value for name, value in state.items() if name != FORWARDS})
-        if fusion is not None:
-            vars(self)[FORWARDS] = fusion
-        elif has_fused_class(self):  # from a pickle
-            _convert.assign_class(self, plain_class(self))
+        super().__setstate__(state)
+        if vars(self).get(FORWARDS) is None:  # from a pickle
+            release([self])
 
 
 def restore(cls: type[nn.Module], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -170,11 +176,38 @@ def restore(cls: type[nn.Module], make: Callable[..., Any], args: tuple[Any, ...
 
 def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the fused class of a class: always the same one, until the forward changes."""
-    made = FUSED_CLASSES.get(cls)
-    if made is None:
-        return FUSED_CLASSES.setdefault(cls, _made(cls))
-    if made.forward.__wrapped__ is not cls.forward:  # type: ignore[attr-defined]
-        made = FUSED_CLASSES[cls] = _made(cls)
+    original: Any = cls.forward
+    known: Any = FUSED_CLASSES.get(cls)
+    if known is not None and known.forward.__wrapped__ is original:
+        return known
+
+    @functools.wraps(original)
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        now = type(module)
+        # A class that other code derived from this one may have other attributes.
+        if now is made or (now.__module__.startswith("torch.") and made in now.__bases__):
+            fusion: FusedForwards | None = module.__dict__.get(FORWARDS)
+            if fusion is not None and cls.forward is original and not any(GLOBAL_HOOKS):
+                traced, edited = fusion.traced, fusion.edited
+                inputs = None if traced is None else traced.inputs(args, kwargs)
+                if traced is not None and inputs is not None and traced.holds(module, inputs):
+                    return traced.forward(module, *inputs)
+                if edited is not None:
+                    return edited.forward(module, *args, **kwargs)
+        return cls.forward(module, *args, **kwargs)
+
+    namespace = {
+        _convert.FUSED: cls,
+        "__module__": cls.__module__,
+        # The name stays: libraries write it into configurations, and compare it with lists.
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "forward": forward,
+    }
+    # The user's metaclass may have effects, such as adding the class to a registry.
+    meta = ABCMeta if isinstance(cls, ABCMeta) else type
+    made: type[nn.Module] = meta.__new__(type(cls), cls.__name__, (FusedModule, cls), namespace)
+    FUSED_CLASSES[cls] = made
     return made
 
 
@@ -190,80 +223,13 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return found
 
 
-def _made(cls: type[nn.Module]) -> type[nn.Module]:
-    original: Any = cls.forward
+def release(fused: Iterable[nn.Module]) -> None:
+    """Give modules their own class back.
 
-    def choose(module: nn.Module, inputs: tuple[Any, ...], alone: bool) -> Any:
-        now = type(module)
-        # A class that other code derived from this one may have other attributes.
-        if now is made or (now.__module__.startswith("torch.") and made in now.__bases__):
-            fusion: FusedForwards | None = module.__dict__.get(FORWARDS)
-            if fusion is not None and cls.forward is original and not any(GLOBAL_HOOKS):
-                traced, edited = fusion.traced, fusion.edited
-                if alone and traced is not None and traced.holds(module, inputs):
-                    return traced.forward
-                if edited is not None:
-                    return edited.forward
-        if alone and cls.forward is not original:  # a patch, which may take other arguments
-            return lambda *_, **__: cls.forward(module, *inputs)
-        return cls.forward
-
-    namespace = {
-        _convert.FUSED: cls,
-        "__module__": cls.__module__,
-        # The name stays: libraries write it into configurations, and compare it with lists.
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "forward": _with_parameters_of(original, choose),
-    }
-    # The user's metaclass may have effects, such as adding the class to a registry.
-    meta = ABCMeta if isinstance(cls, ABCMeta) else type
-    made: type[nn.Module] = meta.__new__(type(cls), cls.__name__, (FusedModule, cls), namespace)
-    return made
-
-
-# `choose` gets the inputs without a default, and whether the call passes no other inputs.
-_FORWARD = """
-def around(_normplug_choose, {defaults}):
-    def forward{parameters}:
-        return _normplug_choose({me}, ({required}), {alone})({arguments})
-    return forward
-"""
-
-
-def _with_parameters_of(like: Any, choose: Callable[..., Any]) -> types.FunctionType:
-    """Make a forward with the parameters of the function `like` that calls what `choose` returns.
-
-    Tools find the inputs of a model by the names of its parameters, also in `__code__`.
+    A class that other code has derived from a fused class stays, and so does a wrapper around the
+    forward on the instance. Both then run the module's own forward.
     """
-    # A copy without the `__wrapped__` and `__signature__` that a decorator may have set.
-    bare = types.FunctionType(like.__code__, {}, None, like.__defaults__, like.__closure__)
-    bare.__kwdefaults__ = like.__kwdefaults__
-    given = list(inspect.signature(bare).parameters.values())
-    forms: dict[Any, str] = {
-        inspect.Parameter.VAR_POSITIONAL: "*{0}",
-        inspect.Parameter.KEYWORD_ONLY: "{0}={0}",
-        inspect.Parameter.VAR_KEYWORD: "**{0}",
-    }
-    positional = [p.name for p in given if p.kind not in forms]
-    defaults = {p.name: p.default for p in given if p.default is not p.empty}
-    alone = [f"{name} is _normplug_{name}" for name in defaults]
-    alone += [f"not {p.name}" for p in given if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    alone += ["False" for p in given if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    source = _FORWARD.format(
-        defaults=", ".join(f"_normplug_{name}" for name in defaults),
-        parameters=inspect.Signature([inspect.Parameter(p.name, p.kind) for p in given]),
-        me=positional[0] if positional else f"{given[0].name}[0]",
-        required="".join(f"{name}, " for name in positional[1:] if name not in defaults),
-        alone=" and ".join(alone) or True,
-        arguments=", ".join(forms.get(p.kind, "{0}").format(p.name) for p in given),
-    )
-    namespace: dict[str, Any] = {}
-    exec(compile(source, f"<normplug.fuse of {like.__qualname__}>", "exec"), namespace)
-    written = namespace["around"](choose, *defaults.values())
-    made = types.FunctionType(
-        written.__code__, like.__globals__, like.__name__, like.__defaults__, written.__closure__
-    )
-    made.__kwdefaults__ = like.__kwdefaults__
-    functools.update_wrapper(made, like)
-    return made
+    for module in fused:
+        vars(module).pop(FORWARDS, None)
+        if has_fused_class(module):
+            _convert.assign_class(module, plain_class(module))

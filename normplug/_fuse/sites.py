@@ -103,68 +103,57 @@ def refusal(norm: nn.Module) -> str:
 
 def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | None:
     """The site of a norm and what follows it, or None."""
-    add, between, last = None, list[fx.Node](), node
-    while (user := reader(last)) is not None:
+    add: fx.Node | None = None
+    activation: fx.Node | None = None
+    name: ActivationLike = None
+    between, last = list[fx.Node](), node
+    while activation is None and (user := reader(last)) is not None:
         name = traced.activation(user) if "activation" in declared.after else None
         if name is not None:
-            pool = None
-            if add is None and name == "relu" and "max_pool" in declared.after:
-                pool = traced.max_pool(reader(user), user)
-            return _site_after(node, tuple(between), add, user, name, pool)
-        if add is not None:
+            activation = user
+        elif add is not None:
             break
-        if type(traced.module(user)) is nn.Identity:
+        elif type(traced.module(user)) is nn.Identity:
             between.append(user)
         elif "addition" in declared.after and _is_residual(traced, node, user, between):
             add = user
         else:
             break
         last = user
-    return None if add is None else _site_after(node, tuple(between), add, None, None)
-
-
-def _site_after(
-    node: fx.Node,
-    between: tuple[fx.Node, ...],
-    add: fx.Node | None,
-    activation: fx.Node | None,
-    name: ActivationLike,
-    pool: fx.Node | None = None,
-) -> Site:
-    """The site of a norm with an addition, an activation of this name, or a pooling, if given."""
-    labels = ["add"] * (add is not None) + ["max pool"] * (pool is not None)
-    if activation is not None:
-        labels.insert(0 if add is None else 1, _activations.label(name))
+    may_pool = add is None and name == "relu" and "max_pool" in declared.after
+    pool = traced.max_pool(reader(last), last) if may_pool else None
 
     def arguments(module: Callable[[fx.Node], fx.Node]) -> tuple[Any, ...]:
         value: Any = name
         if activation is not None and activation.op == "call_module":
             value = module(activation)
         first = node.args[0], value, tuple(map(module, between))
-        if pool is not None:
-            return *first, module(pool)
         if add is None:
-            return first
+            return first if pool is None else (*first, module(pool))
         flipped = add.args[1] is (node, *between)[-1]
         residual = add.args[0 if flipped else 1]
         return *first, residual, addition(add) is add_in_place, flipped
 
-    nodes = (node, *between, *(n for n in (add, activation, pool) if n is not None))
+    parts = {"add": add, _activations.label(name): activation, "max pool": pool}
+    found = {label: part for label, part in parts.items() if part is not None}
+    nodes = (node, *between, *found.values())
     function = norm_add_activation if pool is None else norm_max_pool
-    return Site(node, nodes, function, arguments, add, ", ".join(labels))
+    return Site(node, nodes, function, arguments, add, ", ".join(found)) if found else None
 
 
 def _is_residual(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]) -> bool:
     """Whether a node adds a residual to a norm's result, and the norm may run just before it."""
+    how, result = addition(add), (node, *between)[-1]
+    if how is None or add.args[0] is add.args[1]:
+        return False
+    if how is add_in_place and add.args[0] is not result:
+        return False  # it mutates the residual
     source = node.all_input_nodes[0]
     module = traced.module(source)
     fresh = module is not None and type(module).forward in _FRESH and len(source.users) == 1
     amid = [n for n in traced.amid(node, add) if n not in between]
-    return (
-        adds(add, (node, *between)[-1])
-        and not traced.calls(amid, node)
-        and (fresh or all(n.op in ("get_attr", "placeholder") for n in amid))
-    )
+    harmless = fresh or all(n.op in ("get_attr", "placeholder") for n in amid)
+    return harmless and not traced.calls(amid, node)
 
 
 def _add_before(traced: Forward, node: fx.Node) -> Site | None:
@@ -299,14 +288,6 @@ def addition(node: Any) -> Callable[[Any, Any], Any] | None:
     return _ADDITIONS.get(node.target) if all(isinstance(a, fx.Node) for a in node.args) else None
 
 
-def adds(node: fx.Node, result: fx.Node) -> bool:
-    """Whether a node adds another tensor to a result, and mutates nothing but the result."""
-    how = addition(node)
-    if how is None or node.args[0] is node.args[1]:
-        return False
-    return how is not add_in_place or node.args[0] is result
-
-
 def reads_metadata(node: fx.Node) -> bool:
     """Whether a node reads only a tensor's shape or other metadata."""
     if node.op == "call_method":
@@ -395,9 +376,7 @@ def _may_be_a_result(node: fx.Node) -> bool:
 def compiled(graph: fx.Graph, title: str) -> Callable[..., Any]:
     """Compile a graph: a call takes 1.3 us for each module, where `fx.Interpreter` takes 17."""
     code = graph.python_code("self")
-    # The inputs that have defaults come last, and the trace does not read them.
-    source = code.src.replace("):\n", ", *_, **__):\n", 1)
     namespace = dict(code.globals)
-    exec(compile(source, title, "exec"), namespace)
+    exec(compile(code.src, title, "exec"), namespace)
     forward: Callable[..., Any] = namespace["forward"]
     return forward

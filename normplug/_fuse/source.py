@@ -56,6 +56,7 @@ class Reads:
 
     cls: type[nn.Module]  # the class whose forward it is
     inputs: tuple[str, ...]  # the names of its required inputs
+    defaults: dict[str, Any] = field(default_factory=dict)  # other positional input -> its default
     sequences: set[str] = field(default_factory=set)  # the inputs that are sequences of tensors
     values: dict[str, Any] = field(default_factory=dict)  # attribute that it reads -> its value
     # Parameter, buffer or training flag that it reads -> whether that was not None.
@@ -74,13 +75,15 @@ def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
         return Reads(cls, ("input",), methods={"forward": forward, "__iter__": cls.__iter__})  # type: ignore[attr-defined]
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("its forward is not a plain function")
-    required = []
+    required, defaults = [], {}
     for parameter in list(inspect.signature(forward).parameters.values())[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise Untraceable("its forward takes *args or **kwargs")
         if parameter.default is parameter.empty:
             required.append(parameter.name)
-    reads = Reads(cls, tuple(required), methods={"forward": forward})
+        elif parameter.kind is not parameter.KEYWORD_ONLY:
+            defaults[parameter.name] = parameter.default
+    reads = Reads(cls, tuple(required), defaults, methods={"forward": forward})
     _Reader(module, cls, reads).function(forward)
     return reads
 

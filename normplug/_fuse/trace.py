@@ -74,7 +74,10 @@ class Trace(fx.Tracer):
         self._tensors: dict[str, fx.Proxy] = {}
         _log.debug("tracing the forward of %s", type(root).__name__)
         try:
-            self._record(reads[root])
+            inputs = [self.create_proxy("placeholder", n, (), {}) for n in reads[root].inputs]
+            self.reached[root] = None
+            result = reads[root].methods["forward"](self._with_forward(root, ""), *inputs)
+            self.create_node("output", "output", (self.create_arg(result),), {})
         except Untraceable:
             raise
         except Exception as error:
@@ -82,13 +85,6 @@ class Trace(fx.Tracer):
             raise Untraceable(f"torch.fx cannot follow its forward: {text}") from error
         finally:
             self._stand_ins.clear()  # breaks the reference cycle with this tracer
-
-    def _record(self, reads: Reads) -> None:
-        """Fill the graph with the root's forward."""
-        inputs = [self.create_proxy("placeholder", name, (), {}) for name in reads.inputs]
-        self.reached[self.root] = None
-        result = reads.methods["forward"](self._with_forward(self.root, ""), *inputs)
-        self.create_node("output", "output", (self.create_arg(result),), {})
 
     def _child(self, path: str, module: nn.Module | None) -> nn.Module | None:
         if module is None:

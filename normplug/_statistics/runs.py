@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from normplug._checks import must
 from normplug._ops.batch_norm_sync import group_to_join
-from normplug._swap.check import generators_kept
+from normplug._swap.check import arguments, generators_kept
 from normplug._torch import BatchNormBase, InstanceNormBase, tree_map_only
 
 
@@ -34,21 +33,12 @@ def is_frozen(module: nn.Module) -> bool:
 
 
 def run(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch, moved to the model's device.
-
-    A mapping gives keywords, of which those that the forward does not name are left out. Of a tuple
-    or a list, as of input and labels, the first element is the input.
-    """
+    """Call a model with a batch, moved to the model's device."""
     device = next((t.device for t in itertools.chain(model.parameters(), model.buffers())), None)
     if device is not None:
         batch = tree_map_only(Tensor, lambda t: t.to(device), batch)
-    if isinstance(batch, Mapping):
-        parameters = inspect.signature(model.forward).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        return model(**{k: v for k, v in batch.items() if takes_all or k in parameters})
-    if isinstance(batch, (tuple, list)):
-        batch = batch[0]
-    return model(batch)
+    args, keywords = arguments(model, batch)
+    return model(*args, **keywords)
 
 
 def batches(caller: str, data: Any, most: int | None) -> Iterator[Any]:

@@ -8,7 +8,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +83,12 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Report:
     Args:
         model: any module that was swapped, or has normplug layers.
         *batch: what a training step passes to the model: its arguments, or a single tuple, list or
-            mapping of them. If the model does not take a single tuple or list as it is, it gets the
-            elements, or else only the first (the inputs of a pair with labels). If it does not take
-            a mapping as it is, it gets the values as keywords, or else only the values that its
-            forward names. With a batch, the outputs of the model and of the unswapped model are
-            also compared in the same three settings. That shows whether anything besides the layers
-            reads their weights. This runs copies of the model, with their hooks.
+            mapping. If the model does not take a single tuple or list as it is, it gets the first
+            element (the inputs of a pair with labels). If it does not take a mapping as it is, it
+            gets the values that its forward names, as keywords. With a batch, the outputs of the
+            model and of the unswapped model are also compared in the same three settings. That
+            shows whether anything besides the layers reads their weights. This runs copies of the
+            model, with their hooks.
         **keywords: arguments that the model takes by keyword.
 
     Returns:
@@ -145,8 +145,6 @@ def refuse(caller: str, model: nn.Module, findings: list[str]) -> None:
 def _untestable(layer: TargetVarianceNorm) -> str | None:
     """Why a layer's output cannot be compared; None if it can."""
     present = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
-    if 0 in layer._affine_shape():
-        return "not compared: no shape yet"
     if any(t.is_meta for t in present):
         return "not compared: on the meta device"
     weight: Tensor | None = layer.weight  # type: ignore[assignment]
@@ -244,16 +242,13 @@ def _distance(got: Tensor, expected: Tensor, tolerance: float) -> tuple[float, f
 
     Values that are not finite must be in the same places; otherwise the difference is infinite.
     """
-    if got.shape != expected.shape:
-        raise ValueError(f"its output has shape {tuple(got.shape)}, not {tuple(expected.shape)}")
-    got, expected = got.detach().double(), expected.detach().double()
     finite = expected.isfinite()
-    if not torch.equal(got.isfinite(), finite):
+    if not torch.equal(got.isfinite(), finite):  # or the shapes differ
         return torch.inf, 0.0
-    differences = (got - expected)[finite]
-    if differences.numel() == 0:
+    got, expected = got.detach()[finite].double(), expected.detach()[finite].double()
+    if got.numel() == 0:
         return None
-    off, allowed = differences.abs().max().item(), tolerance * expected[finite].abs().max().item()
+    off, allowed = (got - expected).abs().max().item(), tolerance * expected.abs().max().item()
     return (off, allowed) if off > allowed else None
 
 
@@ -295,20 +290,27 @@ def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> li
 
 
 def _as_taken(model: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The first form of the batch that the model takes, of the forms that `check` lists."""
-    ways = [(args, keywords)]
-    if len(args) == 1 and isinstance(args[0], Mapping):
-        named = inspect.signature(model.forward).parameters
-        known = {name: value for name, value in args[0].items() if name in named}
-        ways += [((), {**args[0], **keywords}), ((), {**known, **keywords})]
-    elif len(args) == 1 and isinstance(args[0], (tuple, list)):
-        ways += [(tuple(args[0]), keywords), (tuple(args[0][:1]), keywords)]
-    *attempts, last = ways
-    for way in attempts:
-        with suppress(Exception):
-            _call(_duplicate(model), *way)
-            return way
-    return last
+    """The arguments of a model, which may be a single batch that it does not take as it is."""
+    if len(args) == 1 and isinstance(args[0], (Mapping, tuple, list)):
+        try:
+            _call(_duplicate(model), args, keywords)
+        except Exception:
+            args, named = arguments(model, args[0])
+            return args, named | keywords
+    return args, keywords
+
+
+def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model gets of a loader's batch.
+
+    A mapping gives keywords, of which those that the forward does not name are left out. Of a tuple
+    or a list, as of input and labels, the first element is the input.
+    """
+    if isinstance(batch, Mapping):
+        parameters = inspect.signature(model.forward).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return (), {k: v for k, v in batch.items() if takes_all or k in parameters}
+    return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}
 
 
 def _duplicate(thing: Any) -> Any:

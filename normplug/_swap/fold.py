@@ -36,7 +36,7 @@ def is_trained(module: nn.Module) -> bool:
 
 
 def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> None:
-    """Refuse to scale a weight that is computed, has no shape, or is shared with other factors."""
+    """Refuse to scale a weight that is computed, or is shared with other factors."""
     owners = defaultdict[int, list[tuple[str, float]]](list)
     for path, module in inventory.model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -45,8 +45,6 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
         where = f"normplug.{caller}: the weight of {shown(inventory.names[module][0])}"
         if parametrize.is_parametrized(module, "weight"):
             raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
-        if 0 in _convert.declared(module)._affine_shape(module):
-            raise ValueError(f"{where} has no shape yet; run one forward first.")
         if module.weight is None:
             continue
         if "weight" not in {**module._parameters, **module._buffers}:

@@ -6,11 +6,11 @@ import re
 import reprlib
 import string
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import nn
 
-from normplug import _checks
 from normplug._swap.inventory import Inventory, matching
 from normplug._table import shown, some
 from normplug.modes import ModeLike, NormMode
@@ -32,36 +32,24 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 Modes: TypeAlias = dict[nn.Module, tuple[NormMode, int | None]]
 
 
-class LayerModes:
-    """A rule that gives each layer its mode; `name` is its name in messages."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-    __repr__ = __str__
-
-    def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
-        """The mode of each layer in `taken`; an error if a layer gets none, or an invalid one."""
-        raise NotImplementedError
-
-
 ModesLike: TypeAlias = (
-    "ModeLike | Mapping[Any, ModeLike] | Callable[[str, nn.Module], ModeLike] | LayerModes"
+    "ModeLike | Mapping[Any, ModeLike] | Callable[[str, nn.Module], ModeLike] | ByDepth"
 )
+# What `read` returns: one mode, or a rule that gives each layer its own.
+Rule: TypeAlias = "NormMode | dict[Any, NormMode] | Callable[[str, nn.Module], ModeLike] | ByDepth"
 
 
-def read(mode: ModesLike) -> LayerModes:
-    """Return the rule that the argument `mode` describes."""
-    if isinstance(mode, LayerModes):
-        return mode
+def read(mode: ModesLike) -> Rule:
+    """Check the argument `mode`, and parse the modes in it."""
     if isinstance(mode, Mapping):
-        return _ByFilter(mode)
-    if callable(mode) and not isinstance(mode, (type, nn.Module)):
-        return _ByFunction(mode)
+        for key in mode:
+            matching(_KEY, key, {})  # refuses invalid filters
+        return {key: mode_of(repr(key), value) for key, value in mode.items()}
+    is_rule = isinstance(mode, ByDepth) or callable(mode)
+    if is_rule and not isinstance(mode, (type, nn.Module)):
+        return mode  # type: ignore[return-value]
     try:
-        return One(NormMode(mode))  # type: ignore[arg-type]
+        return NormMode(mode)  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(
             f"{error} For a mode per layer, give a mapping of filters to modes, a callable "
@@ -77,50 +65,25 @@ def mode_of(who: str, mode: Any) -> NormMode:
         raise ValueError(f"{error} That is the mode of {who}.") from None
 
 
-class One(LayerModes):
-    """The same mode for each layer."""
-
-    def __init__(self, mode: NormMode) -> None:
-        self.mode, self.name = mode, str(mode)
-
-    def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
-        return dict.fromkeys(taken, (self.mode, None))
-
-
-class _ByFilter(LayerModes):
-    """The mode of the first filter that matches a layer."""
-
-    def __init__(self, modes: Mapping[Any, ModeLike]) -> None:
-        self._modes = [
-            (_checks.filters(_KEY, key), mode_of(repr(key), mode)) for key, mode in modes.items()
-        ]
-        self.name = repr(dict(modes))
-        for filters, _ in self._modes:
-            matching(_KEY, filters, {})  # refuses invalid regular expressions
-
-    def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
-        modes: Modes = {}
-        for filters, mode in self._modes:
-            for module in matching(_KEY, filters, inventory.norms):
-                modes.setdefault(module, (mode, None))
-        left = [shown(inventory.names[module][0]) for module in taken if module not in modes]
-        if left:
-            raise ValueError(
-                f"normplug.{caller}: no key of mode matches {some(left)}. Add a key such as '*' "
-                "for the rest, or exclude these layers."
-            )
-        return {module: modes[module] for module in taken}
-
-
-class _ByFunction(LayerModes):
-    """The mode that a user's function returns for a layer."""
-
-    def __init__(self, function: Callable[[str, nn.Module], ModeLike]) -> None:
-        self._function, self.name = function, getattr(function, "__qualname__", repr(function))
-
-    def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
-        paths = {module: inventory.names[module][0] for module in taken}
-        return {m: (mode_of(shown(p), self._function(p, m)), None) for m, p in paths.items()}
+def assign(rule: Rule, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
+    """The mode of each layer in `taken`; an error if a layer gets none, or an invalid one."""
+    if isinstance(rule, NormMode):
+        return dict.fromkeys(taken, (rule, None))
+    if isinstance(rule, ByDepth):
+        return rule.assign(inventory, taken)
+    paths = {module: inventory.names[module][0] for module in taken}
+    if not isinstance(rule, dict):
+        return {m: (mode_of(shown(path), rule(path, m)), None) for m, path in paths.items()}
+    modes: Modes = {}
+    for key, mode in rule.items():
+        for module in matching(_KEY, key, inventory.norms):
+            modes.setdefault(module, (mode, None))
+    if left := [shown(path) for module, path in paths.items() if module not in modes]:
+        raise ValueError(
+            f"normplug.{caller}: no key of mode matches {some(left)}. Add a key such as '*' "
+            "for the rest, or exclude these layers."
+        )
+    return {module: modes[module] for module in taken}
 
 
 def by_depth(schedule: str | Schedule) -> ByDepth:
@@ -170,13 +133,17 @@ def by_depth(schedule: str | Schedule) -> ByDepth:
     return ByDepth(known, getattr(schedule, "__qualname__", repr(schedule)))
 
 
-class ByDepth(LayerModes):
+@dataclass(frozen=True)
+class ByDepth:
     """Gives each layer the mode that a schedule sets for its block; standard outside blocks."""
 
-    def __init__(self, schedule: Schedule, name: str) -> None:
-        self._schedule, self.name = schedule, f"by_depth({name})"
+    schedule: Schedule
+    name: str
 
-    def assign(self, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
+    def __repr__(self) -> str:
+        return f"by_depth({self.name})"
+
+    def assign(self, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
         """Number the blocks, and call the schedule once for each block that contains a layer."""
         blocks = _blocks(inventory, taken)
         assigned: Modes = dict.fromkeys(taken, (NormMode.STANDARD, None))
@@ -184,7 +151,7 @@ class ByDepth(LayerModes):
             inside = [m for m in inventory.modules[block].modules() if m in assigned]
             if not inside:
                 continue
-            target = self._schedule(number, len(blocks))
+            target = self.schedule(number, len(blocks))
             mode = mode_of(f"block {number} of {len(blocks)}, {block}", target)
             for module in inside:
                 if (other := assigned[module][1]) is not None:

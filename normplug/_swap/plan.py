@@ -10,7 +10,7 @@ from torch import nn
 
 from normplug import _checks, _convert, native
 from normplug._swap.inventory import Filters, Inventory, has_tensors, matching, name_of
-from normplug._swap.layer_modes import LayerModes, ModesLike, read
+from normplug._swap.layer_modes import ModesLike, Rule, assign, read
 from normplug._table import Rows, counts, shown
 from normplug._torch import is_patched
 from normplug.modes import NormMode
@@ -118,14 +118,14 @@ def plan(
     """
     _checks.module("plan", model)
     _checks.flags("plan", sync=sync)
-    modes = None if mode is None else read(mode)
-    return make("plan", Inventory(model), modes, include, exclude, sync)
+    rule = None if mode is None else read(mode)
+    return make("plan", Inventory(model), rule, include, exclude, sync)
 
 
 def make(
     caller: str,
     inventory: Inventory,
-    modes: LayerModes | None,
+    rule: Rule | None,
     include: Filters,
     exclude: Filters,
     sync: bool,
@@ -143,8 +143,8 @@ def make(
             becomes, note = None, "not included"
         rows[module] = PlanRow(path, module, becomes, note, tuple(aliases))
     taken = [module for module, row in rows.items() if row.becomes]
-    if modes is not None and taken:
-        for module, (mode, block) in modes.assign(caller, inventory, taken).items():
+    if rule is not None and taken:
+        for module, (mode, block) in assign(rule, caller, inventory, taken).items():
             rows[module] = replace(rows[module], mode=mode, block=block)
     return Plan(tuple(rows.values()))
 
@@ -164,8 +164,6 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
         return None, "its forward was replaced on the instance, by a patch or accelerate's hooks"
     if isinstance(found, type):
         return (_convert.synchronised(found) if sync else found).__name__, ""
-    if "Frozen" in cls.__name__:
-        return None, "frozen batch norm: it uses stored statistics, so there is no variance to set"
     if cls not in _convert.REPLACEMENTS and any(map(has_tensors, module.children())):
         return None, "its scale comes from layers of its own"
     if found is not None:

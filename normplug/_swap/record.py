@@ -28,18 +28,15 @@ class Entry:
     target_variance: float | None = None
 
 
-def is_recorded(model: nn.Module) -> bool:
-    """Whether there is a record in a model."""
-    return any(_RECORD in vars(m) for m in model.modules())
-
-
-def warn_of_lost(caller: str, inventory: Inventory) -> None:
+def warn_of_lost(caller: str, inventory: Inventory) -> bool:
     """Warn if recorded layers have been removed since, before `renew` forgets them."""
-    if lost := [shown(path) for _, path, layer in _recorded(inventory) if layer is None]:
+    lost = [shown(path) for _, path, layer in _recorded(inventory) if layer is None]
+    if lost:
         _checks.warn(
             f"normplug.{caller}: another tool has rebuilt or removed norm layers of an earlier "
             f"swap: {some(lost)}. normplug.check no longer looks for them."
         )
+    return bool(lost)
 
 
 def renew(inventory: Inventory) -> None:

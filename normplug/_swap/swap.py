@@ -19,7 +19,7 @@ from normplug._swap import plan as _plan
 from normplug._swap import record as _record
 from normplug._swap.fold import writing_to
 from normplug._swap.inventory import Filters, Inventory
-from normplug._swap.layer_modes import ModesLike, read
+from normplug._swap.layer_modes import ModesLike, assign, read
 from normplug._table import counts, shown, some
 from normplug._torch import is_patched
 from normplug.modules import TargetVarianceNorm
@@ -110,7 +110,7 @@ def swap(
         >>> swap(nn.LayerNorm(8), "golden").target_variance
         0.6180339887498949
     """
-    modes = read(mode)
+    rule = read(mode)
     _checks.module("swap", model)
     _checks.swap_options(
         "swap",
@@ -122,7 +122,7 @@ def swap(
         track_running_stats=track_running_stats,
     )
     inventory = Inventory(model)
-    planned = _plan.make("swap", inventory, modes, include, exclude, sync)
+    planned = _plan.make("swap", inventory, rule, include, exclude, sync)
     targets = {row.path: row.mode.target_variance for row in planned if row.mode is not None}
     taken = [row for row in planned if row.becomes]
     if not taken:
@@ -216,8 +216,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     from normplug._fuse.fuse import fused_modules, release
 
     fused = fused_modules(model).values()
-    _record.warn_of_lost("unswap", inventory)
-    if not (layers or stuck or fused or _record.is_recorded(model)):
+    if not (_record.warn_of_lost("unswap", inventory) or layers or stuck or fused):
         _checks.warn(
             f"normplug.unswap: {type(model).__name__} has no normplug layers: it was not swapped, "
             "or is unswapped already."
@@ -306,7 +305,7 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
         ValueError: an unknown mode, a layer that gets none, or a model without normplug layers. All
             layers keep their modes.
     """
-    modes = read(mode)
+    rule = read(mode)
     _checks.module("set_mode", model)
     inventory = Inventory(model)
     layers = [layer for _, layer in _convert.normplug_layers(model)]
@@ -315,7 +314,7 @@ def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
             f"normplug.set_mode: {type(model).__name__} has no normplug layers. "
             "Use normplug.swap(model, mode) first."
         )
-    assigned = modes.assign("set_mode", inventory, layers)
+    assigned = assign(rule, "set_mode", inventory, layers)
     _record.warn_of_lost("set_mode", inventory)
     for layer in layers:
         layer.mode = assigned[layer][0]

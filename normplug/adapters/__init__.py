@@ -1,7 +1,7 @@
 """Normplug classes for norms of other libraries, made when `swap` finds or pickle loads a layer.
 
-`_NORMS` has a row for each class; `rms_norms` finds RMSNorms by what their forward computes. `swap`
-imports no library for this: where there is a layer, its class has been imported.
+`_NORMS` has a row for each class; `rms_norms` and `frozen` recognise a norm by what its forward
+computes. `swap` imports no library for this: where there is a layer, its class has been imported.
 
 `swap(autocast_output=...)` sets the output's dtype under autocast for these layers, too, whether or
 not timm's fast norm is on.
@@ -13,6 +13,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -224,12 +225,17 @@ def adapt(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
         if cls.__module__ == module and cls.__name__ in norms:
             row = norms[cls.__name__]
             return row if isinstance(row, str) else _made(cls, place, row)  # type: ignore[arg-type]
-    if "Frozen" in cls.__name__:
-        return frozen.adapt(cls)
     searched = cls.__module__.startswith(("diffusers.", "transformers."))
-    if searched and not issubclass(cls, (nn.LayerNorm, nn.GroupNorm)):
-        return rms_norms.adapt(cls)
-    return None
+    if "Frozen" in cls.__name__:
+        recogniser: ModuleType = frozen
+    elif searched and not issubclass(cls, (nn.LayerNorm, nn.GroupNorm)):
+        recogniser = rms_norms
+    else:
+        return None
+    try:
+        return _recognised(cls, recogniser)  # type: ignore[arg-type]
+    except Exception:  # not cached: a mode that is active now may have caused it
+        return recogniser.UNKNOWN
 
 
 @functools.cache
@@ -237,9 +243,8 @@ def _made(cls: Any, place: str, row: Any) -> Any:
     """The class that a row describes; None if the library's version has no forward to build on."""
     if row is OneNode and not issubclass(cls, nn.LayerNorm):
         return None
-    doc = f"`{cls.__module__}.{cls.__name__}` that normalises to the target of its mode."
-    namespace = {"__module__": f"{__name__}.{place}", "__doc__": doc}
     bases = (OneNode, cls, LayerNorm) if row is OneNode else (*row, cls)
+    namespace = {"__module__": f"{__name__}.{place}", "__doc__": _doc(cls)}
     ours: Any = type(cls.__name__, bases, namespace)
     if issubclass(ours, _BatchNorm):
         bases = (_SyncBatchNorm, ours)
@@ -247,19 +252,38 @@ def _made(cls: Any, place: str, row: Any) -> Any:
     return ours
 
 
-class _Place(ModuleType):
-    """A module whose classes, from rows of `_NORMS`, are made when pickle first looks them up."""
+@functools.cache
+def _recognised(cls: Any, place: ModuleType) -> Any:
+    """The class of a norm that a module here recognises by its forward, or why there is none.
 
-    def __getattr__(self, name: str) -> Any:
-        kind = name.removeprefix("Sync")
-        for (place, module), norms in _NORMS.items():
-            if kind in norms and self.__name__ == f"{__name__}.{place}":
-                ours: Any = adapt(getattr(importlib.import_module(module), kind))
-                found = ours if kind == name else getattr(ours, "_synchronised", None)
-                if isinstance(found, type):
-                    return found
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+    Its name is the full name of the library's class, with colons for dots because pickle splits
+    names at dots.
+    """
+    namespace = place.recognise(cls)
+    if isinstance(namespace, str):
+        return namespace
+    name = f"{cls.__module__}.{cls.__qualname__}".replace(".", ":")
+    namespace |= {"__module__": place.__name__, "__qualname__": name, "__doc__": _doc(cls)}
+    return type(cls.__name__, (place.Adapted, cls), namespace)
 
 
-for _place in {place for place, _ in _NORMS}:
-    sys.modules[f"{__name__}.{_place}"] = _Place(f"{__name__}.{_place}")
+def _doc(cls: type) -> str:
+    return f"`{cls.__module__}.{cls.__qualname__}` that normalises to the target of its mode."
+
+
+def _named(place: str, name: str) -> Any:
+    """The class with a name in a module of this package; it is made when pickle looks it up."""
+    *path, last = name.split(":")
+    kind = last if path else last.removeprefix("Sync")
+    listed = [m for (p, m), norms in _NORMS.items() if p == place and kind in norms]
+    for module in [".".join(path)] if path else listed:
+        ours: Any = adapt(getattr(importlib.import_module(module), kind))
+        found = ours if kind == last else getattr(ours, "_synchronised", None)
+        if isinstance(found, type):
+            return found
+    raise AttributeError(f"module '{__name__}.{place}' has no attribute {name!r}")
+
+
+for _place in ("frozen", "rms_norms", *{place for place, _ in _NORMS}):
+    _path = f"{__name__}.{_place}"
+    vars(sys.modules.setdefault(_path, ModuleType(_path)))["__getattr__"] = partial(_named, _place)

@@ -1,17 +1,13 @@
 """Frozen batch norms, recognised by what their forward computes.
 
 torchvision has a FrozenBatchNorm2d, and so have detectron2, DETR and copies of them: four buffers,
-weight, bias, running_mean and running_var, which are constants. `adapt` runs the forward of a class
-on a small input, and takes the class if it is the formula of a BatchNorm in evaluation.
-
-The normplug class is made on first use; its name is explained in `rms_norms`.
+weight, bias, running_mean and running_var, which are constants. `recognise` runs the forward of a
+class on a small input, and takes the class if it is the formula of a BatchNorm in evaluation.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +20,12 @@ from normplug.modules.base import FusionSites, TargetVarianceNorm
 from normplug.modules.batch_norm import _BatchNorm
 
 _BUFFERS = ("weight", "bias", "running_mean", "running_var")
+# Why the layers of other classes stay.
+UNKNOWN = "frozen batch norm: it uses stored statistics, so there is no variance to set"
 _EPS = 1e-5  # of classes that have no attribute for it, such as DETR's
 
 
-class FrozenBatchNorm(TargetVarianceNorm):
+class Adapted(TargetVarianceNorm):
     """A BatchNorm whose weight, bias and statistics are buffers.
 
     It saves nothing for the backward; with relu in the same call, one bit per element. It returns
@@ -35,7 +33,7 @@ class FrozenBatchNorm(TargetVarianceNorm):
     """
 
     _function = "batch_norm"
-    _call_reads = TargetVarianceNorm._call_reads
+    _lacks_eps: ClassVar[bool]  # whether eps is a constant of the stock forward
     forward = _BatchNorm.forward
     _fused = _BatchNorm._fused
     _variance = _BatchNorm._variance
@@ -51,6 +49,11 @@ class FrozenBatchNorm(TargetVarianceNorm):
     @classmethod
     def _adopt(cls, module: nn.Module, track_running_stats: bool | None, device: Any) -> None:
         vars(module).setdefault("eps", _EPS)
+
+    @classmethod
+    def _leave(cls, module: nn.Module) -> None:
+        if cls._lacks_eps:
+            del module.eps
 
     def _statistics(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self._buffers["running_mean"], self._buffers["running_var"], None
@@ -84,47 +87,23 @@ class FrozenBatchNorm(TargetVarianceNorm):
         return reference.batch_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
 
 
-def adapt(cls: type[nn.Module]) -> type[FrozenBatchNorm] | None:
-    """The normplug class of a frozen batch norm; None if its forward computes something else."""
-    try:
-        return _adapted(cls)  # type: ignore[arg-type]
-    except Exception:  # the forward needs what the probe lacks, such as an activation
-        return None
-
-
-def __getattr__(name: str) -> Any:
-    """Make a class on first use. Pickle looks it up by its name in this module."""
-    module, _, kind = name.replace(":", ".").rpartition(".")
-    if module and (ours := adapt(getattr(importlib.import_module(module), kind))) is not None:
-        return ours
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-@functools.cache
-def _adapted(cls: type[nn.Module]) -> type[FrozenBatchNorm] | None:
-    if not _computes_the_formula(cls):
-        return None
-    path = f"{cls.__module__}.{cls.__qualname__}"
-    namespace = {
-        "__module__": __name__,
-        "__qualname__": path.replace(".", ":"),
-        "__doc__": f"`{path}` that normalises to the target of its mode.",
-    }
-    return type(cls.__name__, (FrozenBatchNorm, cls), namespace)
-
-
 @torch.no_grad()
-def _computes_the_formula(cls: type[nn.Module]) -> bool:
+def recognise(cls: type[nn.Module]) -> dict[str, Any] | str:
+    """The attributes of a class's normplug class, or why there is none."""
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         generator = torch.Generator("cpu").manual_seed(0)
         values = [torch.rand(3, generator=generator, dtype=torch.float64) + 0.1 for _ in _BUFFERS]
         values[-1] *= 1e-4  # so that a wrong eps shows
         layer: Any = object.__new__(cls)
         nn.Module.__init__(layer)
-        vars(layer)["eps"] = _EPS
         for name, value in zip(_BUFFERS, values, strict=True):
             layer.register_buffer(name, value)
         x = torch.randn(2, 3, 2, 2, generator=generator, dtype=torch.float64)
         weight, bias, mean, var = values
         expected = reference.batch_norm(x, weight, bias, eps=_EPS, mean=mean, var=var).y
-        return torch.allclose(cls.forward(layer, x.clone()), expected)
+        try:
+            y, lacks_eps = cls.forward(layer, x.clone()), True
+        except AttributeError:
+            layer.eps = _EPS
+            y, lacks_eps = cls.forward(layer, x.clone()), False
+        return {"_lacks_eps": lacks_eps} if torch.allclose(y, expected) else UNKNOWN

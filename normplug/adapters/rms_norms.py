@@ -1,22 +1,17 @@
 """RMSNorms of other libraries, recognised by what their forward computes.
 
 `transformers` and `diffusers` have hundreds of classes for one formula, which differ in where they
-round. `adapt` runs the forward of a class on small inputs of every dtype, and takes the class if
-exactly one of normplug's RMSNorms gives the same bits and dtypes. So a class that a new version of
-a library adds is taken too, and one whose forward has changed is left.
-
-The normplug class for such a class is made on first use. Its name here is the full name of the
-library's class, with colons for dots because pickle splits names at dots.
+round. `recognise` runs the forward of a class on small inputs of every dtype, and takes the class
+if exactly one of normplug's RMSNorms gives the same bits and dtypes. So a class that a new version
+of a library adds is taken too, and one whose forward has changed is left.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import inspect
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +40,13 @@ _DTYPES = [
     (torch.float32, torch.bfloat16),
 ]
 _WIDTH = 24
+# Why the layers of other classes stay.
+UNKNOWN = "its forward computes no norm that normplug knows"
 _Inputs: TypeAlias = list[tuple[Tensor, Tensor | None]]  # x and weight
+_Kind: TypeAlias = tuple[str, float, str]  # name of eps, weight offset, rounding
 
 
-class AdaptedRMSNorm(_RMSNorm):
+class Adapted(_RMSNorm):
     """An RMSNorm of another library, whose weight gives the shape of a row."""
 
     _autocasts = False  # autocast leaves the operations of these classes alone
@@ -75,76 +73,36 @@ class AdaptedRMSNorm(_RMSNorm):
         return tuple(self.dim if weight is None else weight.shape)  # type: ignore[arg-type]
 
 
-def adapt(cls: type[nn.Module]) -> type[AdaptedRMSNorm] | str:
-    """The normplug class of a library's RMSNorm, or why it stays as it is.
+@torch.no_grad()
+def recognise(cls: type[nn.Module]) -> dict[str, Any] | str:
+    """The attributes of a class's normplug class, or why there is none.
 
     The probe does not call the constructor, which may therefore take any arguments.
     """
     parameters = inspect.signature(cls.forward).parameters.values()
     if len(parameters) != 2 or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return "its forward takes more than one argument"
-    try:
-        ours = _adapted(cls)  # type: ignore[arg-type]
-    except Exception:  # not cached: a mode that is active now may have caused it
-        ours = None
-    return ours or "its forward computes no norm that normplug knows"
-
-
-def __getattr__(name: str) -> Any:
-    """Make a class on first use. Pickle looks it up by its name in this module."""
-    module, _, kind = name.replace(":", ".").rpartition(".")
-    if module:
-        ours = adapt(getattr(importlib.import_module(module), kind))
-        if isinstance(ours, type):
-            return ours
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-class _Kind(NamedTuple):
-    """How a forward computes an RMSNorm."""
-
-    eps_name: str
-    weight_offset: float
-    rounding: str
-    may_lack_weight: bool = False
-
-
-@functools.cache
-def _adapted(cls: type[nn.Module]) -> type[AdaptedRMSNorm] | None:
-    kind = _probe(cls)
-    if kind is None:
-        return None
-    path = f"{cls.__module__}.{cls.__qualname__}"
-    namespace = {
-        "__module__": __name__,
-        "__qualname__": path.replace(".", ":"),
-        "__doc__": f"`{path}` that normalises to a target second moment.",
-        "_eps_name": kind.eps_name,
-        kind.eps_name: eps_property(kind.eps_name),
-        "_weight_offset": kind.weight_offset,
-        "_rounding": kind.rounding,
-        "_may_lack_weight": kind.may_lack_weight,
-    }
-    return type(cls.__name__, (AdaptedRMSNorm, cls), namespace)
-
-
-@torch.no_grad()
-def _probe(cls: type[nn.Module]) -> _Kind | None:
-    """The kind of RMSNorm that a class's forward computes; None if none or several match."""
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         inputs = list(_inputs())
         outputs = [_forward(cls, x, weight) for x, weight in inputs]
-        choices = product(_EPS, (0.0, 1.0), ("output", "input", "weight"))
-        kinds = [_Kind(*choice) for choice in choices]
-        kinds = [kind for kind in kinds if _computes(kind, inputs, outputs)]
-        if len(kinds) != 1:
-            return None
+        kinds = product(_EPS, (0.0, 1.0), ("output", "input", "weight"))
+        found = [kind for kind in kinds if _computes(kind, inputs, outputs)]
+        if len(found) != 1:
+            return UNKNOWN
+        eps_name, weight_offset, rounding = found[0]
         bare: _Inputs = [(x, None) for x, _ in inputs]
         try:
             outputs = [_forward(cls, x, None) for x, _ in bare]
+            may_lack_weight = _computes(found[0], bare, outputs)
         except (TypeError, AttributeError):
-            return kinds[0]
-        return kinds[0]._replace(may_lack_weight=_computes(kinds[0], bare, outputs))
+            may_lack_weight = False
+    return {
+        "_eps_name": eps_name,
+        eps_name: eps_property(eps_name),
+        "_weight_offset": weight_offset,
+        "_rounding": rounding,
+        "_may_lack_weight": may_lack_weight,
+    }
 
 
 def _inputs() -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -171,7 +129,7 @@ def _forward(cls: type[nn.Module], x: Tensor, weight: Tensor | None) -> Tensor:
 
 def _computes(kind: _Kind, inputs: _Inputs, outputs: list[Tensor]) -> bool:
     """Whether normplug's RMSNorm of this kind gives these outputs."""
-    eps, numbers = _EPS[kind.eps_name], (kind.weight_offset, kind.rounding)
+    eps, numbers = _EPS[kind[0]], kind[1:]
     spec = LayerNormSpec((_WIDTH,), None, eps, 1.0, None, "float32", False, *numbers)
     for (x, weight), theirs in zip(inputs, outputs, strict=True):
         ours = composed_rms_norm(x, weight, spec)

@@ -15,7 +15,7 @@ import normplug
 from normplug import _checks, _convert
 from normplug._swap import record
 from normplug._swap.check import refuse
-from normplug._swap.layer_modes import ModesLike, One, read
+from normplug._swap.layer_modes import ModesLike, read
 from normplug._swap.swap import swap
 
 _OPTIONS = [p.name for p in inspect.signature(swap).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -57,8 +57,7 @@ class SwapNorms(Callback):
         warm_up: bool = False,
         **options: Any,
     ) -> None:
-        rule = read(mode)
-        self.mode = rule.mode if isinstance(rule, One) else rule
+        self.mode = read(mode)
         if unknown := [name for name in options if name not in _OPTIONS]:
             raise TypeError(
                 f"normplug.lightning.SwapNorms: unknown option {unknown[0]!r}; the options are "

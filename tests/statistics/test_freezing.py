@@ -80,7 +80,7 @@ def test_a_frozen_class_is_swapped_fused_and_given_back(cls):
     for buffer in model.buffers():
         buffer.uniform_(0.5, 2.0)
     x = images(2).requires_grad_()
-    expected, keys = model(x), list(model.state_dict())
+    expected, keys, own = model(x), list(model.state_dict()), set(vars(model[1]))
     (dx,) = torch.autograd.grad(expected.sum(), x, retain_graph=True)
     fuse(swap(model))
     assert all(isinstance(model[i], cls) and not list(model[i].parameters()) for i in (1, 4))
@@ -96,6 +96,7 @@ def test_a_frozen_class_is_swapped_fused_and_given_back(cls):
     torch.testing.assert_close(model(x), expected)
     unswap(model)
     assert [type(model[i]) for i in (1, 4)] == [cls, cls]
+    assert set(vars(model[1])) == own
     torch.testing.assert_close(model(x), expected)
 
 
