@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from normplug._statistics.groups import param_groups
     from normplug._statistics.watching import watch
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "BatchNorm1d",

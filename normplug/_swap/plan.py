@@ -25,7 +25,7 @@ class PlanRow:
         path: its first path in the model; "" is the model itself.
         module: the layer.
         becomes: the normplug class it becomes, or already is; None where it stays as it is.
-        note: why it stays, or that it is swapped already; "" otherwise.
+        note: why it stays and what to do, or that it is swapped already; "" otherwise.
         aliases: its other paths, if the layer is shared.
         mode: the mode it gets; None where it stays as it is, or the plan was made without a mode.
         block: the number of its block, from 1, where `normplug.by_depth` gives the mode; None
@@ -154,23 +154,23 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
     cls = _convert.plain_class(module)
     if isinstance(module, TargetVarianceNorm):
         if not _convert.is_revertible(module):
-            return None, "a subclass of a normplug class"
+            return None, "a subclass of a normplug class: assign its mode yourself"
         becomes = _convert.synchronised(cls) if sync else cls
         return becomes.__name__, f"swapped already, mode {module.mode}"
     if isinstance(module, torch.jit.ScriptModule):
-        return None, "compiled TorchScript"
+        return None, "compiled TorchScript: swap before you compile"
     found = _convert.replacement_or_reason(module)
     if isinstance(found, type) and is_patched(module):
-        return None, "its forward was replaced on the instance, by a patch or accelerate's hooks"
+        return None, "its forward was replaced on the instance: swap before patches and hooks"
     if isinstance(found, type):
         return (_convert.synchronised(found) if sync else found).__name__, ""
     if cls not in _convert.REPLACEMENTS and any(map(has_tensors, module.children())):
-        return None, "its scale comes from layers of its own"
+        return None, "nothing to do: its scale comes from layers of its own"
     if found is not None:
-        return None, found
+        return None, found if "then swap" in found else f"nothing to do: {found}"
     stock = next((c for c in cls.__mro__ if c in _convert.REPLACEMENTS), None)
     if stock is None:
-        return None, "no normplug counterpart"
+        return None, "nothing to do: no normplug counterpart"
     library = stock.__module__.partition(".")[0]
     name = f"{'nn' if library == 'torch' else library}.{stock.__name__}"
-    return None, f"a subclass of {name}, which may have a forward of its own"
+    return None, f"a subclass of {name}: if it has the same forward, set its __class__"

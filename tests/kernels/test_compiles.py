@@ -31,8 +31,6 @@ pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
     pytest.mark.skipif(not launch.BUILDS, reason="on this Triton the kernels are not used"),
 ]
-T4 = GPUTarget("cuda", 75, 32)
-T4_SMS, T4_SHARED = 40, 64 << 10
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 INTEGERS = {"counters": torch.int64, "tracked": torch.int64, "bits": torch.uint8}
 TILES = ("x", "y", "dy", "dx", "residual", "dresidual", "total")
@@ -160,22 +158,39 @@ def test_group_norm_compiles(name, dtype):
         check(made, dtype)
 
 
-def t4_launches():
-    """A pair of launches of each family of kernels, with the dtype of x."""
-    yield batch_norm_launches((128, 256, 196, False), FLOAT16, True, T4_SMS), FLOAT16
-    yield batch_norm_launches((64, 512, 1, True), FLOAT32, True, T4_SMS), FLOAT32
-    yield row_launches(4096, 768, 2, FLOAT32, 768, T4_SMS, T4_SHARED), FLOAT16
-    yield group_norm_launches((16, 32, 2, 196, False), FLOAT16, T4_SMS), FLOAT16
-    yield group_norm_launches((16, 32, 8, 64, True), FLOAT32, T4_SMS), FLOAT32
+# Multiprocessors, and the bytes of shared memory of a program. Other tests compile for sm_90.
+TARGETS = {
+    "sm_75": (GPUTarget("cuda", 75, 32), 40, 64 << 10),  # T4
+    "sm_80": (GPUTarget("cuda", 80, 32), 108, 163 << 10),  # A100
+    "sm_86": (GPUTarget("cuda", 86, 32), 72, 99 << 10),  # A10
+    "sm_89": (GPUTarget("cuda", 89, 32), 58, 99 << 10),  # L4
+    "sm_100": (GPUTarget("cuda", 100, 32), 148, SHARED),  # B200
+    "sm_120": (GPUTarget("cuda", 120, 32), 170, 99 << 10),  # RTX 5090
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 304, 64 << 10),  # MI300X
+}
 
 
-def test_the_kernels_compile_for_compute_capability_7_5():
-    for launches, dtype in t4_launches():
-        for made in launches:
-            kernel = compiled(made, dtype, T4, dtotal=dtype)
-            assert kernel.asm["cubin"]
-            assert kernel.metadata.shared <= T4_SHARED
-            assert 32 * kernel.metadata.num_warps <= 1024
+@pytest.mark.parametrize("name", TARGETS)
+def test_each_family_compiles_for_every_target_without_a_card(name, monkeypatch):
+    target, sms, shared = TARGETS[name]
+    rocm = target.backend == "hip"
+    monkeypatch.setattr(launch, "COOPERATIVE", not rocm)
+    hip = triton.backends.backends["amd"].compiler
+    # Older wheels of Triton lack the linker, so they get as far as the assembler.
+    monkeypatch.setattr(hip, "path_to_rocm_lld", lambda: "true", raising=False)
+    dtype = FLOAT16 if name == "sm_75" else BFLOAT16
+    for made in (
+        *batch_norm_launches((128, 256, 196, False), dtype, True, sms),
+        *row_launches(4096, 768, dtype.itemsize, FLOAT32, 768, sms, shared),
+        *group_norm_launches((16, 32, 2, 196, False), dtype, sms),
+        # Those over columns take three times as long to compile: for the oldest target alone.
+        *(batch_norm_launches((64, 512, 1, True), dtype, True, sms) if name == "sm_75" else ()),
+        *(group_norm_launches((16, 32, 8, 64, True), dtype, sms) if name == "sm_75" else ()),
+    ):
+        kernel = compiled(made, dtype, target, dtotal=dtype)
+        assert kernel.asm["amdgcn" if rocm else "cubin"]
+        assert kernel.metadata.shared <= shared
+        assert kernel.metadata.num_warps * target.warp_size <= 1024
 
 
 def threads_along_the_steps(made, dtype, tile, **others):

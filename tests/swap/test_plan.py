@@ -50,7 +50,7 @@ def test_an_include_that_matches_nothing_is_an_error_and_an_exclude_warns(net):
 
 def test_nothing_to_swap_warns_with_what_was_seen():
     model = nn.Sequential(*(nn.LocalResponseNorm(n) for n in (2, 3)), nn.CrossMapLRN2d(2))
-    text = r"2 LocalResponseNorm \(no normplug counterpart\), 1 CrossMapLRN2d"
+    text = r"2 LocalResponseNorm \(nothing to do: no normplug counterpart\), 1 CrossMapLRN2d"
     with pytest.warns(UserWarning, match=text):
         assert swap(model, "golden") is model
     with pytest.warns(UserWarning, match="nothing to swap in Linear; norm layers seen: none"):
@@ -67,8 +67,8 @@ def test_subclasses_and_other_norms_are_left_and_plan_says_so(net):
     net.weighty = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     notes = {row.path: row.note for row in plan(net) if not row.becomes}
     assert notes == {
-        "odd": "a subclass of nn.BatchNorm2d, which may have a forward of its own",
-        "local": "no normplug counterpart",
+        "odd": "a subclass of nn.BatchNorm2d: if it has the same forward, set its __class__",
+        "local": "nothing to do: no normplug counterpart",
     }
     swap(net, "golden")
     assert type(net.odd) is Odd
@@ -96,7 +96,7 @@ class NormedBlock(nn.Module):
 
 def test_a_norm_whose_scale_comes_from_another_input_is_left_and_plan_says_so():
     notes = {row.path: row.note for row in plan(NormedBlock())}
-    assert notes == {"inner": "its scale comes from layers of its own"}
+    assert notes == {"inner": "nothing to do: its scale comes from layers of its own"}
 
 
 def test_a_class_that_was_patched_before_the_swap_is_left_and_plan_says_so(net, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_class_that_was_patched_before_the_swap_is_left_and_plan_says_so(net, 
     assert type(net.flat) is nn.BatchNorm1d
     torch.testing.assert_close(net(X), expected)
     (row,) = [row for row in plan(net) if row.module is net.flat]
-    text = "the forward of its class was replaced by other code, which a swapped layer skips"
+    text = "the forward of its class was replaced by other code: undo that, then swap"
     assert (row.becomes, row.note) == (None, text)
     assert type(net.stem[1]).__module__ == "normplug.modules.batch_norm"
 

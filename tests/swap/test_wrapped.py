@@ -82,4 +82,4 @@ def test_unswap_names_accelerates_hooks_if_they_are_in_the_way():
     torch.testing.assert_close(unswap(net)(X), expected)
     hooks.attach_align_device_hook(net, execution_device="cpu")
     notes = {row.note for row in plan(net)}
-    assert notes == {"its forward was replaced on the instance, by a patch or accelerate's hooks"}
+    assert notes == {"its forward was replaced on the instance: swap before patches and hooks"}

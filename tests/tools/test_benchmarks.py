@@ -2,6 +2,7 @@
 
 import copy
 import socket
+from contextlib import nullcontext
 from functools import partial
 from unittest.mock import Mock
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import ddp
+import gate
 import host
 import models
 import nets
@@ -21,7 +23,7 @@ import tables
 from normplug._ops.recompute import AVAILABLE
 from normplug.bench import timing
 from normplug.bench.op import Case, Problem, cases
-from normplug.bench.rows import read_file
+from normplug.bench.rows import add_to_file, read_file
 from programs import program
 
 CPU = torch.device("cpu")
@@ -125,6 +127,28 @@ def test_other_arms_differ_from_the_usual_as_their_names_say(tmp_path, monkeypat
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
     assert rows["no-norm"]["loss"] != pytest.approx(rows["eager"]["loss"])
     assert type(models.without_norms(nn.Sequential(nn.LayerNorm(3)))[0]) is nn.Identity
+
+
+@pytest.mark.parametrize(
+    ("speeds", "why"),
+    [
+        ([1.5] * 3, ""),  # equal
+        ([1.2, 1.43, 1.9], ""),  # the median is slower, and within 5%
+        ([1.8] * 3, ""),
+        ([1.4, 1.42, 1.5], "slower by more than 5%"),
+        ([1.5] * 2, "fewer than 3 runs"),
+        ([], "not measured"),
+    ],
+)
+def test_the_gate_names_the_rows_that_have_become_slower(tmp_path, speeds, why):
+    for name, runs in {"new": speeds, "old": [1.5]}.items():
+        arms = [("eager", 1.0), ("liger", len(runs)), *3 * [("swap", 1.1)]]
+        arms += [("swap+fuse", speed) for speed in runs]
+        rows = [{"model": "net", "batch": 2, "arm": arm, "over_eager": n} for arm, n in arms]
+        add_to_file(tmp_path / f"{name}.json", rows)
+    failed = f"^1 of 2 rows fail:\nnet, 2, swap\\+fuse: {why}$"
+    with pytest.raises(SystemExit, match=failed) if why else nullcontext():
+        gate.main([str(tmp_path / "new.json"), "--against", str(tmp_path / "old.json")])
 
 
 @pytest.mark.parametrize("name", ["add_layer_norm", "batch_norm_relu"])
