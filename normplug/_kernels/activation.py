@@ -15,31 +15,29 @@ def _sigmoid(z):
     SiLU's kernels are bound by instruction issue, and no longer by memory.
     """
     if z.dtype == tl.float64:
-        gate = tl.sigmoid(z)
+        return tl.sigmoid(z)
     else:
         root = tl.math.rsqrt(1.0 + tl.exp2(z * -1.4426950408889634))  # -log2(e)
-        gate = root * root
-    return gate
+        return root * root
 
 
 @triton.jit
 def activate(z, ACTIVATION):
     """Apply relu, silu, exact gelu, relu6, hardswish or leaky relu to z; nan stays nan."""
     if ACTIVATION < 0:
-        y = tl.where(z > 0, z, z * -ACTIVATION)
+        return tl.where(z > 0, z, z * -ACTIVATION)
     elif ACTIVATION == 1:
-        y = tl.where(z <= 0, 0.0, z)
+        return tl.where(z <= 0, 0.0, z)
     elif ACTIVATION == 2:
-        y = z * _sigmoid(z)
+        return z * _sigmoid(z)
     elif ACTIVATION == 3:
-        y = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+        return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
     elif ACTIVATION == 4:
-        y = tl.where(z <= 0, 0.0, tl.where(z >= 6, 6.0, z))
+        return tl.where(z <= 0, 0.0, tl.where(z >= 6, 6.0, z))
     elif ACTIVATION == 5:
-        y = tl.where(z <= -3, 0.0, tl.where(z >= 3, z, z * (z + 3.0) * 0.16666666666666666))
+        return tl.where(z <= -3, 0.0, tl.where(z >= 3, z, z * (z + 3.0) * 0.16666666666666666))
     else:
-        y = z
-    return y
+        return z
 
 
 @triton.jit
@@ -50,39 +48,35 @@ def activation_gradient(dy, z, ACTIVATION):
     derivative from the right.
     """
     if ACTIVATION < 0:
-        dz = tl.where(z > 0, dy, dy * -ACTIVATION)
+        return tl.where(z > 0, dy, dy * -ACTIVATION)
     elif ACTIVATION == 1:
-        dz = tl.where(z <= 0, 0.0, dy)
+        return tl.where(z <= 0, 0.0, dy)
     elif ACTIVATION == 2:
         gate = _sigmoid(z)
-        dz = dy * gate * (1.0 + z * (1.0 - gate))
+        return dy * gate * (1.0 + z * (1.0 - gate))
     elif ACTIVATION == 3:
         density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
-        dz = dy * (0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * density)
+        return dy * (0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * density)
     elif ACTIVATION == 4:
-        dz = tl.where(z <= 0, 0.0, tl.where(z >= 6, 0.0, dy))
+        return tl.where(z <= 0, 0.0, tl.where(z >= 6, 0.0, dy))
     elif ACTIVATION == 5:
         slope = tl.where(z <= -3, 0.0, tl.where(z >= 3, 1.0, z * 0.3333333333333333 + 0.5))
-        dz = dy * slope
+        return dy * slope
     else:
-        dz = dy
-    return dz
+        return dy
 
 
 @triton.jit
-def positive(z):
-    """Return 1 where relu passes the gradient, else 0: at z <= 0 it does not, at nan it does."""
-    return tl.where(z <= 0, 0, 1)
+def pack_mask(z, COUNT):
+    """Pack relu's mask of COUNT values, of any shape, into COUNT / 8 bytes, lowest bit first.
 
-
-@triton.jit
-def pack_bits(bits, COUNT):
-    """Pack COUNT zeros and ones, of any shape, into COUNT / 8 bytes, lowest bit first."""
-    eights = tl.reshape(bits.to(tl.int32), [COUNT // 8, 8])
+    A bit is 1 where relu passes the gradient: at z <= 0 it does not, at nan it does.
+    """
+    eights = tl.reshape(tl.where(z <= 0, 0, 1).to(tl.int32), [COUNT // 8, 8])
     return tl.sum(eights << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
 
 
 @triton.jit
-def unpack_bits(packed, COUNT):
+def unpack_mask(packed, COUNT):
     """Unpack COUNT / 8 bytes into COUNT zeros and ones."""
     return tl.reshape((packed.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1, [COUNT])

@@ -13,7 +13,8 @@ import inspect
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +64,7 @@ class Launch:
     others are filled by name, from `given` or from the first source with this attribute, in lower
     case: `ROWS` is `source.rows`, and `ROWS_UNITS` is `source.rows // source.unit`.
 
-    A kernel's tensors come first, then its numbers, then its constants. `grid` programs have
-    `warps` warps each. The programs of a `cooperative` launch all run at once.
+    `grid` programs have `warps` warps each. The programs of a `cooperative` launch all run at once.
     """
 
     def __init__(
@@ -97,10 +97,7 @@ class Launch:
     def __call__(self, stream: int, *tensors: Tensor) -> None:
         """Launch on `stream`, which must be the current stream of the current device."""
         pointers = [tensor.data_ptr() for tensor in tensors]
-        misaligned = 0
-        for pointer in pointers:
-            misaligned |= pointer
-        aligned = not misaligned & 15
+        aligned = not reduce(or_, pointers) & 15
         if aligned and self._run is not None:
             try:
                 self._run(
@@ -129,9 +126,7 @@ class Launch:
         scratch = [getattr(details, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
         if self._run is None or any(scratch) or self._metadata is None:
             return None
-        warps, clusters, shared, *_ = self._metadata
-        if clusters != 1:
-            return None
+        warps, _, shared, *_ = self._metadata
         names, parameters = self._kernel.arg_names, []
         values = (*range(len(self.pointers)), *self._numbers)
         for place, (name, value) in enumerate(zip(names, values, strict=False)):

@@ -3,8 +3,8 @@
 - `merge_tile_*`: each program that needs the result of K tiles merges their results itself. The
   result of a tile is one or two numbers.
 - `publish_part`: programs publish their parts of a unit, which is whatever has statistics of its
-  own. The last program to arrive merges them with `merge_column_*`. A part has two numbers for each
-  of BC columns: first one number of every column, then the other.
+  own. The last program to arrive merges them. A part has two numbers for each of BC columns: first
+  one number of every column, then the other.
 - `finish_gradients`: programs at the end of the grid add up the parts of gradients.
 
 Moments are a mean and m2, the sum of squared distances from it. Chan's formula merges them:
@@ -17,7 +17,7 @@ import triton.language as tl
 from normplug._kernels.primitives import as_stored, scalar
 from normplug._kernels.waiting import arrive
 
-FAN_IN = tl.constexpr(32)  # parts that `publish_part` merges at a time
+FAN_IN = tl.constexpr(32)  # parts that `publish_part` and `finish_gradients` take at a time
 
 
 def room_for_parts(units: int, items: int, columns: int) -> tuple[int, int]:
@@ -89,8 +89,8 @@ def merge_tile_sums(partial_ptr, K, KP, ACC):
 
 
 @triton.jit
-def merge_column_moments(partial_ptr, items, rows_each, rows, BC, F, ACC):
-    """Merge each column's moments of `items` parts, F at a time, in order.
+def _merge_column_moments(partial_ptr, items, rows_each, rows, BC, ACC):
+    """Merge each column's moments of `items` parts, FAN_IN at a time, in order.
 
     A part has `rows_each` rows, or the last one fewer; all together have `rows`.
     """
@@ -99,8 +99,8 @@ def merge_column_moments(partial_ptr, items, rows_each, rows, BC, F, ACC):
     mean = tl.zeros([BC], ACC)
     m2 = tl.zeros([BC], ACC)
     first = tl.load(partial_ptr + places, cache_modifier=".cg")
-    for start in range(0, items, F):
-        item = start + tl.arange(0, F)
+    for start in range(0, items, FAN_IN):
+        item = start + tl.arange(0, FAN_IN)
         there = (item < items)[:, None]
         counts = tl.minimum(tl.maximum(rows - item * rows_each, 0), rows_each).to(ACC)
         counts = tl.where(item < items, counts, 0.0)
@@ -117,13 +117,13 @@ def merge_column_moments(partial_ptr, items, rows_each, rows, BC, F, ACC):
 
 
 @triton.jit
-def merge_column_sums(partial_ptr, items, BC, F, ACC):
-    """Add up each column's pairs of sums of `items` parts, F at a time, in order."""
+def _merge_column_sums(partial_ptr, items, BC, ACC):
+    """Add up each column's pairs of sums of `items` parts, FAN_IN at a time, in order."""
     places = tl.arange(0, BC)
     a = tl.zeros([BC], ACC)
     b = tl.zeros([BC], ACC)
-    for start in range(0, items, F):
-        item = start + tl.arange(0, F)
+    for start in range(0, items, FAN_IN):
+        item = start + tl.arange(0, FAN_IN)
         there = (item < items)[:, None]
         base = partial_ptr + item[:, None] * (2 * BC) + places[None, :]
         a += tl.sum(tl.load(base, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
@@ -161,11 +161,10 @@ def publish_part(
             tl.atomic_xchg(counter, 0, sem="relaxed")
             if MOMENTS:
                 rows = tl.minimum(ROWS - start * ROWS_EACH, ROWS_EACH * FAN_IN) * HW
-                a, b = merge_column_moments(
-                    parts_ptr + start * (2 * BC), items, ROWS_EACH * HW, rows, BC, FAN_IN, ACC
-                )
+                first_ptr = parts_ptr + start * (2 * BC)
+                a, b = _merge_column_moments(first_ptr, items, ROWS_EACH * HW, rows, BC, ACC)
             else:
-                a, b = merge_column_sums(parts_ptr + start * (2 * BC), items, BC, FAN_IN, ACC)
+                a, b = _merge_column_sums(parts_ptr + start * (2 * BC), items, BC, ACC)
             if batches > 1:
                 batches_ptr = partial_ptr + (UNITS * ITEMS + unit * batches) * (2 * BC)
                 tl.store(batches_ptr + batch * (2 * BC) + places, a)
@@ -176,11 +175,9 @@ def publish_part(
                     tl.atomic_xchg(whole, 0, sem="relaxed")
                     if MOMENTS:
                         each = ROWS_EACH * FAN_IN * HW
-                        a, b = merge_column_moments(
-                            batches_ptr, batches, each, ROWS * HW, BC, FAN_IN, ACC
-                        )
+                        a, b = _merge_column_moments(batches_ptr, batches, each, ROWS * HW, BC, ACC)
                     else:
-                        a, b = merge_column_sums(batches_ptr, batches, BC, FAN_IN, ACC)
+                        a, b = _merge_column_sums(batches_ptr, batches, BC, ACC)
     return a, b, last
 
 
@@ -197,17 +194,14 @@ def ready_flag(counters_ptr, unit, UNITS, ITEMS):
 
 
 @triton.jit
-def _finish_columns(gradient_ptr, parts, which, factor, SUMS, F, FINISH, ACC):
-    """Store a stretch of FINISH columns of a gradient: row `which` of all parts, times `factor`.
-
-    Parts are added F at a time, in order.
-    """
+def _finish_columns(gradient_ptr, parts, which, factor, SUMS, FINISH, ACC):
+    """Store a stretch of FINISH columns of a gradient: row `which` of all parts, times `factor`."""
     parts_ptr, stretch, WIDTH, PARTS = parts
     columns = stretch * FINISH + tl.arange(0, FINISH)
     live = columns < WIDTH
-    total = tl.zeros([F, FINISH], ACC)
-    for start in range(0, PARTS, F):
-        part = start + tl.arange(0, F)
+    total = tl.zeros([FAN_IN, FINISH], ACC)
+    for start in range(0, PARTS, FAN_IN):
+        part = start + tl.arange(0, FAN_IN)
         offsets = ((part * SUMS + which).to(tl.int64) * WIDTH)[:, None] + columns[None, :]
         mask = (part < PARTS)[:, None] & live[None, :]
         total += tl.load(parts_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
@@ -217,8 +211,8 @@ def _finish_columns(gradient_ptr, parts, which, factor, SUMS, F, FINISH, ACC):
 
 @triton.jit
 def finish_gradients(
-    dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, PARTS, root, FINISH, FAN_IN,
-    ACC, DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROOT,
+    dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, PARTS, root, FINISH, ACC,
+    DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROOT,
 ):  # fmt: skip
     """Store a stretch of FINISH columns of each wanted gradient.
 
@@ -228,8 +222,8 @@ def finish_gradients(
     parts = parts_ptr, stretch, WIDTH, PARTS
     if DWEIGHT:
         factor = scalar(root, ACC) if ROOT else 1.0
-        _finish_columns(dweight_ptr, parts, 0, factor, SUMS, FAN_IN, FINISH, ACC)
+        _finish_columns(dweight_ptr, parts, 0, factor, SUMS, FINISH, ACC)
     if DBIAS:
-        _finish_columns(dbias_ptr, parts, SUMS - 1 - DINPUT_BIAS, 1.0, SUMS, FAN_IN, FINISH, ACC)
+        _finish_columns(dbias_ptr, parts, SUMS - 1 - DINPUT_BIAS, 1.0, SUMS, FINISH, ACC)
     if DINPUT_BIAS:
-        _finish_columns(dinput_bias_ptr, parts, SUMS - 1, 1.0, SUMS, FAN_IN, FINISH, ACC)
+        _finish_columns(dinput_bias_ptr, parts, SUMS - 1, 1.0, SUMS, FINISH, ACC)

@@ -1,7 +1,7 @@
 """What the kernels of several norms share: arguments, scalars, dtypes, running statistics, sums.
 
-Only kernels declare which of their arguments are constants; Triton passes them on as constants. The
-arguments that all kernels have, or most:
+A kernel's arguments are tensors, whose names end in `_ptr`; numbers; and constants, which Triton
+passes on as constants. These are the arguments of most kernels:
 
 Sizes, such as N or ROWS, are not compiled in, so another batch size needs no other kernel. The size
     X_UNITS is X / UNIT, a constant that divides it, so that the compiler sees the alignment.
@@ -89,15 +89,3 @@ def load_both(pointer, places, live, COUNT):
     a = tl.load(pointer + places, mask=live, other=0.0, cache_modifier=".cg")
     b = tl.load(pointer + COUNT + places, mask=live, other=0.0, cache_modifier=".cg")
     return a, b
-
-
-@triton.jit
-def affine(rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS):
-    """Each column's scale and bias: the norm is (x - mean) * scale + bias."""
-    scale = rstd * scalar(root, ACC)
-    if WEIGHT:
-        scale *= tl.load(weight_ptr + channels, mask=live, other=0.0).to(ACC)
-    bias = tl.zeros([BC], ACC)
-    if BIAS:
-        bias = tl.load(bias_ptr + channels, mask=live, other=0.0).to(ACC)
-    return scale, bias

@@ -21,21 +21,14 @@ LANE_AXIS = tl.constexpr(0 if VERSION < (3, 7) else 1)
 @triton.jit
 def tile_of_zeros(LANES, STEPS, COLUMNS, ACC):
     """A tile of zeros."""
-    if STEP_AXIS == 1:
-        tile = tl.zeros([LANES, STEPS, COLUMNS], ACC)
-    else:
-        tile = tl.zeros([STEPS, LANES, COLUMNS], ACC)
-    return tile
+    return tl.zeros([LANES, STEPS, COLUMNS] if STEP_AXIS == 1 else [STEPS, LANES, COLUMNS], ACC)
 
 
 @triton.jit
 def as_tile(values, LANES, STEPS, COLUMNS):
     """Reshape a tensor of any shape to a tile, its values in order."""
-    if STEP_AXIS == 1:
-        tile = tl.reshape(values, [LANES, STEPS, COLUMNS])
-    else:
-        tile = tl.reshape(values, [STEPS, LANES, COLUMNS])
-    return tile
+    shape: tl.constexpr = (LANES, STEPS, COLUMNS) if STEP_AXIS == 1 else (STEPS, LANES, COLUMNS)
+    return tl.reshape(values, shape)
 
 
 @triton.jit
@@ -43,10 +36,9 @@ def load(pointer, offsets, mask, FULL, LAST):
     """Load a tile of any shape. FULL: all of it is in bounds. LAST: it is not read again."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     if FULL:
-        tile = tl.load(pointer + offsets, eviction_policy=policy)
+        return tl.load(pointer + offsets, eviction_policy=policy)
     else:
-        tile = tl.load(pointer + offsets, mask=mask, other=0, eviction_policy=policy)
-    return tile
+        return tl.load(pointer + offsets, mask=mask, other=0, eviction_policy=policy)
 
 
 @triton.jit
@@ -54,10 +46,7 @@ def store(pointer, offsets, value, mask, FULL, LAST):
     """Store a tile of any shape. FULL: all of it is in bounds. LAST: caches evict it first."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     value = as_stored(value, pointer)
-    if FULL:
-        tl.store(pointer + offsets, value, eviction_policy=policy)
-    else:
-        tl.store(pointer + offsets, value, mask=mask, eviction_policy=policy)
+    tl.store(pointer + offsets, value, mask=None if FULL else mask, eviction_policy=policy)
 
 
 @triton.jit

@@ -35,7 +35,9 @@ from row_cases import (
 )
 
 pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
 
+from normplug._kernels import merging  # noqa: E402
 
 pytestmark = interpreted.MARKS
 
@@ -281,6 +283,7 @@ def test_more_parts_than_one_addition_takes_are_added_right(prepared, monkeypatc
         return {**constants, **{n: min(constants[n], 2) for n in most & constants.keys()}}
 
     routes.watch_compiled(monkeypatch, by_twos)
+    monkeypatch.setattr(merging, "FAN_IN", tl.constexpr(2))  # of gradients
     for setup in ("rows, uneven", "rows, folded", "wide", "wide, all late"):
         for dtype in (torch.float32, torch.float64):
             vectors = "weight+bias+input_bias"

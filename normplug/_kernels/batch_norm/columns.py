@@ -26,32 +26,11 @@ order the reads, described for the forward:
 import triton
 import triton.language as tl
 
-from normplug._kernels.activation import (
-    activate,
-    activation_gradient,
-    pack_bits,
-    positive,
-    unpack_bits,
-)
+from normplug._kernels import activation, tiles
 from normplug._kernels.batch_norm.exchange import joined_moments, joined_sums
 from normplug._kernels.merging import after_parts, publish_part, ready_flag
-from normplug._kernels.primitives import (
-    affine,
-    is_finite,
-    kernel,
-    load_both,
-    scalar,
-    update_running,
-)
-from normplug._kernels.tiles import (
-    STEP_AXIS,
-    as_tile,
-    column_totals,
-    lane_counts,
-    load_tile,
-    tile_rows,
-    write_tile,
-)
+from normplug._kernels.primitives import is_finite, kernel, load_both, scalar, update_running
+from normplug._kernels.tiles import STEP_AXIS, load_tile, write_tile
 from normplug._kernels.waiting import arrive, wait
 
 # The arguments that `schedule.Columns` and `primitives` do not explain.
@@ -82,13 +61,13 @@ def assignment(t, GATHERS, WRITES, GROUP, HEAD):
 
 
 @triton.jit
-def slab_columns(slab, LIVE, W, HW, CHANNELS, BC, SEGMENTS):
-    """A slab's columns, which of them exist, and their channels: in the slab and in the tensor."""
+def columns_of(slab, LIVE, W, HW, CHANNELS, BC, SEGMENTS):
+    """A slab's columns, which of them exist, and their channels: in the slab, or -1, and in all."""
     places = tl.arange(0, BC)
     columns = slab * LIVE + places
     live = (places < LIVE) & (columns < W)
-    own = tl.where(live, places // HW, -1) if SEGMENTS else places
-    return columns, live, own, slab * CHANNELS + own
+    channel = tl.where(live, places // HW, -1) if SEGMENTS else places
+    return columns, live, channel, slab * CHANNELS + channel
 
 
 @triton.jit
@@ -109,8 +88,8 @@ def column_moments(x_ptr, area, start, U, BT, BC, STAGES, ACC, EVEN, WIDE):
     mean = tl.zeros([BT, BC], ACC)
     m2 = tl.zeros([BT, BC], ACC)
     n = tl.full([], 0.0, ACC)
-    tiles = (end - start) // (U * BT)
-    for tile in tl.range(0, tiles, num_stages=STAGES):
+    whole = (end - start) // (U * BT)
+    for tile in tl.range(0, whole, num_stages=STAGES):
         row = start + tile * (U * BT)
         x = load_tile(x_ptr, area, row, U, BT, EVEN, True, WIDE, False).to(ACC) - top
         tile_mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
@@ -120,12 +99,12 @@ def column_moments(x_ptr, area, start, U, BT, BC, STAGES, ACC, EVEN, WIDE):
         mean += difference * fraction
         m2 += tl.sum(x * x, axis=STEP_AXIS) + difference * difference * (n * fraction)
         n += U
-    row = start + tiles * (U * BT)
+    row = start + whole * (U * BT)
     counts = n + tl.zeros([BT, 1], ACC)
     if row < end:
         x = load_tile(x_ptr, area, row, U, BT, EVEN, False, WIDE, False).to(ACC) - top
-        there = (tile_rows(row, U, BT) < end)[:, :, None]
-        more = lane_counts(end - row, BT, ACC)
+        there = (tiles.tile_rows(row, U, BT) < end)[:, :, None]
+        more = tiles.lane_counts(end - row, BT, ACC)
         tile_mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / tl.maximum(more, 1.0)
         x = tl.where(there, x - tl.expand_dims(tile_mean, STEP_AXIS), 0.0)
         difference = tile_mean - mean
@@ -133,17 +112,13 @@ def column_moments(x_ptr, area, start, U, BT, BC, STAGES, ACC, EVEN, WIDE):
         mean += difference * fraction
         m2 += tl.sum(x * x, axis=STEP_AXIS) + difference * difference * (n * fraction)
         counts += more
-    mean, m2 = column_totals(mean, m2, counts, end - start)
+    mean, m2 = tiles.column_totals(mean, m2, counts, end - start)
     return tl.sum(tl.sum(top, axis=0), axis=0) + mean, m2
 
 
 @triton.jit
-def channel_moments(mean, m2, rows, channel, HW, BCH):
-    """Merge the moments of each channel's HW columns, which are over `rows` rows each.
-
-    `channel` is each column's channel in the slab, or -1 for padding.
-    """
-    own = channel[None, :] == tl.arange(0, BCH)[:, None]
+def channel_moments(mean, m2, rows, own, HW):
+    """Merge the moments of each channel's `own` HW columns, which are over `rows` rows each."""
     average = tl.sum(tl.where(own, mean[None, :], 0.0), axis=1) / HW
     # The sum above rounds at the size of the mean. The mean distance from it corrects that.
     average += tl.sum(tl.where(own, mean[None, :] - average[:, None], 0.0), axis=1) / HW
@@ -153,18 +128,23 @@ def channel_moments(mean, m2, rows, channel, HW, BCH):
 
 
 @triton.jit
-def channel_sums(value, channel, BCH):
-    """Add up the sums of each channel's columns."""
-    own = channel[None, :] == tl.arange(0, BCH)[:, None]
-    return tl.sum(tl.where(own, value[None, :], 0.0), axis=1)
+def affine(mean, rstd, vectors, channels, live, ACC, WEIGHT, BIAS):
+    """Each column's mean, scale and bias: the norm is (x - mean) * scale + bias."""
+    weight_ptr, bias_ptr, root = vectors
+    scale = rstd * scalar(root, ACC)
+    if WEIGHT:
+        scale *= tl.load(weight_ptr + channels, mask=live, other=0.0).to(ACC)
+    bias = tl.zeros_like(scale)
+    if BIAS:
+        bias = tl.load(bias_ptr + channels, mask=live, other=0.0).to(ACC)
+    return mean, scale, bias
 
 
 @triton.jit
-def coefficients(stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS):
+def coefficients(stats_ptr, vectors, channels, live, C, ACC, WEIGHT, BIAS):
     """Each column's mean, scale and bias; another program may have written the statistics."""
     mean, rstd = load_both(stats_ptr, channels, live, C)
-    scale, bias = affine(rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS)
-    return mean, scale, bias
+    return affine(mean, rstd, vectors, channels, live, ACC, WEIGHT, BIAS)
 
 
 @triton.jit
@@ -226,10 +206,10 @@ def _normalise(
         z += load_tile(residual_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, True).to(ACC)
     if BITS:
         at = bit_columns(slab, BC)
-        packed = as_tile(pack_bits(positive(z), BT * U * BC), BT, U, BC // 8)
+        packed = tiles.as_tile(activation.pack_mask(z, BT * U * BC), BT, U, BC // 8)
         bits_area = at, at >= 0, area[2], SLABS * (BC // 8)
         write_tile(packed, bits_ptr, bits_area, row, U, BT, True, WHOLE, WIDE)
-    y = activate(z, ACTIVATION)
+    y = activation.activate(z, ACTIVATION)
     write_tile(y, y_ptr, area, row, U, BT, EVEN, WHOLE, WIDE)
 
 
@@ -262,10 +242,10 @@ def batch_norm_columns_forward(
         slab, item, late = assignment(t, GATHERS, WRITES, GROUP, HEAD)
     else:
         slab, item, late = t % SLABS, t // SLABS, not TRAINING
-    columns, live, own, channels = slab_columns(
-        slab, LIVE_UNITS * UNIT, W, HW, CHANNELS, BC, SEGMENTS
-    )
+    LIVE = LIVE_UNITS * UNIT
+    columns, live, channel, channels = columns_of(slab, LIVE, W, HW, CHANNELS, BC, SEGMENTS)
     flag_ptr = ready_flag(counters_ptr, slab, SLABS, GATHERS)
+    vectors = weight_ptr, bias_ptr, root
     R: tl.constexpr = U * BT
     if slab < SLABS:
         if not late:
@@ -274,7 +254,9 @@ def batch_norm_columns_forward(
             area = columns, live, end, W
             mean, m2 = column_moments(x_ptr, area, start, U, BT, BC, STAGES, ACC, EVEN, WIDE)
             if SEGMENTS:
-                mean, m2 = channel_moments(mean, m2, end - start, own, HW, BCH)
+                rows = end - start
+                own = channel[None, :] == tl.arange(0, BCH)[:, None]
+                mean, m2 = channel_moments(mean, m2, rows, own, HW)
             mean, m2, last = publish_part(
                 mean, m2, partial_ptr, counters_ptr, slab, item, SLABS, GATHERS, ROWS, ROWS_EACH,
                 HW, BCH, ACC, MOMENTS=True, SINGLE=SOLO,
@@ -293,9 +275,7 @@ def batch_norm_columns_forward(
                 else:
                     wait(flag_ptr, 1, GATHERS)
                 # Back up: first the rows after the last whole tile, then the tiles in reverse.
-                norm = coefficients(
-                    stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
-                )
+                norm = coefficients(stats_ptr, vectors, channels, live, C, ACC, WEIGHT, BIAS)
                 whole = (end - start) // R
                 if start + whole * R < end:
                     row = start + whole * R
@@ -318,9 +298,7 @@ def batch_norm_columns_forward(
             if TRAINING:
                 wait(flag_ptr, 1, WRITES)
             if TRAINING or GIVEN:
-                norm = coefficients(
-                    stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
-                )
+                norm = coefficients(stats_ptr, vectors, channels, live, C, ACC, WEIGHT, BIAS)
             else:
                 average = tl.load(running_mean_ptr + channels, mask=live, other=0.0).to(ACC)
                 var = tl.load(running_var_ptr + channels, mask=live, other=1.0).to(ACC)
@@ -328,10 +306,7 @@ def batch_norm_columns_forward(
                 if item == 0:
                     tl.store(stats_ptr + channels, average, mask=live)
                     tl.store(stats_ptr + C + channels, rstd, mask=live)
-                scale, bias = affine(
-                    rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS
-                )
-                norm = average, scale, bias
+                norm = affine(average, rstd, vectors, channels, live, ACC, WEIGHT, BIAS)
             _normalise(
                 x, y_ptr, residual_ptr, bits_ptr, area, row, norm, slab, SLABS, U, BT, BC, ACC,
                 RESIDUAL, BITS, ACTIVATION, EVEN, False, WIDE,
@@ -392,13 +367,13 @@ def _tile_gradients(
     centred = x.to(ACC) - mean[None, None, :]
     dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
     if BITS:
-        positive_z = unpack_bits(tl.reshape(bits, [BT * U * BC // 8]), BT * U * BC)
-        dz = tl.where(as_tile(positive_z, BT, U, BC) != 0, dz, 0.0)
+        positive_z = activation.unpack_mask(tl.reshape(bits, [BT * U * BC // 8]), BT * U * BC)
+        dz = tl.where(tiles.as_tile(positive_z, BT, U, BC) != 0, dz, 0.0)
     elif ACTIVATION != 0:
         z = centred * scale[None, None, :] + bias[None, None, :]
         if RESIDUAL:
             z += residual.to(ACC)
-        dz = activation_gradient(dz, z, ACTIVATION)
+        dz = activation.activation_gradient(dz, z, ACTIVATION)
     if SUM:
         sum_dz += tl.sum(dz, axis=STEP_AXIS)
         sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)
@@ -422,11 +397,10 @@ def batch_norm_columns_backward(
     PEERS, root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BCH: tl.constexpr,
     STAGES: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr,
-    SUMS: tl.constexpr, SHARE: tl.constexpr, LATE: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr, DX: tl.constexpr, DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    WORLD: tl.constexpr,
+    SUMS: tl.constexpr, SHARE: tl.constexpr, LATE: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    DX: tl.constexpr, DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    SEGMENTS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `batch_norm_columns_forward` that DX, DRESIDUAL, DWEIGHT, DBIAS ask for.
 
@@ -444,18 +418,16 @@ def batch_norm_columns_backward(
         slab, item, late = assignment(t, GATHERS, WRITES, GROUP, HEAD)
     else:
         slab, item, late = t % SLABS, t // SLABS, False
-    columns, live, own, channels = slab_columns(
-        slab, LIVE_UNITS * UNIT, W, HW, CHANNELS, BC, SEGMENTS
-    )
+    LIVE = LIVE_UNITS * UNIT
+    columns, live, channel, channels = columns_of(slab, LIVE, W, HW, CHANNELS, BC, SEGMENTS)
     # For each channel: the mean of dz, and the slope of dx in x - mean.
     means_ptr = dx_ptr if SHARE else after_parts(partial_ptr, SLABS, GATHERS, BCH)
     flag_ptr = ready_flag(counters_ptr, slab, SLABS, GATHERS)
     R: tl.constexpr = U * BT
     tensors = dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr, dresidual_ptr
+    vectors = weight_ptr, bias_ptr, root
     if slab < SLABS:
-        norm = coefficients(
-            stats_ptr, weight_ptr, bias_ptr, channels, live, C, root, BC, ACC, WEIGHT, BIAS
-        )
+        norm = coefficients(stats_ptr, vectors, channels, live, C, ACC, WEIGHT, BIAS)
         if not late:
             start = tl.minimum(item * ROWS_EACH, ROWS)
             end = tl.minimum(start + ROWS_EACH, ROWS)
@@ -480,8 +452,9 @@ def batch_norm_columns_backward(
                 a = tl.sum(sum_dz, axis=0)
                 b = tl.sum(sum_dz_centred, axis=0)
                 if SEGMENTS:
-                    a = channel_sums(a, own, BCH)
-                    b = channel_sums(b, own, BCH)
+                    own = channel[None, :] == tl.arange(0, BCH)[:, None]
+                    a = tl.sum(tl.where(own, a[None, :], 0.0), axis=1)
+                    b = tl.sum(tl.where(own, b[None, :], 0.0), axis=1)
                 a, b, last = publish_part(
                     a, b, partial_ptr, counters_ptr, slab, item, SLABS, GATHERS, ROWS, ROWS_EACH,
                     HW, BCH, ACC, MOMENTS=False, SINGLE=SOLO,

@@ -68,10 +68,9 @@ def _read(message_ptr, word, there, ACC):
     low = tl.load(message_ptr + word * CHANNELS, mask=there, other=0, volatile=True) & _LOW
     if ACC == tl.float64:
         high = tl.load(message_ptr + (word + 3) * CHANNELS, mask=there, other=0, volatile=True)
-        number = (low | (high << 32)).to(tl.float64, bitcast=True)
+        return (low | (high << 32)).to(tl.float64, bitcast=True)
     else:
-        number = low.to(tl.int32).to(tl.float32, bitcast=True)
-    return number
+        return low.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from normplug._activations import ActivationLike, backward_reads_input, kernel_code
 from normplug._kernels.batch_norm import columns, planes
-from normplug._kernels.batch_norm.schedule import Columns, Geometry, Pixels, Planes
+from normplug._kernels.batch_norm.schedule import Geometry, Pixels, Planes
 from normplug._kernels.launch import Launch, accumulator
 from normplug._kernels.merging import room_for_parts
 
@@ -61,7 +61,6 @@ def forward_launch(
     """Set up the forward kernel of a geometry."""
     # With cumulative, the host increments `tracked` before the launch, whatever the batch holds.
     assert not (flags.cumulative and (flags.tracked or flags.safe))
-    both = flags.training and flags.normalize
     given: dict[str, Any] = {
         "momentum": momentum,
         "eps": eps,
@@ -75,9 +74,12 @@ def forward_launch(
         grid = shape.tiles + (lag if flags.normalize else shape.c)
         kernel = planes.batch_norm_planes_forward
         return Launch(kernel, grid, shape.warps, shape, flags, LAG=lag, **given)
+    both = flags.training and flags.normalize
     alone = shape.gathers if flags.training else shape.writes
     grid = shape.grid if both else shape.slabs * alone
-    return _columns(columns.batch_norm_columns_forward, shape, flags, grid, both, given)
+    own = both and shape.programs > 0
+    given |= {"OWN": own, "cooperative": own and not shape.solo}
+    return Launch(columns.batch_norm_columns_forward, grid, shape.warps, shape, flags, **given)
 
 
 def backward_launch(
@@ -109,16 +111,9 @@ def backward_launch(
         kernel = planes.batch_norm_planes_backward
         return Launch(kernel, grid, shape.warps, shape, flags, LAG=lag, **given)
     grid = shape.grid if late else shape.slabs * shape.gathers
-    return _columns(columns.batch_norm_columns_backward, shape, flags, grid, late, given)
-
-
-def _columns(
-    kernel: Any, shape: Columns, flags: Flags, grid: int, both: bool, given: dict[str, Any]
-) -> Launch:
-    """Set up a kernel of `columns`. both: it gathers each slab and then writes it."""
-    own = both and shape.programs > 0
-    together = own and not shape.solo
-    return Launch(kernel, grid, shape.warps, shape, flags, cooperative=together, OWN=own, **given)
+    own = late and shape.programs > 0
+    given |= {"OWN": own, "cooperative": own and not shape.solo}
+    return Launch(columns.batch_norm_columns_backward, grid, shape.warps, shape, flags, **given)
 
 
 def scratch(shape: Geometry) -> tuple[int, int]:
@@ -129,15 +124,11 @@ def scratch(shape: Geometry) -> tuple[int, int]:
     return counters, parts + 2 * shape.c  # and the terms of dx that depend on sums
 
 
-# Kernel, stride and padding of max pooling, each by height and width.
-Window: TypeAlias = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
-
-
 def pool_launch(
     kernel: Any,
     shape: Pixels,
     dtype: torch.dtype,
-    window: Window,
+    window: tuple[tuple[int, int], tuple[int, int], tuple[int, int]],
     size: tuple[int, int],
     pooled: tuple[int, int],
     tv: float,
@@ -146,7 +137,8 @@ def pool_launch(
     """Set up a kernel of `windows`; `given` are its other arguments, by name.
 
     shape: the rows of the output, forward; blocks of the input, of one stride each, backward.
-    size, pooled: height and width of the input and of the output.
+    window: kernel, stride and padding, each by height and width. size, pooled: height and width of
+    the input and of the output.
     """
     given |= dict(zip(("KH", "KW", "SH", "SW", "PH", "PW"), sum(window, ()), strict=True))
     given |= dict(zip(("H", "W", "OH", "OW"), (*size, *pooled), strict=True))

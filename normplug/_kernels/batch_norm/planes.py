@@ -10,13 +10,7 @@ with dy and x: it publishes two sums instead of moments, and writes dx (the form
 import triton
 import triton.language as tl
 
-from normplug._kernels.activation import (
-    activate,
-    activation_gradient,
-    pack_bits,
-    positive,
-    unpack_bits,
-)
+from normplug._kernels import activation
 from normplug._kernels.batch_norm.columns import finish_backward, finish_forward
 from normplug._kernels.merging import merge_tile_moments, merge_tile_sums, tile_counts
 from normplug._kernels.primitives import is_finite, kernel, scalar, update_running
@@ -35,21 +29,22 @@ def _offset(place, channel, C, HW):
 
 
 @triton.jit
-def _tile(channel, k, N, C, HW, BLOCK, WIDE):
-    """Offsets of tile k of a channel, their mask, and the offset of its first value."""
-    if WIDE:
-        channel = channel.to(tl.int64)
-        k = k.to(tl.int64)
-    place = k * BLOCK + tl.arange(0, BLOCK)
-    return _offset(place, channel, C, HW), place < N * HW, _offset(k * BLOCK, channel, C, HW)
+def _tile(t, TILES_A_CHANNEL, N, C, HW, BLOCK, WIDE):
+    """Tile t: its channel and place in it, its offsets and mask, and its first value's offset."""
+    channel = t // TILES_A_CHANNEL
+    k = t - channel * TILES_A_CHANNEL
+    long_channel = channel.to(tl.int64) if WIDE else channel
+    start = (k.to(tl.int64) if WIDE else k) * BLOCK
+    places = start + tl.arange(0, BLOCK)
+    offsets, inside = _offset(places, long_channel, C, HW), places < N * HW
+    return channel, k, offsets, inside, _offset(start, long_channel, C, HW)
 
 
 @kernel
 def batch_norm_planes_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, tracked_ptr,
     y_ptr, bits_ptr, stats_ptr, partial_ptr, counters_ptr,
-    N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG, PEERS,
-    momentum, eps, root,
+    N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG, PEERS, momentum, eps, root,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr,
     TRAINING: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, VARIANCE: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
@@ -67,9 +62,7 @@ def batch_norm_planes_forward(
     total = (N.to(tl.int64) if WIDE else N) * HW
     if TRAINING:
         if t < TILES:
-            channel = t // TILES_A_CHANNEL
-            k = t - channel * TILES_A_CHANNEL
-            offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
+            channel, k, offsets, inside, first = _tile(t, TILES_A_CHANNEL, N, C, HW, BLOCK, WIDE)
             # Distances from one of the values, whose sums do not round at the size of the mean.
             first = tl.load(x_ptr + first).to(ACC)
             x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(ACC) - first
@@ -80,10 +73,8 @@ def batch_norm_planes_forward(
             seen = arrive(counters_ptr + channel)
             if WORLD > 1:
                 if is_last(seen, TILES_A_CHANNEL):
-                    mean, m2 = merge_tile_moments(
-                        partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, total, BLOCK,
-                        KP, ACC,
-                    )  # fmt: skip
+                    parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
+                    mean, m2 = merge_tile_moments(parts_ptr, TILES_A_CHANNEL, total, BLOCK, KP, ACC)
                     finish_forward(
                         mean, m2, channel, C, N, running_mean_ptr, running_var_ptr, tracked_ptr,
                         stats_ptr, HW, 1, PEERS, momentum, eps, 1, ACC, VARIANCE, RUNNING,
@@ -93,9 +84,7 @@ def batch_norm_planes_forward(
     u = t - LAG
     if u >= 0:
         if NORMALIZE:
-            channel = u // TILES_A_CHANNEL
-            k = u - channel * TILES_A_CHANNEL
-            offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
+            channel, k, offsets, inside, first = _tile(u, TILES_A_CHANNEL, N, C, HW, BLOCK, WIDE)
             x = load(x_ptr, offsets, inside, FULL=False, LAST=True)
         else:
             channel = u
@@ -106,9 +95,8 @@ def batch_norm_planes_forward(
             rstd = tl.load(stats_ptr + C + channel, cache_modifier=".cg")
         elif TRAINING:
             wait(counters_ptr + channel, TILES_A_CHANNEL, TILES_A_CHANNEL if NORMALIZE else 1)
-            mean, m2 = merge_tile_moments(
-                partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, total, BLOCK, KP, ACC
-            )
+            parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
+            mean, m2 = merge_tile_moments(parts_ptr, TILES_A_CHANNEL, total, BLOCK, KP, ACC)
             n = total.to(ACC)
             var = m2 / n
             updated = is_finite(mean, m2) if SAFE else None
@@ -148,15 +136,18 @@ def batch_norm_planes_forward(
             if BITS:
                 stride = tl.cdiv(total, 8)
                 byte = k * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
-                packed = pack_bits(positive(z), BLOCK)
+                packed = activation.pack_mask(z, BLOCK)
                 tl.store(bits_ptr + channel * stride + byte, packed, mask=byte < stride)
-            y = activate(z, ACTIVATION)
+            y = activation.activate(z, ACTIVATION)
             store(y_ptr, offsets, y, inside, FULL=False, LAST=True)
 
 
 @triton.jit
-def _load_extra(residual_ptr, bits_ptr, offsets, inside, channel, k, total, BLOCK, RESIDUAL, BITS):
-    """Load what the activation's derivative needs beside x: relu's mask or the residual."""
+def _load(tensors, offsets, inside, channel, k, total, BLOCK, RESIDUAL, BITS, LAST):
+    """Load a tile of dy, x and what else the derivative needs: relu's mask or the residual."""
+    dy_ptr, x_ptr, residual_ptr, bits_ptr = tensors
+    dy = load(dy_ptr, offsets, inside, FULL=False, LAST=LAST)
+    x = load(x_ptr, offsets, inside, FULL=False, LAST=LAST)
     if BITS:
         stride = tl.cdiv(total, 8)
         byte = k * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
@@ -165,18 +156,19 @@ def _load_extra(residual_ptr, bits_ptr, offsets, inside, channel, k, total, BLOC
         extra = tl.load(residual_ptr + offsets, mask=inside, other=0.0)
     else:
         extra = 0
-    return extra
+    return dy, x, extra
 
 
 @triton.jit
 def _gradient(
-    dy, x, extra, weight_ptr, bias_ptr, channel, mean, rstd, root, BLOCK, ACC, WEIGHT, BIAS,
-    RESIDUAL, BITS, ACTIVATION,
-):  # fmt: skip
+    tile, vectors, channel, mean, rstd, BLOCK, ACC, WEIGHT, BIAS, RESIDUAL, BITS, ACTIVATION
+):
     """Compute dz, the gradient of the activation's input; return it, x - mean, and the scale.
 
-    The scale is weight * root * rstd. `_load_extra` explains `extra`.
+    The scale is weight * root * rstd. tile: what `_load` returns.
     """
+    dy, x, extra = tile
+    weight_ptr, bias_ptr, root = vectors
     scale = rstd * scalar(root, ACC)
     if WEIGHT:
         scale *= tl.load(weight_ptr + channel).to(ACC)
@@ -184,12 +176,12 @@ def _gradient(
     centred = x.to(ACC) - mean
     dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
     if BITS:
-        dz = tl.where(unpack_bits(extra, BLOCK) != 0, dz, 0.0)
+        dz = tl.where(activation.unpack_mask(extra, BLOCK) != 0, dz, 0.0)
     elif ACTIVATION != 0:
         z = centred * scale + bias
         if RESIDUAL:
             z += extra.to(ACC)
-        dz = activation_gradient(dz, z, ACTIVATION)
+        dz = activation.activation_gradient(dz, z, ACTIVATION)
     return dz, centred, scale
 
 
@@ -197,13 +189,12 @@ def _gradient(
 def batch_norm_planes_backward(
     dy_ptr, x_ptr, residual_ptr, bits_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dresidual_ptr,
     dweight_ptr, dbias_ptr, partial_ptr, counters_ptr,
-    N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG, PEERS,
-    root,
+    N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG, PEERS, root,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr, ACC: tl.constexpr,
     SUMS: tl.constexpr, LATE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr, DX: tl.constexpr, DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, WIDE: tl.constexpr, WORLD: tl.constexpr,
+    RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr,
+    DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, WIDE: tl.constexpr,
+    WORLD: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `batch_norm_planes_forward` that DX, DRESIDUAL, DWEIGHT, DBIAS ask for.
 
@@ -214,30 +205,24 @@ def batch_norm_planes_backward(
     t = tl.program_id(0)
     HW = HW_UNITS * UNIT
     total = (N.to(tl.int64) if WIDE else N) * HW
+    tensors = dy_ptr, x_ptr, residual_ptr, bits_ptr
+    vectors = weight_ptr, bias_ptr, root
     if t < TILES:
-        channel = t // TILES_A_CHANNEL
-        k = t - channel * TILES_A_CHANNEL
-        offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
-        dy = load(dy_ptr, offsets, inside, FULL=False, LAST=False)
-        x = load(x_ptr, offsets, inside, FULL=False, LAST=False)
-        extra = _load_extra(
-            residual_ptr, bits_ptr, offsets, inside, channel, k, total, BLOCK, RESIDUAL, BITS
-        )
+        channel, k, offsets, inside, first = _tile(t, TILES_A_CHANNEL, N, C, HW, BLOCK, WIDE)
+        tile = _load(tensors, offsets, inside, channel, k, total, BLOCK, RESIDUAL, BITS, LAST=False)
         mean = tl.load(stats_ptr + channel)
         rstd = tl.load(stats_ptr + C + channel)
         dz, centred, scale = _gradient(
-            dy, x, extra, weight_ptr, bias_ptr, channel, mean, rstd, root, BLOCK, ACC, WEIGHT, BIAS,
-            RESIDUAL, BITS, ACTIVATION,
-        )  # fmt: skip
+            tile, vectors, channel, mean, rstd, BLOCK, ACC, WEIGHT, BIAS, RESIDUAL, BITS, ACTIVATION
+        )
         if SUMS:
             tl.store(partial_ptr + 2 * t, tl.sum(dz))
             tl.store(partial_ptr + 2 * t + 1, tl.sum(dz * centred))
             seen = arrive(counters_ptr + channel)
             if WORLD > 1:
                 if is_last(seen, TILES_A_CHANNEL):
-                    a, b = merge_tile_sums(
-                        partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, KP, ACC
-                    )
+                    parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
+                    a, b = merge_tile_sums(parts_ptr, TILES_A_CHANNEL, KP, ACC)
                     finish_backward(
                         a, b, channel, C, N, HW, 1, PEERS, stats_ptr, dweight_ptr, dbias_ptr,
                         partial_ptr + 2 * TILES, root, 1, ACC, DWEIGHT, DBIAS, LATE, WORLD,
@@ -254,15 +239,12 @@ def batch_norm_planes_backward(
             channel = u
             k = 0
             if LATE:
-                channel = u // TILES_A_CHANNEL
-                k = u - channel * TILES_A_CHANNEL
-                offsets, inside, first = _tile(channel, k, N, C, HW, BLOCK, WIDE)
-                dy = load(dy_ptr, offsets, inside, FULL=False, LAST=True)
-                x = load(x_ptr, offsets, inside, FULL=False, LAST=True)
-                extra = _load_extra(
-                    residual_ptr, bits_ptr, offsets, inside, channel, k, total, BLOCK, RESIDUAL,
-                    BITS,
-                )  # fmt: skip
+                channel, k, offsets, inside, first = _tile(
+                    u, TILES_A_CHANNEL, N, C, HW, BLOCK, WIDE
+                )
+                tile = _load(
+                    tensors, offsets, inside, channel, k, total, BLOCK, RESIDUAL, BITS, LAST=True
+                )
             if WORLD > 1:
                 wait(counters_ptr + channel, TILES_A_CHANNEL + 1, TILES_A_CHANNEL)
             else:
@@ -273,9 +255,8 @@ def batch_norm_planes_backward(
                 mean_dz = tl.load(partial_ptr + 2 * TILES + channel, cache_modifier=".cg")
                 slope = tl.load(partial_ptr + 2 * TILES + C + channel, cache_modifier=".cg")
             else:
-                sum_dz, sum_dz_centred = merge_tile_sums(
-                    partial_ptr + 2 * channel * TILES_A_CHANNEL, TILES_A_CHANNEL, KP, ACC
-                )
+                parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
+                sum_dz, sum_dz_centred = merge_tile_sums(parts_ptr, TILES_A_CHANNEL, KP, ACC)
                 if k == 0:
                     if DWEIGHT:
                         dweight = sum_dz_centred * rstd * scalar(root, ACC)
@@ -287,8 +268,8 @@ def batch_norm_planes_backward(
                 slope = sum_dz_centred * rstd * rstd / n
             if LATE:
                 dz, centred, scale = _gradient(
-                    dy, x, extra, weight_ptr, bias_ptr, channel, mean, rstd, root, BLOCK, ACC,
-                    WEIGHT, BIAS, RESIDUAL, BITS, ACTIVATION,
+                    tile, vectors, channel, mean, rstd, BLOCK, ACC, WEIGHT, BIAS, RESIDUAL, BITS,
+                    ACTIVATION,
                 )  # fmt: skip
                 if DRESIDUAL:
                     store(dresidual_ptr, offsets, dz, inside, FULL=False, LAST=True)

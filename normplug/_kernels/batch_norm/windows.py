@@ -12,7 +12,8 @@ windows are apart. Each value gathers the gradients of the windows whose peak it
 import triton.language as tl
 
 from normplug._kernels.activation import activate
-from normplug._kernels.primitives import affine, kernel, load_both, scalar
+from normplug._kernels.batch_norm.columns import affine
+from normplug._kernels.primitives import kernel, load_both, scalar
 from normplug._kernels.tiles import load
 
 LARGEST_WINDOW = 25  # values: the loops over a window are unrolled, so all its loads are in flight
@@ -27,8 +28,7 @@ _NOWHERE = tl.constexpr(255)
 def batch_norm_pool_forward(
     x_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, y_ptr, peaks_ptr, places_ptr,
     stats_ptr,
-    H, W, OH, OW, C_UNITS, SLABS,
-    eps, root,
+    H, W, OH, OW, C_UNITS, SLABS, eps, root,
     UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, ACC: tl.constexpr,
     TRAINING: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
@@ -57,7 +57,8 @@ def batch_norm_pool_forward(
         if row == 0:
             tl.store(stats_ptr + channels, mean, mask=live)
             tl.store(stats_ptr + C + channels, rstd, mask=live)
-    scale, bias = affine(rstd, weight_ptr, bias_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS)
+    vectors = weight_ptr, bias_ptr, root
+    mean, scale, bias = affine(mean, rstd, vectors, channels, live, ACC, WEIGHT, BIAS)
     first = row.to(tl.int64) * (OW * C)
     for start in range(0, OW, BP):
         out = start + tl.arange(0, BP)
@@ -95,8 +96,7 @@ def batch_norm_pool_forward(
 @kernel
 def batch_norm_pool_backward(
     dy_ptr, x_ptr, places_ptr, weight_ptr, stats_ptr, dweight_ptr, dbias_ptr, dx_ptr,
-    H, W, OH, OW, C_UNITS, SLABS,
-    root,
+    H, W, OH, OW, C_UNITS, SLABS, root,
     UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, ACC: tl.constexpr,
     TRAINING: tl.constexpr, JOINED: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr,
@@ -118,9 +118,8 @@ def batch_norm_pool_backward(
     mean = tl.load(stats_ptr + channels, mask=live, other=0.0)
     rstd = tl.load(stats_ptr + C + channels, mask=live, other=0.0)
     # dx has no bias, so `affine` gives zeros for it. Without TRAINING they stand for the sums.
-    scale, zeros = affine(
-        rstd, weight_ptr, weight_ptr, channels, live, root, BC, ACC, WEIGHT, BIAS=False
-    )
+    vectors = weight_ptr, weight_ptr, root
+    mean, scale, zeros = affine(mean, rstd, vectors, channels, live, ACC, WEIGHT, BIAS=False)
     mean_dz = zeros
     slope = zeros
     if TRAINING and JOINED:

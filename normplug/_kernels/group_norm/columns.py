@@ -12,22 +12,12 @@ computes the statistics of the slab's groups from the moments of their channels.
 import triton
 import triton.language as tl
 
+from normplug._kernels import tiles
 from normplug._kernels.activation import activate
-from normplug._kernels.group_norm.shared import (
-    gradient_before,
-    load_vector,
-    save_statistics,
-)
+from normplug._kernels.group_norm.shared import gradient_before, load_vector, save_statistics
 from normplug._kernels.merging import after_parts, finish_gradients, publish_part, ready_flag
 from normplug._kernels.primitives import kernel, load_both, scalar
-from normplug._kernels.tiles import (
-    STEP_AXIS,
-    column_totals,
-    lane_counts,
-    load_tile,
-    tile_rows,
-    write_tile,
-)
+from normplug._kernels.tiles import STEP_AXIS, load_tile, write_tile
 from normplug._kernels.waiting import arrive, wait
 
 
@@ -50,19 +40,6 @@ def item_of(turn, SLABS, K, S, ROWS_EACH, C, BC, REVERSE):
 
 
 @triton.jit
-def behind_parts(partial_ptr, UNITS, K, BC, SINGLE):
-    """The address in `partial` after the parts of items; with SINGLE there are no parts."""
-    return partial_ptr if SINGLE else after_parts(partial_ptr, UNITS, K, BC)
-
-
-@triton.jit
-def groups_of_slab(slab, G, CHANNELS, BC, GB):
-    """GB groups, from the first that a slab touches on, and which of them exist."""
-    groups = slab * BC // CHANNELS + tl.arange(0, GB)
-    return groups, groups < G
-
-
-@triton.jit
 def channels_of_groups(groups, live, channel, CHANNELS, CB):
     """CB channels of each group, from its `channel`-th on, and which of them exist."""
     within = channel + tl.arange(0, CB)
@@ -75,11 +52,10 @@ def of_columns(values, groups, columns, CHANNELS, EACH):
     """The value of each column's group, from the values of a slab's groups."""
     if EACH > 0:
         GB: tl.constexpr = groups.shape[0]
-        chosen = tl.reshape(tl.broadcast_to(values[:, None], [GB, EACH]), [GB * EACH])
+        return tl.reshape(tl.broadcast_to(values[:, None], [GB, EACH]), [GB * EACH])
     else:
         own = (columns // CHANNELS)[:, None] == groups[None, :]
-        chosen = tl.sum(tl.where(own, values[None, :], 0.0), axis=1)
-    return chosen
+        return tl.sum(tl.where(own, values[None, :], 0.0), axis=1)
 
 
 @triton.jit
@@ -87,7 +63,7 @@ def _lane_sums(x, shift, row, end, U, BT, WHOLE):
     """Each lane's sums of distances from `shift`, and of their squares."""
     d = x - tl.expand_dims(shift, STEP_AXIS)
     if not WHOLE:
-        d = tl.where((tile_rows(row, U, BT) < end)[:, :, None], d, 0.0)
+        d = tl.where((tiles.tile_rows(row, U, BT) < end)[:, :, None], d, 0.0)
     return tl.sum(d, axis=STEP_AXIS), tl.sum(d * d, axis=STEP_AXIS)
 
 
@@ -99,8 +75,8 @@ def _first_sums(x_ptr, area, row, U, BT, ACC, EVEN, WIDE, WHOLE):
     if WHOLE:
         mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
     else:
-        there = (tile_rows(row, U, BT) < end)[:, :, None]
-        count = tl.maximum(lane_counts(tl.minimum(end - row, U * BT), BT, ACC), 1.0)
+        there = (tiles.tile_rows(row, U, BT) < end)[:, :, None]
+        count = tl.maximum(tiles.lane_counts(tl.minimum(end - row, U * BT), BT, ACC), 1.0)
         mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / count
     a, b = _lane_sums(x, mean, row, end, U, BT, WHOLE)
     return mean, a, b
@@ -132,33 +108,10 @@ def item_moments(x_ptr, area, start, U, BT, STAGES, ACC, EVEN, WIDE):
         more_a, more_b = _lane_sums(x, shift, row, end, U, BT, False)
         a += more_a
         b += more_b
-    counts = lane_counts(end - start, BT, ACC)
+    counts = tiles.lane_counts(end - start, BT, ACC)
     mean = a / tl.maximum(counts, 1.0)
     m2 = tl.maximum(b - a * mean, 0.0)
-    return column_totals(shift + mean, m2, counts, (end - start).to(ACC))
-
-
-@triton.jit
-def _group_moments(moments_ptr, groups, live, CHANNELS, S, C, GB, CB, ACC):
-    """Merge the channels' moments into each group's mean and sum of squared distances."""
-    n = S.to(ACC)
-    count = tl.full([], 0.0, ACC)  # channels of each group that are merged
-    mean = tl.zeros([GB], ACC)
-    m2 = tl.zeros([GB], ACC)
-    for channel in range(0, CHANNELS, CB):
-        at, there = channels_of_groups(groups, live, channel, CHANNELS, CB)
-        means = tl.load(moments_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
-        m2s = tl.load(moments_ptr + C + at, mask=there, other=0.0, cache_modifier=".cg")
-        more = tl.minimum(CHANNELS - channel, CB).to(ACC)
-        chunk_mean = tl.sum(means, axis=1) / more
-        spread = tl.where(there, means - chunk_mean[:, None], 0.0)
-        fraction = more / (count + more)
-        difference = chunk_mean - mean
-        m2 += tl.sum(m2s + n * spread * spread, axis=1)
-        m2 += n * difference * difference * count * fraction
-        mean += difference * fraction
-        count += more
-    return mean, m2
+    return tiles.column_totals(shift + mean, m2, counts, (end - start).to(ACC))
 
 
 @triton.jit
@@ -193,8 +146,26 @@ def _write_item(
     saved twice, with the same bits.
     """
     columns, live, end, C = area
-    groups, exist = groups_of_slab(slab, G, CHANNELS, BC, GB)
-    mean, m2 = _group_moments(moments_ptr, groups, exist, CHANNELS, S, C, GB, CB, ACC)
+    groups = slab * BC // CHANNELS + tl.arange(0, GB)  # that the slab touches
+    exist = groups < G
+    # Merge the moments of their channels, of which `count` are merged so far.
+    n = S.to(ACC)
+    count = tl.full([], 0.0, ACC)
+    mean = tl.zeros([GB], ACC)
+    m2 = tl.zeros([GB], ACC)
+    for channel in range(0, CHANNELS, CB):
+        at, there = channels_of_groups(groups, exist, channel, CHANNELS, CB)
+        means = tl.load(moments_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+        m2s = tl.load(moments_ptr + C + at, mask=there, other=0.0, cache_modifier=".cg")
+        more = tl.minimum(CHANNELS - channel, CB).to(ACC)
+        chunk_mean = tl.sum(means, axis=1) / more
+        spread = tl.where(there, means - chunk_mean[:, None], 0.0)
+        fraction = more / (count + more)
+        difference = chunk_mean - mean
+        m2 += tl.sum(m2s + n * spread * spread, axis=1)
+        m2 += n * difference * difference * count * fraction
+        mean += difference * fraction
+        count += more
     rstd = save_statistics(
         stats_ptr, sample * G + groups, exist & (groups * 0 == start), GROUPS, mean, m2,
         S.to(ACC) * CHANNELS, eps, ACC,
@@ -216,8 +187,7 @@ def _write_item(
 @kernel
 def group_norm_columns_forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, partial_ptr, counters_ptr,
-    N, G, CHANNELS, S, C_UNITS, SLABS, K, ROWS_EACH, LAG,
-    eps, root,
+    N, G, CHANNELS, S, C_UNITS, SLABS, K, ROWS_EACH, LAG, eps, root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
     CB: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr,
     SOLO: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
@@ -232,7 +202,7 @@ def group_norm_columns_forward(
     C = C_UNITS * UNIT
     GROUPS = N * G
     UNITS = N * SLABS
-    moments_ptr = behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
+    moments_ptr = partial_ptr if SINGLE else after_parts(partial_ptr, UNITS, K, BC)
     if t < UNITS * K:
         sample, slab, k, start, area = item_of(t, SLABS, K, S, ROWS_EACH, C, BC, False)
         columns, live, end, C = area
@@ -282,20 +252,6 @@ def _gradient(
 
 
 @triton.jit
-def _add_tile(
-    sum_dz, sum_dz_centred, dy_ptr, x_ptr, area, row, norm, U, BT, ACC, ACTIVATION, EVEN, WHOLE,
-    WIDE, LAST,
-):  # fmt: skip
-    """Add a tile to each lane's sums of dz and of dz * (x - mean)."""
-    dz, centred = _gradient(
-        dy_ptr, x_ptr, area, row, norm, U, BT, ACC, ACTIVATION, EVEN, WHOLE, WIDE, LAST
-    )
-    sum_dz += tl.sum(dz, axis=STEP_AXIS)
-    sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)
-    return sum_dz, sum_dz_centred
-
-
-@triton.jit
 def _write_dx(
     dy_ptr, x_ptr, dx_ptr, before, area, row, norm, constant, slope, U, BT, ACC, ACTIVATION, EVEN,
     WHOLE, WIDE,
@@ -313,32 +269,27 @@ def _write_dx(
 
 
 @triton.jit
-def _group_means(sums_ptr, weight_ptr, groups, live, CHANNELS, S, C, GB, CB, ACC, WEIGHT):
-    """The means of g and of g * xhat over groups of a sample, where g = dz * weight."""
-    g = tl.zeros([GB], ACC)
-    gx = tl.zeros([GB], ACC)
-    for channel in range(0, CHANNELS, CB):
-        at, there = channels_of_groups(groups, live, channel, CHANNELS, CB)
-        weight = load_vector(weight_ptr, at, there, 1.0, ACC, WEIGHT)
-        dz_xhat = tl.load(sums_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
-        dz = tl.load(sums_ptr + C + at, mask=there, other=0.0, cache_modifier=".cg")
-        g += tl.sum(dz * weight, axis=1)
-        gx += tl.sum(dz_xhat * weight, axis=1)
-    n = (S * CHANNELS).to(ACC)
-    return g / n, gx / n
-
-
-@triton.jit
 def _write_item_dx(
     dy_ptr, x_ptr, dx_ptr, weight_ptr, sums_ptr, slab, before, area, start, S, G, CHANNELS, norm,
     rstd, root, U, BT, BC, GB, CB, STAGES, EACH, ACC, WEIGHT, ACTIVATION, EVEN, WIDE,
 ):  # fmt: skip
     """Write an item's rows of dx from the sums of its sample's channels, the last tile first."""
     columns, live, end, C = area
-    groups, exist = groups_of_slab(slab, G, CHANNELS, BC, GB)
-    mean_g, mean_gx = _group_means(
-        sums_ptr, weight_ptr, groups, exist, CHANNELS, S, C, GB, CB, ACC, WEIGHT
-    )
+    groups = slab * BC // CHANNELS + tl.arange(0, GB)
+    exist = groups < G
+    # The means of g and of g * xhat over each group, where g = dz * weight.
+    g = tl.zeros([GB], ACC)
+    gx = tl.zeros([GB], ACC)
+    for channel in range(0, CHANNELS, CB):
+        at, there = channels_of_groups(groups, exist, channel, CHANNELS, CB)
+        weight = load_vector(weight_ptr, at, there, 1.0, ACC, WEIGHT)
+        dz_xhat = tl.load(sums_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+        dz = tl.load(sums_ptr + C + at, mask=there, other=0.0, cache_modifier=".cg")
+        g += tl.sum(dz * weight, axis=1)
+        gx += tl.sum(dz_xhat * weight, axis=1)
+    n = (S * CHANNELS).to(ACC)
+    mean_g = g / n
+    mean_gx = gx / n
     rstd_root = rstd * scalar(root, ACC)
     constant = rstd_root * of_columns(mean_g, groups, columns, CHANNELS, EACH)
     slope = rstd_root * rstd * of_columns(mean_gx, groups, columns, CHANNELS, EACH)
@@ -361,13 +312,12 @@ def _write_item_dx(
 def group_norm_columns_backward(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr,
     counters_ptr,
-    N, G, CHANNELS, S, C_UNITS, SLABS, K, ROWS_EACH, LAG,
-    root,
+    N, G, CHANNELS, S, C_UNITS, SLABS, K, ROWS_EACH, LAG, root,
     UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GB: tl.constexpr,
     CB: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr,
-    SOLO: tl.constexpr, FINISH: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr,
-    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    SOLO: tl.constexpr, FINISH: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `group_norm_columns_forward` that DX, DWEIGHT and DBIAS ask for.
 
@@ -378,7 +328,7 @@ def group_norm_columns_backward(
     GROUPS = N * G
     UNITS = N * SLABS
     R: tl.constexpr = U * BT
-    sums_ptr = behind_parts(partial_ptr, UNITS, K, BC, SINGLE)
+    sums_ptr = partial_ptr if SINGLE else after_parts(partial_ptr, UNITS, K, BC)
     done_ptr = ready_flag(counters_ptr, UNITS, UNITS, K)
     if t < UNITS * K:
         sample, slab, k, start, area = item_of(t, SLABS, K, S, ROWS_EACH, C, BC, False)
@@ -391,15 +341,19 @@ def group_norm_columns_backward(
         sum_dz_centred = tl.zeros([BT, BC], ACC)
         whole = (end - start) // R
         for tile in tl.range(0, whole, num_stages=STAGES):
-            sum_dz, sum_dz_centred = _add_tile(
-                sum_dz, sum_dz_centred, dy_ptr + before, x_ptr + before, area, start + tile * R,
-                norm, U, BT, ACC, ACTIVATION, EVEN, True, WIDE, not DX,
+            dz, centred = _gradient(
+                dy_ptr + before, x_ptr + before, area, start + tile * R, norm, U, BT, ACC,
+                ACTIVATION, EVEN, True, WIDE, not DX,
             )  # fmt: skip
+            sum_dz += tl.sum(dz, axis=STEP_AXIS)
+            sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)
         if start + whole * R < end:
-            sum_dz, sum_dz_centred = _add_tile(
-                sum_dz, sum_dz_centred, dy_ptr + before, x_ptr + before, area, start + whole * R,
-                norm, U, BT, ACC, ACTIVATION, EVEN, False, WIDE, not DX,
+            dz, centred = _gradient(
+                dy_ptr + before, x_ptr + before, area, start + whole * R, norm, U, BT, ACC,
+                ACTIVATION, EVEN, False, WIDE, not DX,
             )  # fmt: skip
+            sum_dz += tl.sum(dz, axis=STEP_AXIS)
+            sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)
         dz, dz_xhat, last = publish_part(
             tl.sum(sum_dz, axis=0), tl.sum(sum_dz_centred, axis=0) * rstd, partial_ptr,
             counters_ptr, sample * SLABS + slab, k, UNITS, K, S, ROWS_EACH, 1, BC, ACC,
@@ -441,6 +395,6 @@ def group_norm_columns_backward(
         if f >= 0:
             wait(done_ptr, UNITS, tl.cdiv(C, FINISH))
             finish_gradients(
-                dweight_ptr, dbias_ptr, dbias_ptr, sums_ptr, f, C, N, root, FINISH, FAN_IN, ACC,
+                dweight_ptr, dbias_ptr, dbias_ptr, sums_ptr, f, C, N, root, FINISH, ACC,
                 DWEIGHT, DBIAS, False, SUMS=2, ROOT=True,
             )  # fmt: skip

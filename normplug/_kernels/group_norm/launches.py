@@ -14,8 +14,6 @@ from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, Plane
 from normplug._kernels.launch import Launch, accumulator
 from normplug._kernels.merging import room_for_parts
 
-_FAN_IN = 32  # parts of a gradient that a program adds at a time
-
 
 @dataclass(frozen=True)
 class Flags:
@@ -55,7 +53,6 @@ def backward_launch(
         "G": shape.groups,
         "LAG": lag,
         "root": math.sqrt(tv),
-        "FAN_IN": _FAN_IN,
         "ACC": accumulator(dtype),
         "WEIGHT": flags.weight and (dx or activated),
         "BIAS": flags.bias and activated,
@@ -72,8 +69,8 @@ def backward_launch(
 def forward_scratch(shape: PlanesForward | Columns) -> tuple[int, int]:
     """How many counters and partial results a forward launch needs."""
     if isinstance(shape, Columns):
-        counters, parts = _column_parts(shape)
-        return counters, parts + 2 * shape.n * shape.c
+        counters, parts = room_for_parts(shape.units, shape.k, shape.bc)
+        return counters, (0 if shape.single else parts) + 2 * shape.n * shape.c
     return (0, 0) if shape.held else room_for_parts(shape.n * shape.groups, shape.k, 1)
 
 
@@ -82,16 +79,11 @@ def backward_scratch(
 ) -> tuple[int, int]:
     """How many counters and partial results a backward launch needs."""
     if isinstance(shape, Columns):
-        counters, parts = _column_parts(shape)
-        return counters + 1, parts + 2 * shape.n * shape.c
+        counters, parts = forward_scratch(shape)
+        return counters + 1, parts
     _, dweight, dbias = needs
     sums = shape.parts * (dweight + dbias) * shape.groups * shape.channels
     if shape.held:
         return 1, sums
     counters, parts = room_for_parts(shape.n * shape.groups, shape.k, 1)
     return counters + 1, parts + 2 * shape.n * shape.groups + sums
-
-
-def _column_parts(shape: Columns) -> tuple[int, int]:
-    counters, parts = room_for_parts(shape.units, shape.k, shape.bc)
-    return counters, 0 if shape.k == 1 else parts

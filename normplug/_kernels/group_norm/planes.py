@@ -12,20 +12,10 @@ Backward, sums over each channel are needed, so a tile is CB channels of SB plac
 import triton
 import triton.language as tl
 
+from normplug._kernels import merging
 from normplug._kernels.activation import activate
-from normplug._kernels.group_norm.shared import (
-    gradient_before,
-    load_vector,
-    publish_sums,
-    save_statistics,
-)
-from normplug._kernels.merging import (
-    after_parts,
-    finish_gradients,
-    publish_part,
-    ready_flag,
-    tile_counts,
-)
+from normplug._kernels.group_norm.shared import gradient_before, load_vector, save_statistics
+from normplug._kernels.merging import ready_flag
 from normplug._kernels.primitives import kernel, load_both, scalar, sum_both
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, wait
@@ -49,10 +39,9 @@ def _runs(groups, inside, k, sizes, BLOCK, RUN, WIDE):
 def _sum(values, R):
     """The sum of each of R groups."""
     if R == 1:
-        total = tl.sum(values) + tl.zeros([1], values.dtype)
+        return tl.sum(values) + tl.zeros([1], values.dtype)
     else:
-        total = tl.sum(tl.sum(values, axis=2), axis=1)
-    return total
+        return tl.sum(tl.sum(values, axis=2), axis=1)
 
 
 @triton.jit
@@ -63,12 +52,10 @@ def _moments(x, x_ptr, groups, inside, k, count, WIDTH, mask, R, BLOCK, ACC, EVE
     # Distances from one of the values, whose sums do not round at the size of the mean.
     first = tl.load(x_ptr + groups * WIDTH + k * BLOCK, mask=inside, other=0.0).to(ACC)
     d = x.to(ACC) - first[:, None, None]
-    if not EVEN:
-        d = tl.where(mask, d, 0.0)
+    d = d if EVEN else tl.where(mask, d, 0.0)
     mean = _sum(d, R) / count
     d -= mean[:, None, None]
-    if not EVEN:
-        d = tl.where(mask, d, 0.0)
+    d = d if EVEN else tl.where(mask, d, 0.0)
     return first + mean, _sum(d * d, R), d
 
 
@@ -91,11 +78,10 @@ def _normalise(
 @kernel
 def group_norm_planes_forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, partial_ptr, counters_ptr,
-    N, G, CHANNELS, HW, WIDTH_UNITS, K, LAG,
-    eps, root,
-    UNIT: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr,
-    HELD: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    N, G, CHANNELS, HW, WIDTH_UNITS, K, LAG, eps, root,
+    UNIT: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, HELD: tl.constexpr,
+    ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias); stats = (mean, rstd) of all groups.
 
@@ -127,11 +113,11 @@ def group_norm_planes_forward(
             inside = groups < GROUPS
             offsets, mask, channels, live = _runs(groups, inside, k, sizes, BLOCK, RUN, WIDE)
             x = load(x_ptr, offsets, mask, EVEN, False)
-            count = tile_counts(k, WIDTH, BLOCK, ACC)
+            count = merging.tile_counts(k, WIDTH, BLOCK, ACC)
             mean, m2, d = _moments(
                 x, x_ptr, groups, inside, k, count, WIDTH, mask, 1, BLOCK, ACC, EVEN, WIDE
             )
-            mean, m2, last = publish_part(
+            mean, m2, last = merging.publish_part(
                 mean, m2, partial_ptr, counters_ptr, group, k, GROUPS, K, WIDTH, BLOCK, 1, 1, ACC,
                 MOMENTS=True, SINGLE=False,
             )  # fmt: skip
@@ -196,16 +182,26 @@ def _write_dx(
     store(dx_ptr, offsets, dz * scale[:, :, None] - shift, mask, EVEN, not HELD)
 
 
+@triton.jit
+def _publish_sums(sums_ptr, part, channels, live, C, sum_dz, sum_dz_xhat, DWEIGHT, DBIAS):
+    """Store sums of some channels in a part, which has a row of C sums per wanted gradient."""
+    part_ptr = sums_ptr + (part * (DWEIGHT + DBIAS)).to(tl.int64) * C
+    if DWEIGHT:
+        tl.store(part_ptr + channels, sum_dz_xhat, mask=live)
+        part_ptr += C
+    if DBIAS:
+        tl.store(part_ptr + channels, sum_dz, mask=live)
+
+
 @kernel
 def group_norm_planes_backward(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr,
     counters_ptr,
-    N, G, CHANNELS, HW_UNITS, K, KS, LAG, SPLITS,
-    root,
+    N, G, CHANNELS, HW_UNITS, K, KS, LAG, SPLITS, root,
     UNIT: tl.constexpr, R: tl.constexpr, CB: tl.constexpr, SB: tl.constexpr, HELD: tl.constexpr,
-    FINISH: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    FINISH: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `group_norm_planes_forward` that DX, DWEIGHT and DBIAS ask for.
 
@@ -253,7 +249,7 @@ def group_norm_planes_backward(
                 own = tl.arange(0, CB)
                 channels = (own_groups * CHANNELS)[:, None] + own[None, :]
                 live = inside[:, None] & (own < CHANNELS)[None, :]
-                publish_sums(
+                _publish_sums(
                     sums_ptr, split, channels, live, C, all_dz, all_dz_xhat, DWEIGHT, DBIAS
                 )
                 arrive(done_ptr)
@@ -262,7 +258,7 @@ def group_norm_planes_backward(
         parts = SPLITS
     else:
         tiles = GROUPS * K
-        means_ptr = after_parts(partial_ptr, GROUPS, K, 1)
+        means_ptr = merging.after_parts(partial_ptr, GROUPS, K, 1)
         sums_ptr = means_ptr + 2 * GROUPS
         done_ptr = ready_flag(counters_ptr, GROUPS, GROUPS, K)
         if t < tiles:
@@ -285,10 +281,12 @@ def group_norm_planes_backward(
             sum_dz_xhat *= rstd[:, None]
             if SUMS:
                 part = (group // G) * KS + ks
-                publish_sums(sums_ptr, part, channels, live, C, sum_dz, sum_dz_xhat, DWEIGHT, DBIAS)
+                _publish_sums(
+                    sums_ptr, part, channels, live, C, sum_dz, sum_dz_xhat, DWEIGHT, DBIAS
+                )
             if DX:
                 sum_g, sum_gx = sum_both(sum_dz * weight, sum_dz_xhat * weight, 1)
-                sum_g, sum_gx, last = publish_part(
+                sum_g, sum_gx, last = merging.publish_part(
                     sum_g, sum_gx, partial_ptr, counters_ptr, group, k, GROUPS, K, K, 1, 1, 1, ACC,
                     MOMENTS=False, SINGLE=False,
                 )  # fmt: skip
@@ -331,7 +329,7 @@ def group_norm_planes_backward(
     if SUMS:
         if f >= 0:
             wait(done_ptr, arrivals, tl.cdiv(C, FINISH))
-            finish_gradients(
-                dweight_ptr, dbias_ptr, dbias_ptr, sums_ptr, f, C, parts, root, FINISH, FAN_IN, ACC,
+            merging.finish_gradients(
+                dweight_ptr, dbias_ptr, dbias_ptr, sums_ptr, f, C, parts, root, FINISH, ACC,
                 DWEIGHT, DBIAS, False, SUMS=DWEIGHT + DBIAS, ROOT=True,
             )  # fmt: skip

@@ -13,8 +13,8 @@ Backward, programs sum the gradients of weight and bias over space, and publish 
 sample or, HELD, of all their samples. At the end of the grid, further programs add these parts up,
 in order.
 
-N samples have G groups of CHANNELS channels. A program adds FAN_IN parts of a gradient at a time.
-Other arguments are explained in the classes of `schedule` and in `primitives`.
+N samples have G groups of CHANNELS channels. Other arguments are explained in the classes of
+`schedule` and in `primitives`.
 """
 
 import triton
@@ -37,10 +37,9 @@ def save_statistics(stats_ptr, groups, live, GROUPS, mean, m2, values, eps, ACC)
 def load_vector(pointer, channels, live, default, ACC, GIVEN):
     """Load the weight or bias of some channels; if not GIVEN, return `default`."""
     if GIVEN:
-        vector = tl.load(pointer + channels, mask=live, other=0.0).to(ACC)
+        return tl.load(pointer + channels, mask=live, other=0.0).to(ACC)
     else:
-        vector = tl.full(channels.shape, default, ACC)
-    return vector
+        return tl.full(channels.shape, default, ACC)
 
 
 @triton.jit
@@ -53,14 +52,3 @@ def gradient_before(dy, centred, scale, bias, ACC, ACTIVATION):
     if ACTIVATION != 0:
         dz = activation_gradient(dz, centred * scale + bias, ACTIVATION)
     return dz
-
-
-@triton.jit
-def publish_sums(sums_ptr, part, channels, live, C, sum_dz, sum_dz_xhat, DWEIGHT, DBIAS):
-    """Store sums of some channels in a part, which has a row of C sums per wanted gradient."""
-    part_ptr = sums_ptr + (part * (DWEIGHT + DBIAS)).to(tl.int64) * C
-    if DWEIGHT:
-        tl.store(part_ptr + channels, sum_dz_xhat, mask=live)
-        part_ptr += C
-    if DBIAS:
-        tl.store(part_ptr + channels, sum_dz, mask=live)

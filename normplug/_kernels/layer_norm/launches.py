@@ -17,7 +17,6 @@ from normplug._kernels.layer_norm.schedule import Rows, Wide
 from normplug._layouts import Levels, Spacing
 
 _FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
-_GRADIENT_FAN_IN = 32  # parts of a gradient that a program adds at a time
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,6 @@ def backward_launch(
     given: dict[str, Any] = {
         **_sizes(shape, strides, X=x, DY=strides.dy, DTOTAL=strides.dtotal),
         **_formula(dtype, flags, tv),
-        "FAN_IN": _GRADIENT_FAN_IN,
         "DTOTAL": strides.dtotal is not None,
         **dict(zip(("DX", "DWEIGHT", "DBIAS", "DINPUT_BIAS"), needs, strict=True)),
         "DX_AS_X": isinstance(x, Levels) and x.dense(shape.rows, shape.width),
@@ -124,16 +122,9 @@ def backward_launch(
         given |= {"LAG": lag, "KP": at_once, "SINGLE": shape.blocks == 1}
         return Launch(wide_rows.layer_norm_wide_backward, grid, shape.warps, shape, flags, **given)
     finishers = -(-shape.width // shape.finish) if sums and shape.k == 1 else 0
-    return Launch(
-        rows.layer_norm_rows_backward,
-        shape.programs + finishers,
-        shape.warps,
-        shape,
-        flags,
-        cooperative=shape.k > 1,
-        K_PADDED=power_of_2(shape.k),
-        **given,
-    )
+    given |= {"K_PADDED": power_of_2(shape.k), "cooperative": shape.k > 1}
+    grid = shape.programs + finishers
+    return Launch(rows.layer_norm_rows_backward, grid, shape.warps, shape, flags, **given)
 
 
 def _formula(dtype: torch.dtype, flags: Flags, tv: float) -> dict[str, Any]:
@@ -152,8 +143,7 @@ def _sizes(shape: Rows | Wide, strides: Strides, **spacings: Spacing | None) -> 
         "INNER": inner,
         "WIDTH_UNITS": width // unit,
         "UNIT": unit,
-        "TWO_LEVELS": levels is not None,
-        "HEADS": 1 if levels is None else levels.heads,
+        "HEADS": 0 if levels is None else levels.heads,
     }
     furthest = count * width
     for name, spacing in spacings.items():
@@ -171,20 +161,15 @@ def _sizes(shape: Rows | Wide, strides: Strides, **spacings: Spacing | None) -> 
 
 def forward_scratch(shape: Rows | Wide, flags: Flags) -> tuple[int, int]:
     """How many counters and partial results a forward launch needs."""
-    words = 2 * (_parts(shape) + _finishers(shape)) if flags.running else 0
+    words = 2 * (shape.parts + _finishers(shape)) if flags.running else 0
     if isinstance(shape, Wide):
         return shape.rows + words, 2 * shape.rows * shape.k
     return words, 0
 
 
-def _parts(shape: Rows | Wide) -> int:
-    """Parts from which the running statistics are added up."""
-    return shape.rows if isinstance(shape, Wide) else shape.programs
-
-
 def _finishers(shape: Rows | Wide) -> int:
     """Programs that add up the parts: at most about the square root of the number of parts."""
-    parts, at_a_time = _parts(shape), _FAN_IN * shape.warps
+    parts, at_a_time = shape.parts, _FAN_IN * shape.warps
     times = -(-math.isqrt(parts) // at_a_time)
     return -(-parts // (times * at_a_time))
 

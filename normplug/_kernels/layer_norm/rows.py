@@ -13,14 +13,8 @@ that run at once share the row's columns, and exchange the two sums that its dx 
 import triton
 import triton.language as tl
 
-from normplug._kernels.layer_norm.shared import (
-    factor_of,
-    finish_running,
-    load_statistics,
-    row_places,
-    size,
-    strides_of,
-)
+from normplug._kernels.layer_norm import shared
+from normplug._kernels.layer_norm.shared import row_places, size, strides_of
 from normplug._kernels.merging import finish_gradients
 from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar, sum_both
 from normplug._kernels.tiles import LANE_AXIS, STEP_AXIS, load, store, tile_of_zeros
@@ -109,15 +103,13 @@ def layer_norm_rows_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, input_bias_ptr, running_mean_ptr, running_var_ptr,
     tracked_ptr, y_ptr, total_ptr, stats_ptr, counters_ptr,
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS,
-    FINISHERS,
-    momentum, eps, root,
+    FINISHERS, momentum, eps, root,
     R: tl.constexpr, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr, KEEP: tl.constexpr,
     FAN_IN: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr,
     ROUND: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, INPUT_BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, GIVEN: tl.constexpr, STATS: tl.constexpr, RUNNING: tl.constexpr,
-    TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr, UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr,
-    HEADS: tl.constexpr, X_MIDDLE: tl.constexpr, RESIDUAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
+    TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
+    X_MIDDLE: tl.constexpr, RESIDUAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Y = weight * root * (h - mean) * rstd + bias, and stats = (mean, rstd) of all rows.
 
@@ -141,12 +133,12 @@ def layer_norm_rows_forward(
         sum_var = tl.zeros([R], ACC)
         for tile in range(program, tl.cdiv(ROWS, R), programs):
             rows, inside = _rows(tile, ROWS, R, WIDE)
-            places = row_places(rows, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+            places = row_places(rows, x_strides, X_MIDDLE, HEADS)
             h = _load(x_ptr, places, inside, columns, live, EVEN, False).to(ACC)
             if CENTRED:
                 first = tl.load(x_ptr + places, mask=inside, other=0.0).to(ACC)
             if RESIDUAL:
-                places = row_places(rows, residual_strides, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS)
+                places = row_places(rows, residual_strides, RESIDUAL_MIDDLE, HEADS)
                 h += _load(residual_ptr, places, inside, columns, live, EVEN, False).to(ACC)
                 if CENTRED:
                     first += tl.load(residual_ptr + places, mask=inside, other=0.0).to(ACC)
@@ -162,25 +154,23 @@ def layer_norm_rows_forward(
             # Distances from one of the values, whose sums do not round at the size of the mean.
             d = h - _each(first) if CENTRED else h
             if GIVEN:
-                mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
+                mean, rstd = shared.load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
                 if CENTRED:
                     d -= _each(mean - first)
             else:
                 if CENTRED:
-                    if not EVEN:
-                        d = tl.where(_all_rows(live), d, 0.0)
+                    d = d if EVEN else tl.where(_all_rows(live), d, 0.0)
                     mean = _sum(d) / n + first
                     # Subtract the mean as it is saved, so that GIVEN gives the same bits.
                     d -= _each(mean - first)
-                    if not EVEN:
-                        d = tl.where(_all_rows(live), d, 0.0)
+                    d = d if EVEN else tl.where(_all_rows(live), d, 0.0)
                 var = _sum(d * d) / n
                 rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
             y = as_dtype(d * _each(rstd * scalar(root, ACC)), ROUND).to(ACC)
             if WEIGHT:
                 if not KEEP:
                     weight = _vector(weight_ptr, columns, live, R, EVEN)
-                y *= factor_of(weight, OFFSET, ACC)
+                y *= shared.factor_of(weight, OFFSET, ACC)
             if BIAS:
                 if not KEEP:
                     bias = _vector(bias_ptr, columns, live, R, EVEN)
@@ -198,7 +188,7 @@ def layer_norm_rows_forward(
             total_mean, total_var = sum_both(sum_mean, sum_var, 0)
             publish(counters_ptr, program, total_mean, total_var)
     elif RUNNING:
-        finish_running(
+        shared.finish_running(
             running_mean_ptr, running_var_ptr, tracked_ptr, counters_ptr, program - programs,
             FINISHERS, programs, ROWS, momentum, FAN_IN, ACC, CENTRED, TRACKED, CUMULATIVE,
         )  # fmt: skip
@@ -224,16 +214,14 @@ def layer_norm_rows_backward(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, input_bias_ptr, stats_ptr, dx_ptr, dweight_ptr,
     dbias_ptr, dinput_bias_ptr, partial_ptr, counters_ptr,
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, DY_UNITS, DY_OUTER_UNITS, DTOTAL_UNITS,
-    DTOTAL_OUTER_UNITS, PROGRAMS,
-    root,
+    DTOTAL_OUTER_UNITS, PROGRAMS, root,
     R: tl.constexpr, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr, K: tl.constexpr,
     K_PADDED: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr,
-    FINISH: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr,
-    OFFSET: tl.constexpr, ROUND: tl.constexpr, WEIGHT: tl.constexpr, INPUT_BIAS: tl.constexpr,
-    DTOTAL: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
-    DINPUT_BIAS: tl.constexpr, DX_AS_X: tl.constexpr, UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr,
-    HEADS: tl.constexpr, X_MIDDLE: tl.constexpr, DY_MIDDLE: tl.constexpr,
-    DTOTAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    FINISH: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr,
+    ROUND: tl.constexpr, WEIGHT: tl.constexpr, INPUT_BIAS: tl.constexpr, DTOTAL: tl.constexpr,
+    DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr,
+    DX_AS_X: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr, X_MIDDLE: tl.constexpr,
+    DY_MIDDLE: tl.constexpr, DTOTAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `layer_norm_rows_forward` that are wanted.
 
@@ -269,11 +257,11 @@ def layer_norm_rows_backward(
         dinput_bias = tile_of_zeros(LANES, U, BC, ACC)
         for tile in tl.range(group, tiles, groups, num_stages=STAGES):
             rows, inside = _rows(tile, ROWS, R, WIDE)
-            x_places = row_places(rows, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+            x_places = row_places(rows, x_strides, X_MIDDLE, HEADS)
             h = _load(x_ptr, x_places, inside, columns, live, EVEN, LAST).to(ACC)
-            places = row_places(rows, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
+            places = row_places(rows, dy_strides, DY_MIDDLE, HEADS)
             dy = _load(dy_ptr, places, inside, columns, live, EVEN, LAST).to(ACC)
-            mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
+            mean, rstd = shared.load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
             if INPUT_BIAS:
                 if not KEEP:
                     input_bias = _vector(input_bias_ptr, columns, live, R, EVEN)
@@ -293,7 +281,7 @@ def layer_norm_rows_backward(
                 if WEIGHT:
                     if not KEEP:
                         weight = _vector(weight_ptr, columns, live, R, EVEN)
-                    g *= factor_of(weight, OFFSET, ACC)
+                    g *= shared.factor_of(weight, OFFSET, ACC)
                 if CENTRED:
                     gd = g * d
                     sum_g, sum_gd = sum_both(tl.sum(g, STEP_AXIS), tl.sum(gd, STEP_AXIS), 1)
@@ -311,14 +299,11 @@ def layer_norm_rows_backward(
                 else:
                     dx = g * _each(scale) - d * _each(slope)
                 if DTOTAL:
-                    places = row_places(rows, dtotal_strides, DTOTAL_MIDDLE, HEADS, TWO_LEVELS)
+                    places = row_places(rows, dtotal_strides, DTOTAL_MIDDLE, HEADS)
                     dx += _load(dtotal_ptr, places, inside, columns, live, EVEN, LAST).to(ACC)
                 if DINPUT_BIAS:
-                    if EVEN:
-                        dinput_bias += _folded(dx, LANES)
-                    else:
-                        exists = _each(inside) & _all_rows(live)
-                        dinput_bias += _folded(tl.where(exists, dx, 0.0), LANES)
+                    exists = _each(inside) & _all_rows(live)
+                    dinput_bias += _folded(dx if EVEN else tl.where(exists, dx, 0.0), LANES)
                 if DX:
                     places = x_places if DX_AS_X else rows * DENSE
                     _store(dx_ptr, dx, places, inside, columns, live, EVEN)
@@ -344,5 +329,5 @@ def layer_norm_rows_backward(
             for stretch in range(c, stretches, step):
                 finish_gradients(
                     dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, groups,
-                    root, FINISH, FAN_IN, ACC, DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROUND == ACC,
+                    root, FINISH, ACC, DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROUND == ACC,
                 )  # fmt: skip

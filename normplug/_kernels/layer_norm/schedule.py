@@ -42,6 +42,7 @@ class Rows:
     def __post_init__(self) -> None:
         self.tiles = -(-self.rows // self.r)
         self.groups = self.programs // self.k  # groups of `k` programs that take tiles in turn
+        self.parts = self.programs  # from which the running statistics are added up
         self.even = self.k * self.u * self.bc == self.width and self.rows % self.r == 0
 
 
@@ -62,6 +63,7 @@ class Wide:
     def __post_init__(self) -> None:
         self.k = -(-self.width // self.cw)  # tiles of a block
         self.blocks = -(-self.rows // self.rb)
+        self.parts = self.rows  # from which the running statistics are added up
         self.even = self.width % self.cw == 0 and self.rows % self.rb == 0
 
 

@@ -7,9 +7,7 @@ The arguments that `schedule` and `primitives` do not explain:
 
 X_UNITS, X_OUTER_UNITS, X_MIDDLE: STEP, OUTER and MIDDLE of the rows of x: see `row_places`. The
     same for RESIDUAL, DY and DTOTAL. INNER, HEADS: for all these tensors.
-TWO_LEVELS: rows have strides on two levels, or on three.
-FAN_IN: parts that a program adds at a time, of the running statistics or of a gradient. FINISHERS:
-    programs that add up the running statistics.
+FINISHERS: programs that add up the running statistics, FAN_IN parts at a time.
 CENTRED: the mean is subtracted. If not, stats has rstd only, and no running mean is updated.
 OFFSET: added to the weight. ROUND: the dtype to round to before multiplying by the weight, or ACC.
 GIVEN: the rows' statistics are read from stats. STATS: they are written there.
@@ -38,24 +36,23 @@ def strides_of(STEP_UNITS, OUTER_UNITS, INNER, UNIT, WIDE):
 
 
 @triton.jit
-def row_places(rows, strides, MIDDLE, HEADS, TWO_LEVELS):
-    """Offsets at which rows begin, in values: STEP apart if there is one level of strides.
+def row_places(rows, strides, MIDDLE, HEADS):
+    """Offsets at which rows begin, in values: STEP apart if HEADS is 0: one level of strides.
 
     On two levels, the INNER rows of a group are STEP apart, and groups OUTER apart. On three, where
     MIDDLE is not 0, sets of HEADS groups are OUTER apart, and the groups of a set MIDDLE apart.
     """
     STEP, OUTER, INNER = strides
-    if TWO_LEVELS and MIDDLE > 0:
+    if HEADS == 0:
+        return rows * STEP
+    elif MIDDLE == 0:
+        outer = rows.to(tl.int32) // INNER
+        return outer * OUTER + (rows - outer * INNER) * STEP
+    else:
         group = rows.to(tl.int32) // INNER
         outer = group // HEADS
         head = (group - outer * HEADS).to(OUTER.dtype)
-        places = outer * OUTER + head * MIDDLE + (rows - group * INNER) * STEP
-    elif TWO_LEVELS:
-        outer = rows.to(tl.int32) // INNER
-        places = outer * OUTER + (rows - outer * INNER) * STEP
-    else:
-        places = rows * STEP
-    return places
+        return outer * OUTER + head * MIDDLE + (rows - group * INNER) * STEP
 
 
 @triton.jit

@@ -10,20 +10,9 @@ programs add them up over the blocks of rows, in order.
 import triton
 import triton.language as tl
 
-from normplug._kernels.layer_norm.shared import (
-    factor_of,
-    finish_running,
-    load_statistics,
-    row_places,
-    size,
-    strides_of,
-)
-from normplug._kernels.merging import (
-    finish_gradients,
-    merge_tile_moments,
-    merge_tile_sum,
-    tile_counts,
-)
+from normplug._kernels import merging
+from normplug._kernels.layer_norm import shared
+from normplug._kernels.layer_norm.shared import row_places, size, strides_of
 from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, publish, wait
@@ -37,14 +26,13 @@ def layer_norm_wide_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, input_bias_ptr, running_mean_ptr, running_var_ptr,
     tracked_ptr, y_ptr, total_ptr, stats_ptr, partial_ptr, counters_ptr,
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, K, LAG,
-    FINISHERS,
-    momentum, eps, root,
+    FINISHERS, momentum, eps, root,
     CW: tl.constexpr, KP: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr,
     CENTRED: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, INPUT_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GIVEN: tl.constexpr,
     STATS: tl.constexpr, RUNNING: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr,
-    UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr, HEADS: tl.constexpr, X_MIDDLE: tl.constexpr,
-    RESIDUAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    UNIT: tl.constexpr, HEADS: tl.constexpr, X_MIDDLE: tl.constexpr, RESIDUAL_MIDDLE: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute y, total and stats by the formulas of `rows.layer_norm_rows_forward`.
 
@@ -61,12 +49,12 @@ def layer_norm_wide_forward(
         k = t - row * K
         columns = k * CW + tl.arange(0, CW)
         live = columns < WIDTH
-        place = row_places(row, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(row, x_strides, X_MIDDLE, HEADS)
         if CENTRED:
             first = tl.load(x_ptr + place + k * CW).to(ACC)
         h = tl.load(x_ptr + place + columns, mask=live, other=0.0).to(ACC)
         if RESIDUAL:
-            place = row_places(row, residual_strides, RESIDUAL_MIDDLE, HEADS, TWO_LEVELS)
+            place = row_places(row, residual_strides, RESIDUAL_MIDDLE, HEADS)
             if CENTRED:
                 first += tl.load(residual_ptr + place + k * CW).to(ACC)
             h += tl.load(residual_ptr + place + columns, mask=live, other=0.0).to(ACC)
@@ -80,12 +68,10 @@ def layer_norm_wide_forward(
         if CENTRED:
             # Distances from one of the values, whose sums do not round at the size of the mean.
             d = h - first
-            if not EVEN:
-                d = tl.where(live, d, 0.0)
-            mean = tl.sum(d) / tile_counts(k, WIDTH, CW, ACC)
+            d = d if EVEN else tl.where(live, d, 0.0)
+            mean = tl.sum(d) / merging.tile_counts(k, WIDTH, CW, ACC)
             d -= mean
-            if not EVEN:
-                d = tl.where(live, d, 0.0)
+            d = d if EVEN else tl.where(live, d, 0.0)
             tl.store(partial_ptr + 2 * t, first + mean)
             tl.store(partial_ptr + 2 * t + 1, tl.sum(d * d))
         else:
@@ -99,22 +85,23 @@ def layer_norm_wide_forward(
         live = columns < WIDTH
         if RESIDUAL:
             wait(counters_ptr + row, K, K)  # another program stores the total
-            h = tl.load(
-                total_ptr + row * DENSE + columns, mask=live, other=0.0, cache_modifier=".cg"
-            )
+            place = row * DENSE
+            h = tl.load(total_ptr + place + columns, mask=live, other=0.0, cache_modifier=".cg")
         else:
-            place = row_places(row, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+            place = row_places(row, x_strides, X_MIDDLE, HEADS)
             h = tl.load(x_ptr + place + columns, mask=live, other=0.0)
             if not GIVEN:
                 wait(counters_ptr + row, K, K)
         if GIVEN:
-            mean, rstd = load_statistics(stats_ptr, row, True, ROWS, CENTRED)
+            mean, rstd = shared.load_statistics(stats_ptr, row, True, ROWS, CENTRED)
         else:
             if CENTRED:
-                mean, m2 = merge_tile_moments(partial_ptr + 2 * row * K, K, WIDTH, CW, KP, ACC)
+                mean, m2 = merging.merge_tile_moments(
+                    partial_ptr + 2 * row * K, K, WIDTH, CW, KP, ACC
+                )
             else:
                 mean = tl.full([], 0.0, ACC)
-                m2 = merge_tile_sum(partial_ptr + row * K, K, KP, ACC)
+                m2 = merging.merge_tile_sum(partial_ptr + row * K, K, KP, ACC)
             var = m2 / WIDTH.to(ACC)
             rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
         h = h.to(ACC)
@@ -125,7 +112,7 @@ def layer_norm_wide_forward(
         y = as_dtype(h * (rstd * scalar(root, ACC)), ROUND).to(ACC)
         if WEIGHT:
             weight = tl.load(weight_ptr + columns, mask=live, other=0.0)
-            y *= factor_of(weight, OFFSET, ACC)
+            y *= shared.factor_of(weight, OFFSET, ACC)
         if BIAS:
             y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(ACC)
         y = as_stored(y, y_ptr)
@@ -140,7 +127,7 @@ def layer_norm_wide_forward(
     if RUNNING:
         f = u - ROWS * K
         if f >= 0:
-            finish_running(
+            shared.finish_running(
                 running_mean_ptr, running_var_ptr, tracked_ptr, counters_ptr + ROWS, f, FINISHERS,
                 ROWS, ROWS, momentum, FAN_IN, ACC, CENTRED, TRACKED, CUMULATIVE,
             )  # fmt: skip
@@ -171,15 +158,13 @@ def layer_norm_wide_backward(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, input_bias_ptr, stats_ptr, dx_ptr, dweight_ptr,
     dbias_ptr, dinput_bias_ptr, partial_ptr, counters_ptr,
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, DY_UNITS, DY_OUTER_UNITS, DTOTAL_UNITS,
-    DTOTAL_OUTER_UNITS, K, LAG,
-    root,
-    RB: tl.constexpr, CW: tl.constexpr, KP: tl.constexpr, SINGLE: tl.constexpr,
-    FAN_IN: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr,
-    ROUND: tl.constexpr, WEIGHT: tl.constexpr, INPUT_BIAS: tl.constexpr, DTOTAL: tl.constexpr,
-    DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr,
-    DX_AS_X: tl.constexpr, UNIT: tl.constexpr, TWO_LEVELS: tl.constexpr, HEADS: tl.constexpr,
-    X_MIDDLE: tl.constexpr, DY_MIDDLE: tl.constexpr, DTOTAL_MIDDLE: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr,
+    DTOTAL_OUTER_UNITS, K, LAG, root,
+    RB: tl.constexpr, CW: tl.constexpr, KP: tl.constexpr, SINGLE: tl.constexpr, ACC: tl.constexpr,
+    CENTRED: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, WEIGHT: tl.constexpr,
+    INPUT_BIAS: tl.constexpr, DTOTAL: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr, DX_AS_X: tl.constexpr, UNIT: tl.constexpr,
+    HEADS: tl.constexpr, X_MIDDLE: tl.constexpr, DY_MIDDLE: tl.constexpr,
+    DTOTAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute the wanted gradients by the formulas of `rows.layer_norm_rows_backward`.
 
@@ -210,11 +195,11 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        place = row_places(rows, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(rows, x_strides, X_MIDDLE, HEADS)
         x = _tile(x_ptr, place, columns, mask, EVEN, False)
-        place = row_places(rows, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(rows, dy_strides, DY_MIDDLE, HEADS)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, False).to(ACC)
-        mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
+        mean, rstd = shared.load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
         if INPUT_BIAS:
             h += load(input_bias_ptr, columns, live, EVEN, False).to(ACC)[None, :]
@@ -223,12 +208,9 @@ def layer_norm_wide_backward(
         g = dy
         if WEIGHT:
             weight = load(weight_ptr, columns, live, EVEN, False)
-            g *= factor_of(weight, OFFSET, ACC)[None, :]
+            g *= shared.factor_of(weight, OFFSET, ACC)[None, :]
         tile_ptr = partial_ptr + t.to(tl.int64) * (2 * RB)
-        if CENTRED:
-            tl.store(tile_ptr + lanes, tl.sum(g, axis=1))
-        else:
-            tl.store(tile_ptr + lanes, tl.zeros([RB], ACC))
+        tl.store(tile_ptr + lanes, tl.sum(g, axis=1) if CENTRED else tl.zeros([RB], ACC))
         tl.store(tile_ptr + RB + lanes, tl.sum(g * d, axis=1) * rstd)
         if arrive(counters_ptr + block) == K - 1:
             tl.atomic_xchg(counters_ptr + block, 0, sem="relaxed")
@@ -237,10 +219,9 @@ def layer_norm_wide_backward(
             block_ptr = partial_ptr + (block * K).to(tl.int64) * (2 * RB)
             for start in range(0, K, KP):
                 tile = start + tl.arange(0, KP)
-                total += tl.load(
-                    block_ptr + tile[:, None] * (2 * RB) + places[None, :],
-                    mask=(tile < K)[:, None], other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
+                there = (tile < K)[:, None]
+                tiles_ptr = block_ptr + tile[:, None] * (2 * RB) + places[None, :]
+                total += tl.load(tiles_ptr, mask=there, other=0.0, cache_modifier=".cg")
             tl.store(sums_ptr + block * (2 * RB) + places, tl.sum(total, axis=0) / n)
             arrive(ready_ptr + block)
     u = t - LAG
@@ -252,11 +233,11 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        x_place = row_places(rows, x_strides, X_MIDDLE, HEADS, TWO_LEVELS)
+        x_place = row_places(rows, x_strides, X_MIDDLE, HEADS)
         x = _tile(x_ptr, x_place, columns, mask, EVEN, True)
-        place = row_places(rows, dy_strides, DY_MIDDLE, HEADS, TWO_LEVELS)
+        place = row_places(rows, dy_strides, DY_MIDDLE, HEADS)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, True).to(ACC)
-        mean, rstd = load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
+        mean, rstd = shared.load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
         if INPUT_BIAS:
             h += load(input_bias_ptr, columns, live, EVEN, False).to(ACC)[None, :]
@@ -269,7 +250,7 @@ def layer_norm_wide_backward(
             g = dy
             if WEIGHT:
                 weight = load(weight_ptr, columns, live, EVEN, False)
-                g *= factor_of(weight, OFFSET, ACC)[None, :]
+                g *= shared.factor_of(weight, OFFSET, ACC)[None, :]
             scale = rstd * scalar(root, ACC)
             slope = scale * rstd * mean_gx
             if CENTRED:
@@ -277,7 +258,7 @@ def layer_norm_wide_backward(
             else:
                 dx = g * scale[:, None] - d * slope[:, None]
             if DTOTAL:
-                place = row_places(rows, dtotal_strides, DTOTAL_MIDDLE, HEADS, TWO_LEVELS)
+                place = row_places(rows, dtotal_strides, DTOTAL_MIDDLE, HEADS)
                 dx += _tile(dtotal_ptr, place, columns, mask, EVEN, True).to(ACC)
             if DX:
                 place = x_place if DX_AS_X else rows * DENSE
@@ -306,7 +287,7 @@ def layer_norm_wide_backward(
         k = u - TILES
         if k >= 0:
             wait(done_ptr + k, BLOCKS, 1)
-            finish_gradients(
+            merging.finish_gradients(
                 dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, k, WIDTH, BLOCKS, root, CW,
-                FAN_IN, ACC, DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROUND == ACC,
+                ACC, DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROUND == ACC,
             )  # fmt: skip
