@@ -76,7 +76,7 @@ def norm_add_activation(
 def isolated_norm(norm: Any, x: Tensor) -> Tensor:
     """Apply a norm whose only reader is a fused call: a compiler has nothing to fuse it with."""
     if _may_run(norm, x, "addition"):
-        return norm._fused(x, isolated=True)
+        return norm._fused(x, isolated=torch.compiler.is_compiling())
     return norm(x)
 
 

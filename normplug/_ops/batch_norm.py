@@ -28,7 +28,8 @@ class BatchNormSpec(NamedTuple):
     """The spec of a BatchNorm call.
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
-    peers: the `peers.Peers` of the processes that join their batches; None for one process.
+    isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
+    join: the number of the `peers.Join` of the processes that join their batches; 0 for one.
     instance: whether it is an InstanceNorm in evaluation with running statistics.
     constant: whether neither weight nor bias needs a gradient, in evaluation, so that the backward
         needs no x.
@@ -42,7 +43,8 @@ class BatchNormSpec(NamedTuple):
     activation: ActivationLike = None
     pool: Pool | None = None
     keeps_residual: bool = False
-    peers: Any = None
+    isolated: bool = False
+    join: int = 0
     instance: bool = False
     constant: bool = False
     safe: bool = False
@@ -53,16 +55,7 @@ class BatchNormSpec(NamedTuple):
             return ()
         return (0,) if self.pool is not None else channel_dims(t.x)
 
-    def without_pool(self) -> BatchNormSpec:
-        """The spec of the norm alone."""
-        # torch.compile of torch 2.6 cannot trace `_replace`.
-        return BatchNormSpec(
-            self.training, self.momentum, self.eps, self.target_variance, self.activation,
-            peers=self.peers, constant=self.constant, safe=self.safe,
-        )  # fmt: skip
-
-    def check(self, caller: str, t: Tensors, *, joined: bool = False) -> None:
-        """With `joined`, x is a process's part of the batch, and may have one value per channel."""
+    def check(self, caller: str, t: Tensors) -> None:
         _checks.tensors(caller, *t)
         _checks.flags(caller, training=self.training)
         _checks.number(caller, "eps", self.eps)
@@ -72,8 +65,7 @@ class BatchNormSpec(NamedTuple):
         _checks.scalars(caller, num_batches_tracked=t.tracked)
         updates = self.training and t.running_mean is not None
         _checks.momentum(caller, self.momentum, t.tracked, updates)
-        alone = self.training and not joined and self.peers is None
-        if alone and t.x.numel() == t.x.shape[1] != 0:
+        if self.training and not self.join and t.x.numel() == t.x.shape[1] != 0:
             raise _checks.one_value(caller, f"input of shape {tuple(t.x.shape)}")
         _checks.activation(caller, self.activation)
         _checks.same_shape(caller, t.x, residual=t.residual)
@@ -85,15 +77,16 @@ class BatchNormSpec(NamedTuple):
             return self._by_torch(t)
         new = stock.with_copies(t)
         y = self._by_torch(new)
-        if t.x.numel() > 0:
-            stock.take_finite(t, new)
+        stock.take_finite(t, new)
         return y
 
     def _by_torch(self, t: Tensors) -> Tensor:
-        like = None if self.instance else t.running_mean
-        x, weight = t.x, stock.scaled_channels(t, self.target_variance, like)
-        empty = x.numel() == 0
-        y = stock.empty_norm(x, weight, t.bias) if empty else self._normalised(t, weight)
+        if self.join:
+            from normplug._ops.batch_norm_sync import by_collectives
+
+            y = by_collectives(t, self)
+        else:
+            y = self._normalised(t)
         if t.residual is not None:
             # In place if possible: nothing else holds y, nor does the backward need it.
             same = t.residual.shape == y.shape and t.residual.dtype == y.dtype
@@ -103,9 +96,12 @@ class BatchNormSpec(NamedTuple):
             y = _activations.apply(self.activation, y)
         return y if self.pool is None else self.pool(y)
 
-    def _normalised(self, t: Tensors, weight: Tensor | None) -> Tensor:
+    def _normalised(self, t: Tensors) -> Tensor:
         """Call ATen's operator, since `torch.nn.functional.batch_norm` refuses an eps of 0."""
         x, mean, var, momentum = t.x, t.running_mean, t.running_var, self.momentum or 0.0
+        weight = stock.scaled_channels(t, self.target_variance, None if self.instance else mean)
+        if x.numel() == 0:
+            return stock.empty_norm(x, weight, t.bias)
         if self.training and mean is not None and self.momentum is None:
             # Before the norm, which saves the last tensors for the backward.
             values = x.detach().to(accumulator_dtype(x.dtype))
@@ -134,9 +130,11 @@ class BatchNormSpec(NamedTuple):
         mean, var = t.running_mean, t.running_var
         if mean is not None and var is not None and mean.dtype != var.dtype:
             return "running_mean and running_var differ in dtype"
-        if self.peers is not None and t.x.shape[1] > peers.most_channels():
-            return f"it has more than {peers.most_channels()} channels"
-        if self.peers is not None and t.x.numel() == 0:  # the kernels do not read it
+        if self.join and (most := peers.most_channels(self.join)) == 0:
+            return "the processes exchange statistics by collectives"
+        if self.join and t.x.shape[1] > most:
+            return f"it has more than {most} channels"
+        if self.join and t.x.numel() == 0:  # the kernels do not read it
             t = t._replace(x=t.x.new_empty(1, *t.x.shape[1:2]), residual=None)
         why = eligible.refusal_of(t)
         if why is None and t.x.shape[0] * math.prod(t.x.shape[2:]) >= 2**31:
@@ -158,7 +156,7 @@ class BatchNormSpec(NamedTuple):
     # The operators for compilers. Torch operations outside them update the running statistics: a
     # compiler fuses these, and the operators have no side effects.
 
-    def compiled(self, t: Tensors, isolated: bool) -> Callable[[Tensors], Any] | None:
+    def compiled(self, t: Tensors) -> Callable[[Tensors], Any] | None:
         """An operator, if the norm is large and its neighbours are in it, or `isolated`.
 
         Inductor fuses a norm with what follows it, and an operator prevents that. So an operator
@@ -167,29 +165,25 @@ class BatchNormSpec(NamedTuple):
         """
         fuses = t.residual is not None or self.activation is not None
         aligned = t.x.is_contiguous() or t.x.shape[1] * t.x.element_size() % 16 == 0
-        pays = (fuses or isolated) and aligned and eligible.size_of(t.x) >= _OPERATOR_BYTES
-        return self.operator if pays else None
+        pays = (fuses or self.isolated) and aligned and eligible.size_of(t.x) >= _OPERATOR_BYTES
+        return self.operator if pays or self.join else None
 
     def operator(self, t: Tensors) -> Tensor:
-        return self.joined_operator(t, 0)
-
-    def joined_operator(self, t: Tensors, number: int) -> Tensor:
-        """Y of the batches that the peers of this number join; 0 for one process."""
         pool, mean, var = self.pool, t.running_mean, t.running_var
         constants = (None, None) if self.training else (mean, var)
         tensors = (t.x, t.residual, t.weight, t.bias, None, *constants, None)
         activation = _activations.parts(self.activation)
         numbers = (self.training, self.eps, self.target_variance, *activation)
         if pool is None:
-            y, stats, *_ = _plain(*tensors, *numbers, [], number, False)
+            y, stats, *_ = _plain(*tensors, *numbers, [], self.join, False)
         else:
             window = [*pool.kernel, *pool.stride, *pool.padding, int(pool.ceil_mode)]
-            y, stats, *_ = _pooled(*tensors, *numbers, window, number, False)
+            y, stats, *_ = _pooled(*tensors, *numbers, window, self.join, False)
         if self.training and mean is not None and var is not None:
             c = t.x.shape[1]
             with torch.no_grad():
                 batch_var = stock.variance_of(stats[c : 2 * c], self.eps)
-                if number:
+                if self.join:
                     counts = stats[-1] > 1
                     batch_var *= stats[-1] / (stats[-1] - 1).clamp(min=1)
                 else:
@@ -213,10 +207,9 @@ class BatchNormSpec(NamedTuple):
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
         n, c, *space = t.x.shape
-        joins = int(self.peers is not None)
-        stats = t.x.new_empty(2 * c + joins, dtype=accumulator_dtype(t.x.dtype))
+        stats = t.x.new_empty(2 * c + (self.join > 0), dtype=accumulator_dtype(t.x.dtype))
         if self.pool is not None:
-            shape = (n, c, *self.pool.size(*space))
+            shape = (n, c, *self.pool.size(t.x))
             y, peaks, places = (
                 torch.empty(shape, dtype=dtype, device=t.x.device, memory_format=_LAST)
                 for dtype in (t.x.dtype, t.x.dtype, torch.uint8)
@@ -244,19 +237,19 @@ def _spec_of(
     activation: str | None,
     slope: float,
     pool: list[int],
-    number: int,
+    join: int,
 ) -> BatchNormSpec:
     window = None
     if pool:
         kh, kw, sh, sw, ph, pw, ceil_mode = pool
         window = Pool((kh, kw), (sh, sw), (ph, pw), bool(ceil_mode))
-    chosen, group = _activations.joined(activation, slope), peers.by_number(number)
-    return BatchNormSpec(training, 0.0, eps, target_variance, chosen, window, peers=group)
+    chosen = _activations.joined(activation, slope)
+    return BatchNormSpec(training, 0.0, eps, target_variance, chosen, window, join=join)
 
 
 _NUMBERS = (
     "bool training, float eps, float target_variance, str? activation, float slope, int[] pool, "
-    "int peers"
+    "int join"
 )
 PLAIN = NormOperators("batch_norm", _NUMBERS, ("stats", "bits"), _spec_of)
 POOLED = NormOperators("batch_norm_max_pool", _NUMBERS, ("stats", "peaks", "places"), _spec_of)
@@ -274,8 +267,8 @@ def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
             from normplug._ops.batch_norm_plan import StatisticsPlan
 
             run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, _PLAIN).run
-            native.keep(None, "channel_stats", t, t, run)
-            stats = run(t)
+            stats = native.keep(None, "channel_stats", t, t, run)
+            stats = run(t) if stats is None else stats
         if stats is not None:
             mean, var = stats.chunk(2)
             return mean, var

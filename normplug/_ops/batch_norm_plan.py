@@ -38,7 +38,7 @@ class BatchNormPlan(Plan):
 
     def __init__(self, t: Tensors, spec: Any) -> None:
         super().__init__(t, spec)
-        x, peers = t.x, spec.peers
+        x, self.peers = t.x, peers.peers_of(spec.join)
         self.acc = accumulator_dtype(x.dtype)
         n, self._channels, *space = x.shape
         self._dtype, self._numbers = x.dtype, (spec.eps, spec.target_variance)
@@ -55,9 +55,8 @@ class BatchNormPlan(Plan):
             tracked=updates and t.tracked is not None and spec.momentum is not None,
             safe=spec.safe and updates,
             constant=spec.constant and spec.pool is None,
-            **({} if peers is None else {"world": peers.world, "peers": peers.table}),
+            **({"world": self.peers.world, "peers": self.peers.table} if self.peers else {}),
         )
-        self.mark = 0 if peers is None else peers.mark
         self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         # Of constants, dx needs no x, if relu's mask replaces it.
@@ -65,7 +64,7 @@ class BatchNormPlan(Plan):
         self._layout = x.shape, x.stride(), x.dtype
         self.is_recomputable = self._keeps_residual or not self._flags.residual
         self.is_recomputable &= x.numel() > 0 and spec.pool is None and self._keeps_x
-        self._machine = machine_of(x, peers is None)
+        self._machine = machine_of(x, self.peers is None)
 
     def _forward(self, flags: launches.Flags) -> tuple[Launch, tuple[int, int]]:
         """The launch of a forward, or of a part of it, and its scratch memory."""
@@ -79,7 +78,7 @@ class BatchNormPlan(Plan):
         launch, scratch = self._forward(self._flags)
         empties = {
             "y": (x.shape, x.stride(), x.dtype),
-            "stats": ((2 * self._channels + (spec.peers is not None),), (1,), self.acc),
+            "stats": ((2 * self._channels + (self.peers is not None),), (1,), self.acc),
         }
         if self._flags.bits:
             mask_bytes = schedule.mask_bytes(*self._shape)
@@ -140,7 +139,7 @@ class BatchNormPlan(Plan):
         spec, mean, var = self.spec, None, None
         if x is None:  # the gradients do not depend on its values
             x = self._stand_in(self.device).zero_().requires_grad_()
-        if spec.peers is not None:
+        if spec.join:
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
         if self._flags.bits:
             # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
@@ -188,13 +187,9 @@ def refusal_to_pool(t: Tensors, pool: Pool) -> str | None:
     x = t.x
     if x.dim() != 4 or x.is_contiguous() or not is_channels_last(x.shape, x.stride()):
         return "the input is not channels_last"
-    n, c, height, width = x.shape
-    largest = max(math.prod(pool.kernel), math.prod(pool.stride))
-    if not pool.is_proper() or largest > windows.LARGEST_WINDOW:
-        return "max-pool windows and strides must span 1 to 25 elements, with valid padding"
-    pooled = pool.size(height, width)
-    if min(pooled) < 1:
-        return "the output is empty"
+    if max(math.prod(pool.kernel), math.prod(pool.stride)) > windows.LARGEST_WINDOW:
+        return "max-pool windows and strides must span at most 25 elements"
+    pooled, (n, c, _, width) = pool.size(x), x.shape
     if eligible.is_too_long(n * math.prod(pooled), width * c, pooled[1] * c):
         return "a row of pixels has nearly 2^31 values or more, or the output as many pixels"
     return None
@@ -213,11 +208,11 @@ class PooledPlan(BatchNormPlan):
         super().__init__(t, spec)
         pool: Pool = spec.pool
         self._n, _, height, width = t.x.shape
-        self._size, self._pooled = (height, width), pool.size(height, width)
+        self._size, self._pooled = (height, width), pool.size(t.x)
         shape = (self._n, self._channels, *self._pooled)
         self._output = (shape, strides_of(shape, torch.channels_last))
         self._window = (pool.kernel, pool.stride, pool.padding)
-        self._joined = spec.peers is not None
+        self._joined = self.peers is not None
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         spec, flags, (height, width) = self.spec, self._flags, self._pooled

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from normplug import _activations, _checks
-from normplug._ops import eligible, peers, stock
+from normplug import _checks
+from normplug._ops import peers, stock
 from normplug._ops.batch_norm import BatchNormSpec, channel_stats
 from normplug._ops.call import call
 from normplug._ops.spec import Tensors
@@ -48,53 +48,14 @@ def group_to_join(group: Any) -> Any:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def batch_norm(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> Tensor:
-    """`functional.batch_norm` in training, over the batches of all processes of `group`.
+def by_collectives(t: Tensors, spec: BatchNormSpec) -> Tensor:
+    """The norm of the batches that `spec` joins, without residual and activation.
 
     Raises:
-        ValueError: invalid arguments; on the CPU, one value per channel in the joined batch. On
-            other devices the host would have to wait for the GPU, so y is `bias` (plus `residual`)
-            instead.
-        TypeError: tensors that are not floating point.
-        RuntimeError: a process of the group has stopped.
+        ValueError: on the CPU, one value per channel in the joined batch. On other devices the host
+            would have to wait for the GPU, so y is `bias` instead.
     """
-    spec.check(_CALLER, t, joined=True)
-    asked = eligible.is_asked_for(_checks.backend(_CALLER, backend), t.x)
-    if asked and eligible.refusal_now() is None:
-        others: peers.Peers | int | None
-        if eligible.is_compiling():
-            others = peers.number_of(group.group_name, t.x.device)
-        else:
-            others = peers.of(group, t.x.device)
-        if others and (found := _by_kernels(t, spec, backend, others)) is not None:
-            return found
-    y = _by_collectives(t, spec, backend, group)
-    if t.residual is not None:
-        y = y + t.residual
-    y = _activations.apply(spec.activation, y)
-    return y if spec.pool is None else spec.pool(y)
-
-
-def _by_kernels(t: Tensors, spec: BatchNormSpec, backend: str, others: Any) -> Tensor | None:
-    """Y by kernels that exchange the statistics; None if they cannot run.
-
-    others: the `Peers`, or for a compiler their number.
-    """
-    numbers = (spec.training, spec.momentum, spec.eps, spec.target_variance, spec.activation)
-    ours = BatchNormSpec(*numbers, spec.pool, spec.keeps_residual, others, safe=spec.safe)
-    if ours.refusal(t) is not None:
-        if spec.pool is None:
-            return None
-        found = _by_kernels(t, spec.without_pool(), backend, others)
-        return None if found is None else spec.pool(found)
-    if isinstance(others, int):
-        return spec.joined_operator(t, others)
-    y: Tensor = call(_CALLER, t, ours, backend)
-    return y
-
-
-def _by_collectives(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -> Tensor:
-    """The norm without residual and activation."""
+    group, backend, _ = peers.joins[spec.join]
     numbers = (spec.eps, spec.target_variance)
     y, mean, var, n = _SyncBatchNorm.apply(t.x, t.weight, t.bias, *numbers, backend, group)
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
@@ -103,10 +64,7 @@ def _by_collectives(t: Tensors, spec: BatchNormSpec, backend: str, group: Any) -
     if t.running_mean is not None and t.running_var is not None:
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
         unbiased = var * (n / (n - 1).clamp(min=1))
-        new = stock.with_copies(t) if spec.safe else t
-        stock.update_running(new, spec.momentum, mean, unbiased, counts=n > 1)
-        if spec.safe:
-            stock.take_finite(t, new)
+        stock.update_running(t, spec.momentum, mean, unbiased, counts=n > 1)
     return y
 
 

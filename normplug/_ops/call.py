@@ -33,11 +33,10 @@ class Way(NamedTuple):
     plan: Any = None  # of normplug's kernels
 
 
-def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = False) -> Any:
+def call(caller: str, t: Tensors, spec: Any, backend: Any) -> Any:
     """Run a call, without the checks if its key is stored. It returns y, or (y, total).
 
-    caller: the function's name, for errors. spec: see `normplug._ops.spec`. isolated: whether a
-        compiler gains nothing by fusing the norm with its neighbours.
+    caller: the function's name, for errors. spec: see `normplug._ops.spec`.
     """
     key: tuple[Any, ...] = ()
     if not torch.compiler.is_compiling():
@@ -55,27 +54,28 @@ def call(caller: str, t: Tensors, spec: Any, backend: Any, *, isolated: bool = F
                 run, laid_out = found
                 ready = t if laid_out is None else laid_out(t)
                 if native._extension is not None:
-                    native.keep(spec, backend, t, ready, run)
+                    return _stored_in_cpp(run, t, ready, spec, backend)
                 return run(ready)
-    return _new_call(caller, t, spec, backend, isolated, key)
+    return _new_call(caller, t, spec, backend, key)
 
 
-def _new_call(
-    caller: str, t: Tensors, spec: Any, backend: Any, isolated: bool, key: tuple[Any, ...]
-) -> Any:
+def _new_call(caller: str, t: Tensors, spec: Any, backend: Any, key: tuple[Any, ...]) -> Any:
     """Check a call, choose how to run it, run it, and store the choice."""
     spec.check(caller, t)
 
     def again(t: Tensors) -> Any:
-        return call(caller, t, spec, backend, isolated=isolated)
+        return call(caller, t, spec, backend)
 
     if type(t.x) is not Tensor and parts.is_sharded(t.x):
         return parts.run_sharded(caller, t, spec.free_dims(t), again)
     if t.x.is_nested and parts.is_nested(t.x):
         return parts.run_nested(t, spec.normalized_shape, again)
-    way = choose(caller, t, spec, backend, isolated, key)
+    way = choose(caller, t, spec, backend, key)
     _checks.devices(caller, *t)
-    result = way.run(way.t)
+    if key and native._extension is not None:
+        result = _stored_in_cpp(way.run, t, way.t, spec, backend)
+    else:
+        result = way.run(way.t)
     if key:
         _store(key, (way.run, None if way.t is t else way.plan.spec.laid_out))
         if _log.isEnabledFor(logging.DEBUG):
@@ -83,14 +83,13 @@ def _new_call(
     return result
 
 
-def choose(
-    caller: str,
-    t: Tensors,
-    spec: Any,
-    backend: Any,
-    isolated: bool = False,
-    key: tuple[Any, ...] = (),
-) -> Way:
+def _stored_in_cpp(run: Any, t: Tensors, ready: Tensors, spec: Any, backend: Any) -> Any:
+    """Have C++ store a call and run it; if it cannot, run it in Python. ready: what `run` takes."""
+    found = native.keep(spec, backend, t, ready, run)
+    return run(ready) if found is None else found
+
+
+def choose(caller: str, t: Tensors, spec: Any, backend: Any, key: tuple[Any, ...] = ()) -> Way:
     """Choose how a checked call runs. key: of the call, if it is known."""
     backend = _checks.backend(caller, backend)
     if backend == "torch":
@@ -99,17 +98,17 @@ def choose(
         return Way(spec.by_torch, t, f"the input is on {t.x.device}")
     why = eligible.refusal_now() or spec.refusal(t)
     if why is not None and (pool := getattr(spec, "pool", None)) is not None:
-        way = choose(caller, t, spec.without_pool(), backend, isolated)  # may have kernels
+        way = choose(caller, t, spec._replace(pool=None), backend)  # may have kernels
         run = way.run
         return way._replace(run=lambda t: pool(run(t)))
     if why is not None:
-        if backend == "triton":
+        if backend == "triton" and not getattr(spec, "join", 0):
             raise NotImplementedError(
                 f"normplug.{caller}: backend='triton', but {why}. Use backend='auto' or 'torch'."
             )
         return Way(spec.by_torch, t, why)
     if eligible.is_compiling():
-        run = spec.operator if backend == "triton" else spec.compiled(t, isolated)
+        run = spec.operator if backend == "triton" else spec.compiled(t)
         if run is not None:
             return Way(run, t)
         return Way(spec.by_torch, t, "a compiler fuses PyTorch's operations")

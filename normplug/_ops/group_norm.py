@@ -108,7 +108,7 @@ class GroupNormSpec(NamedTuple):
 
     # The operator for compilers. Torch operations outside it update the running statistics.
 
-    def compiled(self, t: Tensors, isolated: bool) -> Callable[[Tensors], Any] | None:
+    def compiled(self, t: Tensors) -> Callable[[Tensors], Any] | None:
         """An operator: Inductor's reductions over channels and space are several times as slow."""
         return self.operator if eligible.size_of(t.x) >= _OPERATOR_BYTES else None
 

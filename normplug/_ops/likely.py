@@ -79,7 +79,7 @@ def _calls(layer: Any, label: str, t: Tensors, spec: Any) -> Iterator[tuple[Tens
     """
     adds, adds_bias, row = "add" in label, label.startswith("bias"), layer._affine_shape()
     activation = _activations.of_label(label)
-    shared = {name: getattr(spec, name) for name in ("autocast", "peers") if hasattr(spec, name)}
+    shared = {name: getattr(spec, name) for name in ("autocast", "join") if hasattr(spec, name)}
     statistics = {name: getattr(t, name) for name in ("running_mean", "running_var", "tracked")}
     branch = shared.get("autocast") or t.x.dtype
     only_branch = adds_bias or t.residual is not None

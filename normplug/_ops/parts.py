@@ -127,17 +127,6 @@ def is_nested(x: Tensor) -> bool:
     return x.is_nested and x.layout == torch.strided
 
 
-def components(caller: str, x: Tensor) -> tuple[Tensor, ...]:
-    """The components of a nested tensor; a ValueError if there are none."""
-    parts = x.unbind()
-    if not parts:
-        raise ValueError(
-            f"normplug.{caller}: a nested input needs at least one component; got none. Do not "
-            "normalise an empty batch."
-        )
-    return parts
-
-
 def rows(x: Tensor, shape: Sequence[int]) -> Tensor:
     """All rows of a nested tensor, (n, *shape), in the order of its components; a dense x as is."""
     if not x.is_nested:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from normplug import native
+from normplug import _checks, native
+from normplug._ops import eligible
 from normplug._torch import group_of_name, symmetric_memory
 
 NO_SECOND_DERIVATIVE = (
@@ -72,8 +73,6 @@ class Peers:
     ) -> None:
         from normplug._kernels.batch_norm.exchange import table
 
-        self.number = len(_numbered)  # an operator cannot take an object
-        _numbered.append(self)
         self.world = len(inboxes)
         self._rank, self._timeout, self._keep = rank, timeout, keep
         self._mark = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -104,31 +103,61 @@ class Peers:
             )
 
 
-def most_channels() -> int:
-    """The most channels of a layer whose statistics the kernels exchange."""
+class Join(NamedTuple):
+    """How a layer joins the batches of a group of processes.
+
+    backend: of the layer. peers: None if it sends collectives.
+    """
+
+    group: Any
+    backend: str
+    peers: Peers | None
+
+
+# A spec and an operator have the number of a join, an index into this list; 0 for one process.
+joins: list[Any] = [None]
+_numbers: dict[tuple[Any, torch.device, str], int] = {}
+
+
+def number_of(group: Any, device: torch.device, backend: str) -> int:
+    """The number of the join of a group. The first call may wait for all its processes."""
+    if torch.compiler.is_compiling():
+        return _number_of_name(group.group_name, device, backend)
+    return _number_of(group, device, backend)
+
+
+def _number_of(group: Any, device: torch.device, backend: str) -> int:
+    key = group, device, backend
+    number = _numbers.get(key)
+    if number is None:
+        chosen = _checks.backend("SyncBatchNorm", backend)
+        asked = chosen == "triton" or (chosen == "auto" and device.type == "cuda")
+        joins.append(Join(group, backend, of(group, device) if asked else None))
+        number = _numbers[key] = len(joins) - 1
+    return number
+
+
+def _number_of_name(name: str, device: torch.device, backend: str) -> int:
+    return _number_of(group_of_name(name), device, backend)
+
+
+def peers_of(number: int) -> Peers | None:
+    """The peers of a join; None for one process, and if it sends collectives."""
+    return joins[number].peers if number else None
+
+
+def most_channels(number: int) -> int:
+    """The most channels of a layer whose statistics the kernels exchange; 0 if they never do."""
+    if peers_of(number) is None:
+        return 0
     from normplug._kernels.batch_norm.exchange import CHANNELS
 
     return CHANNELS.value
 
 
 # What `torch.compiler.assume_constant_result` does, which would import the whole compiler.
+_number_of_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 most_channels._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-_numbered: list[Peers | None] = [None]
-
-
-def by_number(number: int) -> Peers | None:
-    """The peers of a number; None for 0."""
-    return _numbered[number]
-
-
-def number_of(group: str, device: torch.device) -> int:
-    """The number of a group's peers, or 0; for compilers, which take the group's name."""
-    peers = of(group_of_name(group), device)
-    return 0 if peers is None else peers.number
-
-
-number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Agreement(NamedTuple):
@@ -137,11 +166,6 @@ class _Agreement(NamedTuple):
 
 
 _agreed: dict[tuple[Any, torch.device], Peers | None] = {}
-
-
-def known(group: Any, device: torch.device) -> Peers | None:
-    """The peers that `of` has returned before; None before its first call."""
-    return _agreed.get((group, device))
 
 
 def of(group: Any, device: torch.device) -> Peers | None:
@@ -177,6 +201,8 @@ def _agree(group: Any, device: torch.device) -> _Agreement:
 
 def _refusal(group: Any) -> str | None:
     """Why the kernels of this process cannot join the group; None if they can."""
+    if (why := eligible.refusal_now()) is not None:
+        return why
     from normplug._kernels.launch import BUILDS, INTERPRETED
 
     if INTERPRETED or not BUILDS:

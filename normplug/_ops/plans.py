@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from normplug import native
 from normplug._layouts import readable
 from normplug._ops import likely
 from normplug._ops.spec import Tensors
@@ -192,8 +191,8 @@ class Plan:
     """
 
     state: ClassVar[tuple[str, ...]]
-    # The address of the mark that kernels set if another process stops; 0 if they wait for none.
-    mark = 0
+    # The `peers.Peers` with which the kernels exchange statistics.
+    peers: Any = None
     # Whether the forward returns (y, x + residual).
     has_total = False
     # Whether y can be recomputed, bit for bit, from the tensors that the forward saved.
@@ -309,8 +308,6 @@ class Plan:
             residual is not None and unwrap_if_dead(residual) is not residual
         ):
             t = unwrapped(t)
-        if native._extension is not None and (result := native.run(self, t)) is not None:
-            return result
         if not torch.is_grad_enabled():
             return self.forward(t, False)[0]
         return _apply(*t[:_INPUTS], (self, t, None))
@@ -361,8 +358,8 @@ class Plan:
         from normplug._kernels.launch import Workspace
 
         stream = 0 if self.gpu is None else current_raw_stream(self.gpu)
-        if self.mark:
-            self.spec.peers.take_turn(stream)
+        if self.peers is not None:
+            self.peers.take_turn(stream)
         if stream != 0 or self.gpu is None:
             return stream, Workspace(self.device, self.acc, *scratch)
         work = self._workspaces.get(scratch)

@@ -99,7 +99,12 @@ class LayerNormSpec(NamedTuple):
         _checks.autocast_output(caller, self.autocast_output)
         _checks.same_shape(caller, t.x, residual=t.residual)
         vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
-        rows = parts.components(caller, t.x) if parts.is_nested(t.x) else (t.x,)
+        rows = t.x.unbind() if parts.is_nested(t.x) else (t.x,)
+        if not rows:
+            raise ValueError(
+                f"normplug.{caller}: a nested input needs at least one component; got none. Do not "
+                "normalise an empty batch."
+            )
         for part in rows:
             _checks.trailing(caller, part, self.normalized_shape, **vectors)
 
@@ -242,7 +247,7 @@ class LayerNormSpec(NamedTuple):
             found.append(dh.sum(tuple(range(len(lead)))).to(input_bias.dtype))
         return found
 
-    def compiled(self, t: Tensors, isolated: bool) -> Callable[[Tensors], Any] | None:
+    def compiled(self, t: Tensors) -> Callable[[Tensors], Any] | None:
         """For a LayerNorm, the backward alone by an operator, unless a pointwise operator makes dy.
 
         Inductor's forwards over rows are as fast as a kernel can be, and fuse what stands around
@@ -290,11 +295,6 @@ class LayerNormSpec(NamedTuple):
         spacing = row_spacing(x.shape, x.stride(), row_dims)
         is_dense = lies_dense(spacing, rows, math.prod(self.normalized_shape))
         return x if is_dense else x.new_empty(x.shape)
-
-
-def composed_rms_norm(h: Tensor, weight: Tensor | None, spec: LayerNormSpec) -> Tensor:
-    """An RMSNorm that torch has no operator for."""
-    return spec.by_formula(h, Tensors(h, None, weight))[0]
 
 
 def _row_statistics(

@@ -11,12 +11,12 @@ it is part of the key by which calls are stored. Its methods, for a call with th
     laid_out(t)                 t, with copies of tensors whose layout the kernels cannot read
     plan(t)                     the `plans.Plan` of a call that is laid out
     operator(t)                 run it by the kernels, as an operator: see `operators.NormOperators`
-    compiled(t, isolated)       what a compiler should call where kernels can run: a method, such as
+    compiled(t)                 what a compiler should call where kernels can run: a method, such as
                                 `operator`, or None for PyTorch's operations, which it fuses
     fake(t), fake_dx(x)         the operator's outputs and the gradient of x, without values; sizes
                                 may be symbolic
 
-A spec may have a `pool`, and then `without_pool()`, the spec of the norm alone.
+A spec may have a `pool`, which is None for the norm alone.
 """
 
 from __future__ import annotations
@@ -65,24 +65,10 @@ class Pool(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         return F.max_pool2d(x, self.kernel, self.stride, self.padding, ceil_mode=self.ceil_mode)
 
-    def is_proper(self) -> bool:
-        """Whether torch accepts the window. If so, every window covers a value."""
-        pads = zip(self.padding, self.kernel, strict=True)
-        return min(self.kernel + self.stride) > 0 and all(0 <= 2 * p <= k for p, k in pads)
-
-    def size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the output; sizes may be symbolic."""
-        return self._length(height, 0), self._length(width, 1)
-
-    def _length(self, size: int, axis: int) -> int:
-        # No slices of self: torch.compile of torch 2.6 cannot trace them.
-        kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
-        past = size + 2 * padding - kernel
-        if not self.ceil_mode:
-            return past // stride + 1
-        length = -(-past // stride) + 1
-        # The last window starts in the image or the padding before it.
-        return length - 1 if (length - 1) * stride >= size + padding else length
+    def size(self, x: Tensor) -> tuple[int, int]:
+        """Height and width of the pooled x; a RuntimeError if torch refuses the window."""
+        height, width = self(x.new_empty(1, 1, *x.shape[2:], device="meta")).shape[2:]
+        return height, width
 
 
 def autocast_result(

@@ -156,12 +156,12 @@ def with_copies(t: Tensors) -> Tensors:
 
 def take_finite(t: Tensors, new: Tensors) -> None:
     """Take updated running statistics where a channel's are finite; count if the first's are."""
-    pairs: Any = list(zip(t[-3:-1], new[-3:-1], strict=True))
-    finite = torch.isfinite(pairs[0][1]) & torch.isfinite(pairs[1][1])
-    for running, value in pairs:
-        running.copy_(torch.where(finite, value, running))
-    if t.tracked is not None:
-        t.tracked.add_(finite.flatten()[0])
+    values: Any = new[-3:]
+    finite = torch.isfinite(values[0]) & torch.isfinite(values[1])
+    masks = (finite, finite, finite.flatten()[0])
+    for running, value, mask in zip(t[-3:], values, masks, strict=True):
+        if running is not None:
+            running.copy_(torch.where(mask, value, running))
 
 
 def _move(running: Tensor, value: Tensor, step: float | Tensor) -> None:

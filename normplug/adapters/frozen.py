@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from normplug import reference
-from normplug._activations import ActivationLike
 from normplug._ops.batch_norm import BatchNormSpec
-from normplug._ops.spec import Pool, Tensors
+from normplug._ops.spec import Tensors
 from normplug.modules.base import FusionSites, TargetVarianceNorm
 from normplug.modules.batch_norm import _BatchNorm
 
@@ -32,7 +31,7 @@ class Adapted(TargetVarianceNorm):
     the dtype of its input, where the stock classes under autocast return the dtype of the buffers.
     """
 
-    _function = "batch_norm"
+    _function = "functional.batch_norm"
     _lacks_eps: ClassVar[bool]  # whether eps is a constant of the stock forward
     forward = _BatchNorm.forward
     _fused = _BatchNorm._fused
@@ -66,15 +65,12 @@ class Adapted(TargetVarianceNorm):
         input: Tensor,
         residual: Tensor | None = None,
         input_bias: None = None,
-        activation: ActivationLike = None,
-        pool: Pool | None = None,
-        keeps_residual: bool = False,
+        *options: Any,
     ) -> tuple[Tensors, BatchNormSpec]:
         t = Tensors(input, residual, *self._affine(), None, *self._statistics())
         own = self._normplug
-        numbers = (0.0, own.eps, own.target_variance)
-        options = (activation, pool, keeps_residual)
-        return t, BatchNormSpec(False, *numbers, *options, constant=True)
+        fields: Any = {"constant": True}
+        return t, BatchNormSpec(False, 0.0, own.eps, own.target_variance, *options, **fields)
 
     def _affine_shape(self) -> tuple[int, ...]:
         return tuple(self._buffers["weight"].shape)  # type: ignore[union-attr]

@@ -160,7 +160,7 @@ class TargetVarianceNorm(nn.Module):
         "training",
         "_normplug",
     )
-    # The function of `normplug.functional` that computes the forward, for errors.
+    # The function that computes the forward, such as "functional.layer_norm", for errors.
     _function: ClassVar[str]
     # The operations that `fuse` may run in one call with a layer, by its `_fused*` methods.
     _fusion_sites: ClassVar[FusionSites | None] = None
@@ -277,31 +277,28 @@ class TargetVarianceNorm(nn.Module):
     def _shown(self) -> list[str]:
         return [f"mode={self.mode}"]
 
-    def _run(self, *reading: Any, isolated: bool = False) -> Any:
+    def _run(self, *reading: Any) -> Any:
         """Run a call: as C++ has stored it, or by PyTorch's function, or by `call`.
 
         reading: what it depends on besides `_call_reads`: input, residual, input bias, and others.
-        isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
         """
         if torch.compiler.is_compiling():
             y = None
         elif self._normplug.statistics == "safe" and self._is_guarded():
-            return self._run_guarded(*reading, isolated=isolated)
+            return self._run_guarded(*reading)
         else:
             y = native.forward(self, *reading)
         if y is None:
             y = self._by_torch(*reading)
         if y is None:
             t, spec = self._call(*reading)
-            y = self._new_call(t, spec, *reading, isolated=isolated)
+            y = self._new_call(t, spec, *reading)
         return y
 
-    def _new_call(
-        self, t: Tensors, spec: Any, *reading: Any, isolated: bool = False, stores: bool = True
-    ) -> Any:
+    def _new_call(self, t: Tensors, spec: Any, *reading: Any, stores: bool = True) -> Any:
         """Run a call by `call`; if `stores`, have C++ store it for the next call of `reading`."""
         backend = self._normplug.backend
-        y = call(f"functional.{self._function}", t, spec, backend, isolated=isolated)
+        y = call(self._function, t, spec, backend)
         if stores and not torch.compiler.is_compiling():
             native.learn(spec, backend, t, self, *reading)
         return y
@@ -310,13 +307,12 @@ class TargetVarianceNorm(nn.Module):
         """Whether safe running statistics are now updated outside the kernels, or not at all."""
         return False
 
-    def _run_guarded(self, *reading: Any, isolated: bool = False) -> Any:
+    def _run_guarded(self, *reading: Any) -> Any:
         """Run a call on copies of the running statistics; take them if the batch counts."""
         t, spec = self._call(*reading)
         new = stock.with_copies(t)
-        y = self._new_call(new, spec, *reading, isolated=isolated, stores=False)
-        counts = t.x.numel() > 0 or self.group_to_join() is not None
-        if t.running_mean is not None and counts and not in_backward():
+        y = self._new_call(new, spec, *reading, stores=False)
+        if t.running_mean is not None and not in_backward():
             stock.take_finite(t, new)
         return y
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normplug import functional, native, reference
+from normplug import functional, reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
 from normplug._ops import batch_norm_sync, peers
@@ -18,7 +18,7 @@ from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_ch
 
 
 class _BatchNorm(TargetVarianceNorm, BatchNormBase):
-    _function = "batch_norm"
+    _function = "functional.batch_norm"
 
     forward = forward_of_channels
 
@@ -29,16 +29,16 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         activation: ActivationLike = None,
         pool: Pool | None = None,
         *,
-        isolated: bool = False,
         keeps_residual: bool = False,
+        isolated: bool = False,
     ) -> Tensor:
         """Compute `activation(forward(input) + residual)`, then max pooling, in one call.
 
         pool: only after relu and without a residual.
         keeps_residual: whether to save the residual, so that the backward can recompute the output.
+        isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
         """
-        reading = (input, residual, None, activation, pool, keeps_residual)
-        y: Tensor = self._run(*reading, isolated=isolated)
+        y: Tensor = self._run(input, residual, None, activation, pool, keeps_residual, isolated)
         return y
 
     def _is_guarded(self) -> bool:
@@ -48,7 +48,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         weight, bias = self._affine()
         if not self._runs_torch(x, weight) or not x.is_floating_point():
             return None
-        if any(other is not None for other in others[:4]):
+        if any(other is not None for other in others[:4]) or any(others[6:]):
             return None
         t, spec = self._call(x)
         mean, var, step = t.running_mean, t.running_var, spec.momentum
@@ -74,10 +74,9 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         input: Tensor,
         residual: Tensor | None = None,
         input_bias: None = None,
-        activation: ActivationLike = None,
-        pool: Pool | None = None,
-        keeps_residual: bool = False,
+        *options: Any,
     ) -> tuple[Tensors, BatchNormSpec]:
+        """Options: the fields of the spec from `activation` to `join`."""
         self._check_input_dim(input)
         mean, var, tracked = self._statistics()
         training = self.training or (mean is None and var is None)
@@ -92,10 +91,10 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         numbers = (momentum, own.eps, own.target_variance)
         trains = any(each is not None and each.requires_grad for each in (weight, bias))
         constant = not (training or trains)
-        options = (activation, pool, keeps_residual)
         # A cumulative average is guarded outside: see `_is_guarded`.
         safe = own.statistics == "safe" and training and momentum is not None
-        return t, BatchNormSpec(training, *numbers, *options, constant=constant, safe=safe)
+        fields: Any = {"constant": constant, "safe": safe}
+        return t, BatchNormSpec(training, *numbers, *options, **fields)
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
@@ -162,31 +161,15 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 class _SyncBatchNorm(_BatchNorm):
     process_group: Any
 
-    def _run(self, *reading: Any, isolated: bool = False) -> Any:
+    _function = "SyncBatchNorm"
+
+    def _run(self, *reading: Any) -> Any:
         """Run a call over the joined batch of all processes in training."""
         group = self.group_to_join()
-        if group is None:
-            return super()._run(*reading, isolated=isolated)
-        if not torch.compiler.is_compiling():
-            if self._normplug.statistics == "safe" and self._is_guarded():
-                return self._run_guarded(*reading)
-            others = peers.known(group, reading[0].device)
-            y = native.forward(self, *reading, others) if others else None
-            if y is not None:
-                return y
-        return self._new_call(*self._call(*reading), *reading)
-
-    def _new_call(
-        self, t: Tensors, spec: Any, *reading: Any, isolated: bool = False, stores: bool = True
-    ) -> Any:
-        group = self.group_to_join()
-        if group is None:
-            return super()._new_call(t, spec, *reading, isolated=isolated, stores=stores)
-        y = batch_norm_sync.batch_norm(t, spec, self.backend, group)
-        stores = stores and not torch.compiler.is_compiling()
-        if stores and (others := peers.known(group, t.x.device)):
-            native.learn(spec._replace(peers=others), self.backend, t, self, *reading, others)
-        return y
+        if group is not None:
+            join = peers.number_of(group, reading[0].device, self._normplug.backend)
+            reading = (*reading, join)
+        return super()._run(*reading)
 
     def group_to_join(self) -> Any:
         """The process group whose batches a forward would now join; None if there is none."""

@@ -51,7 +51,7 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
         GroupNorm(2, 8, eps=1e-05, affine=True, ..., mode=0.5)
     """
 
-    _function = "group_norm"
+    _function = "functional.group_norm"
     _watches = False
 
     def _by_torch(self, x: Tensor, *others: Any) -> Tensor | None:
@@ -106,7 +106,7 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
 
 
 class _InstanceNorm(_Groups, InstanceNormBase):
-    _function = "instance_norm"
+    _function = "functional.instance_norm"
     # The result of torch's method, since torch.export of torch 2.6 cannot trace a call of it.
     _no_batch_dim: ClassVar[int]
 

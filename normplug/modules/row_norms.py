@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from normplug import functional, native, reference
 from normplug._ops import parts
-from normplug._ops.row_norms import LayerNormSpec, composed_rms_norm
+from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
 from normplug._torch import RMS_NORM_AUTOCASTS, interposed
 from normplug.modules.base import FusionSites, was_converted
@@ -140,7 +140,7 @@ class LayerNorm(RowNorm, nn.LayerNorm):
         LayerNorm((8,), eps=1e-05, elementwise_affine=True, ..., mode=0.5)
     """
 
-    _function = "layer_norm"
+    _function = "functional.layer_norm"
 
     def _fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
         """Compute `forward(input + input_bias)` in one call."""
@@ -186,7 +186,7 @@ class _RMSNorm(RowNorm):
     `_eps_name` and `_affine_shape`.
     """
 
-    _function = "rms_norm"
+    _function = "functional.rms_norm"
     _watched = ("watched_var", "watched_count")
     _watches = False
     _measure = "second moment"
@@ -199,7 +199,7 @@ class _RMSNorm(RowNorm):
 
     def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if self._rounding is not None or self._weight_offset:
-            return composed_rms_norm(x, weight, self._spec(x, "float32"))
+            return self._spec(x, "float32").by_formula(x, Tensors(x, None, weight))[0]
         shape, eps = self._affine_shape(), self._normplug.eps
         return torch.rms_norm(x, shape, self._scaled(weight), eps)
 

@@ -62,21 +62,17 @@ class Status(NamedTuple):
 
 
 _NOT_STARTED = Status("Python", "no kernel has been needed yet", None)
-_NO_DEVICE = _NOT_STARTED._replace(
-    why="no CUDA device: PyTorch's kernels run, no gain in speed to expect"
-)
 
 kernels: Mapping[str, int] = {}  # see `Status`; `_kernels.ahead` assigns it
 groups: list[str] = []  # see `Status`
-# Operator -> the Python functions of its forward and backward, which plan new calls.
-operators: dict[str, tuple[Any, Any]] = {}
+operators: list[str] = []  # the norms that have operators
 
 _loaded: ModuleType | None = None
 _paused = 0  # how many `python_way` contexts are open
 _extension: ModuleType | None = None  # `_loaded`, or None while paused
 _status = _NOT_STARTED
 _started = False
-_lock = threading.Lock()  # one thread starts
+_starting = threading.Lock()
 
 
 def _nothing(*arguments: Any) -> Any:
@@ -85,10 +81,10 @@ def _nothing(*arguments: Any) -> Any:
 
 # The functions of `host_path.cpp`, which explains them. `_kernels`, `_ops` and `modules` call them.
 _FUNCTIONS = (
-    *("call", "keep", "forward", "learn", "run", "keep_operator", "forget"),
+    *("call", "keep", "forward", "learn", "keep_operator", "forget"),
     *("recomputable_node", "recompute"),
 )
-call = keep = forward = learn = run = keep_operator = forget = _nothing
+call = keep = forward = learn = keep_operator = forget = _nothing
 recomputable_node = recompute = _nothing
 
 
@@ -102,21 +98,13 @@ def _use(extension: ModuleType | None) -> None:
         _loaded.enable(extension is not None)
 
 
-def _unlock() -> None:
-    """Replace the lock in a child process: a thread that holds it has no copy there."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock)
-
-
 def status() -> Status:
     """Return whether calls run through C++ or Python, why, and where the kernels came from."""
     found = _status
     if found is _NOT_STARTED and not torch.cuda.is_available():
-        found = _NO_DEVICE
+        found = found._replace(
+            why="no CUDA device: PyTorch's kernels run, no gain in speed to expect"
+        )
     return found._replace(kernels=dict(kernels), groups=tuple(groups))
 
 
@@ -157,12 +145,14 @@ def python_way() -> Iterator[None]:
 def start() -> None:
     """Load the host path, or start compiling it. Called wherever a kernel may be needed."""
     global _started
-    if _started:
+    # While one thread starts, the calls of others run in Python.
+    if _started or not _starting.acquire(blocking=False):
         return
-    with _lock:
-        if not _started:
-            _start()  # if it raises, the next call tries again
-            _started = True
+    try:
+        _start()  # if it raises, the next call tries again
+        _started = True
+    finally:
+        _starting.release()
 
 
 def _start() -> None:
@@ -177,22 +167,20 @@ def _start() -> None:
     elif wanted == "1":
         _load(build())
     else:
-        _start_in_background()
-
-
-def _start_in_background() -> None:
-    try:
-        library = building.library()
         try:
-            _load(library)
-            return
-        except (ImportError, OSError):
-            process = building.start_compiler(library, again=False)
-    except Exception as error:  # calls must go on, whatever has failed
-        _set_status(Status("Python", str(error), None))
-        return
-    _set_status(Status("Python", "the host path in C++ is being compiled", None), logging.DEBUG)
-    threading.Thread(target=_finish, args=(process, library), daemon=True).start()
+            _load_or_compile(building.library())
+        except Exception as error:  # calls must go on, whatever has failed
+            _set_status(Status("Python", str(error), None))
+
+
+def _load_or_compile(library: Path) -> None:
+    try:
+        _load(library)
+    except (ImportError, OSError):
+        process = building.start_compiler(library, again=False)
+        why = "the host path in C++ is being compiled"
+        _set_status(Status("Python", why, None), logging.DEBUG)
+        threading.Thread(target=_finish, args=(process, library), daemon=True).start()
 
 
 def _finish(process: Popen[bytes], library: Path) -> None:
@@ -206,8 +194,8 @@ def _finish(process: Popen[bytes], library: Path) -> None:
 def _load(library: Path) -> None:
     global _loaded
     _loaded = building.load(library)
-    for name, functions in operators.items():
-        _loaded.implement(name, *functions)
+    for name in operators:
+        _loaded.implement(name)
     _use(None if _paused else _loaded)
     _set_status(Status("C++", "the host path is compiled", library), logging.DEBUG)
 

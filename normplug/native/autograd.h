@@ -156,21 +156,20 @@ inline std::shared_ptr<Program> run_kernels(Plan& plan, Slots& slots, bool keep)
   return program;
 }
 
-// Copy tensors to the given strides, run a call by its plan, and return the result.
-inline PyObject* call_plan(const std::shared_ptr<Plan>& plan, Slots& slots,
-                           const Copies& copies = {}) {
+// Run a call, and return the result.
+inline PyObject* run_call(const Way& way, Slots& slots) {
   std::shared_ptr<Program> program;
   {
     py::gil_scoped_release no_gil;
-    copy_tensors(copies, slots);  // which autograd records
-    at::DeviceGuard device(plan->device);
+    copy_tensors(way.copies, slots);  // which autograd records
+    at::DeviceGuard device(way.plan->device);
     bool keep = torch::autograd::compute_requires_grad(slots[0], slots[1], slots[2], slots[3],
                                                        slots[4]);
-    program = run_kernels(*plan, slots, keep);
-    if (keep) make_history(plan, *program, slots);
+    program = run_kernels(*way.plan, slots, keep);
+    if (keep) make_history(way.plan, *program, slots);
   }
   const auto& results = program->results;
-  if (!plan->has_total) return THPVariable_Wrap(slots[results[0].first]);
+  if (!way.plan->has_total) return THPVariable_Wrap(slots[results[0].first]);
   return py::make_tuple(slots[results[0].first], slots[results[1].first]).release().ptr();
 }
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from contextlib import suppress
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
@@ -75,8 +74,8 @@ def start_compiler(target: Path, *, again: bool = True) -> subprocess.Popen[byte
     part = target.with_name(f"{target.name}.{uuid4().hex}.part")
     words = command(part)
     try:
-        _make_folder(target.parent)
-        _check_owner(target.parent, target.parent.stat())
+        target.parent.mkdir(0o700, parents=True, exist_ok=True)
+        _check_owner(target.parent)
         part.touch(mode=0o644)
         note.unlink(missing_ok=True)
     except OSError as error:
@@ -117,34 +116,25 @@ def failure(target: Path) -> str | None:
 
 
 def load(path: Path) -> ModuleType:
-    """Import the compiled file. It is opened once, so that the checked file is the loaded one.
+    """Import the compiled file, from a folder in which no other user can replace it.
 
     Raises:
         OSError: there is none.
         ImportError: it was cut short or changed, or cannot be loaded; it has been removed.
         RuntimeError: another user could have written it.
     """
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    for each in (path.parent, path):
+        _check_owner(each)
+    content = path.read_bytes()
+    digest = hashlib.sha256(content[:-_DIGEST]).hexdigest()
     try:
-        _check_owner(path.parent, os.fstat(folder))
-        file = os.open(path.name, os.O_RDONLY, dir_fd=folder)
-    finally:
-        os.close(folder)
-    try:
-        _check_owner(path, os.fstat(file))
-        content = Path(f"/proc/self/fd/{file}").read_bytes()
-        digest = hashlib.sha256(content[:-_DIGEST]).hexdigest()
         if content[-_DIGEST:] != b"%s  -\n" % digest.encode():
             # To map a file that was cut short can kill the process.
             raise ImportError(f"{path}: it was cut short or changed after it was compiled")
-        # Loaders tell files apart by path, so the number of this one must not be used again.
-        return _import(f"/proc/self/fd/{os.dup(file)}")
+        return _import(str(path))
     except ImportError:
-        with suppress(OSError):
-            path.unlink()
+        path.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(file)
 
 
 def _import(path: str) -> ModuleType:
@@ -170,17 +160,9 @@ def command(output: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def _make_folder(folder: Path) -> None:
-    """Create a folder and its parents, each for this user only, whatever the umask."""
-    for path in (*reversed(folder.parents), folder):
-        if not path.exists():
-            with suppress(FileExistsError):  # another process created it first
-                path.mkdir()
-                path.chmod(0o700)
-
-
-def _check_owner(path: Path, found: os.stat_result) -> None:
+def _check_owner(path: Path) -> None:
     """Refuse what other users can write to, since loading a library runs its code."""
+    found = path.stat()
     if found.st_uid not in (os.getuid(), 0):
         raise RuntimeError(f"{path} belongs to another user; set NORMPLUG_CACHE_DIR")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -85,14 +85,6 @@ struct Reading {
   size_t hash;
 };
 
-// What runs a call: the plan, and the tensors that it takes.
-struct Way {
-  uint8_t used;  // bit i: whether the plan takes tensor i
-  // The tensors whose layout the kernels cannot read, and the strides of their copies.
-  Copies copies;
-  std::shared_ptr<Plan> plan;
-};
-
 struct Call {
   Signature signature;
   py::object type;

@@ -14,14 +14,14 @@ namespace {
 using namespace normplug;
 
 // Run a stored call; None if there is none. By value: another thread may clear the stored calls.
-PyObject* run_call(const Way* stored, const Reading& reading) {
+PyObject* run_stored(const Way* stored, const Reading& reading) {
   if (stored == nullptr) Py_RETURN_NONE;
   Way way = *stored;
   Slots slots;
   for (size_t i = 0; i < kTensors; ++i) {
     if (way.used >> i & 1) slots[i] = THPVariable_Unpack(reading.tensors[i]);
   }
-  return call_plan(way.plan, slots, way.copies);
+  return run_call(way, slots);
 }
 
 // call(spec, backend, t): the result, or None if the call is not stored.
@@ -29,29 +29,30 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   Reading reading;
   bool is_read = read_call(args[0], args[1], args[2], reading);
-  return run_call(is_read ? calls().find(reading) : nullptr, reading);
+  return run_stored(is_read ? calls().find(reading) : nullptr, reading);
   END_HANDLE_TH_ERRORS
 }
 
-// keep(spec, backend, t, ready, run): store a call, for `call` to run, if `run` is the method of a
-// plan. ready: t, with copies of the tensors whose layout the kernels cannot read.
+// keep(spec, backend, t, ready, run): store a call, for `call` to run, and run it; None unless `run`
+// is the method of a plan. ready: t, with copies of the tensors whose layout the kernels cannot read.
 PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   py::handle run = args[4];
   Reading reading;
-  if (py::getattr(run, "__name__", py::none()).equal(py::str("run")) &&
-      read_call(args[0], args[1], args[2], reading)) {
-    Way way{0, {}, calls().plan(run.attr("__self__"))};
-    for (size_t i = 0; i < kTensors; ++i) {
-      PyObject* ready = PyTuple_GET_ITEM(args[3], i);
-      way.used |= (ready != Py_None) << i;
-      if (ready != reading.tensors[i]) {
-        way.copies.emplace_back(i, THPVariable_Unpack(ready).strides().vec());
-      }
-    }
-    calls().store(reading, std::move(way));
+  if (!py::getattr(run, "__name__", py::none()).equal(py::str("run")) ||
+      !read_call(args[0], args[1], args[2], reading)) {
+    Py_RETURN_NONE;
   }
-  Py_RETURN_NONE;
+  Way way{calls().plan(run.attr("__self__")), {}, 0};
+  for (size_t i = 0; i < kTensors; ++i) {
+    PyObject* ready = PyTuple_GET_ITEM(args[3], i);
+    way.used |= (ready != Py_None) << i;
+    if (ready != reading.tensors[i]) {
+      way.copies.emplace_back(i, THPVariable_Unpack(ready).strides().vec());
+    }
+  }
+  calls().store(reading, way);
+  return run_stored(&way, reading);
   END_HANDLE_TH_ERRORS
 }
 
@@ -60,7 +61,7 @@ PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t) {
 PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Reading reading;
-  return run_call(read_module(args, count, reading) ? calls().find(reading) : nullptr, reading);
+  return run_stored(read_module(args, count, reading) ? calls().find(reading) : nullptr, reading);
   END_HANDLE_TH_ERRORS
 }
 
@@ -77,29 +78,14 @@ PyObject* learn(PyObject*, PyObject* const* args, Py_ssize_t count) {
       calls().find(module) != nullptr) {
     Py_RETURN_NONE;
   }
-  Way way = *found;  // a copy: `store` may clear the stored calls
-  way.used = 0;
   bool may_store = true;
   for (size_t i = 0; i < kTensors; ++i) {
-    bool is_taken = function.tensors[i] != Py_None;
-    may_store &= !is_taken || function.tensors[i] == module.tensors[i];
-    way.used |= is_taken << i;
+    PyObject* taken = function.tensors[i];
+    may_store &= taken == Py_None || taken == module.tensors[i];
   }
   for (PyObject* value : module.values) may_store &= !THPVariable_Check(value);
-  if (may_store) calls().store(module, std::move(way));
+  if (may_store) calls().store(module, *found);
   Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// run(plan, t): the result of a call whose plan is known.
-PyObject* run_plan(PyObject*, PyObject* const* args, Py_ssize_t) {
-  HANDLE_TH_ERRORS
-  Slots slots;
-  for (size_t i = 0; i < kTensors; ++i) {
-    PyObject* object = PyTuple_GET_ITEM(args[1], i);
-    if (object != Py_None) slots[i] = THPVariable_Unpack(object);
-  }
-  return call_plan(calls().plan(args[0]), slots);
   END_HANDLE_TH_ERRORS
 }
 
@@ -115,18 +101,17 @@ PyObject* keep_operator(PyObject*, PyObject* const* args, Py_ssize_t) {
     if (ready != given) copies.emplace_back(i, THPVariable_Unpack(ready).strides().vec());
   }
   if (auto key = operator_key(py::handle(args[0]).cast<std::string>(), slots)) {
-    operators().store(*key, {std::move(copies), calls().plan(args[3])});
+    operators().store(*key, {calls().plan(args[3]), std::move(copies)});
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
-// implement(name, forward, backward): run an operator here; the Python functions plan new calls.
-PyObject* implement(PyObject*, PyObject* const* args, Py_ssize_t) {
+// implement(name): run a norm's operators here.
+PyObject* implement(PyObject*, PyObject* name) {
   HANDLE_TH_ERRORS
-  auto name = py::handle(args[0]).cast<std::string>();
-  register_operator<Forward>(name + "_forward", args[1]);
-  register_operator<Backward>(name + "_backward", args[2]);
+  register_operator(py::handle(name).cast<std::string>() + "_forward", false);
+  register_operator(py::handle(name).cast<std::string>() + "_backward", true);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -145,10 +130,8 @@ PyObject* forget(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// The name of capsules that keep a node alive while Python may ask it to recompute.
-constexpr const char* kNodeName = "normplug.Node";
-
-// node(y): the node of the norm whose first result is y, if it can recompute y; else None.
+// recomputable_node(y): a capsule with the node of the norm whose first result is y, if it can
+// recompute y; else None.
 PyObject* recomputable_node(PyObject*, PyObject* y) {
   HANDLE_TH_ERRORS
   if (!THPVariable_Check(y)) Py_RETURN_NONE;
@@ -157,18 +140,15 @@ PyObject* recomputable_node(PyObject*, PyObject* y) {
   NodePtr node = torch::autograd::impl::gradient_edge(tensor).function;
   auto* norm = dynamic_cast<NormBackward*>(node.get());
   if (norm == nullptr || !norm->plan->is_recomputable) Py_RETURN_NONE;
-  return PyCapsule_New(new NodePtr(std::move(node)), kNodeName, [](PyObject* capsule) {
-    delete static_cast<NodePtr*>(PyCapsule_GetPointer(capsule, kNodeName));
-  });
+  auto destroy = [](void* kept) { delete static_cast<NodePtr*>(kept); };
+  return py::capsule(new NodePtr(std::move(node)), destroy).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
 // recompute(node): recompute y.
 PyObject* recompute(PyObject*, PyObject* capsule) {
   HANDLE_TH_ERRORS
-  void* found = PyCapsule_GetPointer(capsule, kNodeName);
-  if (found == nullptr) throw py::error_already_set();
-  NodePtr node = *static_cast<NodePtr*>(found);
+  NodePtr node = *py::reinterpret_borrow<py::capsule>(capsule).get_pointer<NodePtr>();
   Tensor y;
   {
     py::gil_scoped_release no_gil;
@@ -180,12 +160,11 @@ PyObject* recompute(PyObject*, PyObject* capsule) {
 
 PyMethodDef methods[] = {
     {"call", reinterpret_cast<PyCFunction>(call), METH_FASTCALL, "Run a stored call."},
-    {"keep", reinterpret_cast<PyCFunction>(keep), METH_FASTCALL, "Store a call."},
+    {"keep", reinterpret_cast<PyCFunction>(keep), METH_FASTCALL, "Store a call and run it."},
     {"forward", reinterpret_cast<PyCFunction>(forward), METH_FASTCALL, "Run a stored call of a module."},
     {"learn", reinterpret_cast<PyCFunction>(learn), METH_FASTCALL, "Store a call of a module."},
-    {"run", reinterpret_cast<PyCFunction>(run_plan), METH_FASTCALL, "Run a call by its plan."},
     {"keep_operator", reinterpret_cast<PyCFunction>(keep_operator), METH_FASTCALL, "Store a plan."},
-    {"implement", reinterpret_cast<PyCFunction>(implement), METH_FASTCALL, "Register an operator."},
+    {"implement", implement, METH_O, "Register the operators of a norm."},
     {"enable", enable, METH_O, "Let operators run here, or leave them to Python."},
     {"forget", forget, METH_NOARGS, "Drop all stored calls."},
     {"recomputable_node", recomputable_node, METH_O, "The node that can recompute a tensor."},

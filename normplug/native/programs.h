@@ -68,12 +68,10 @@ struct Compiled {
   void operator()(at::Device device, void* stream, const void* const* pointers) const {
     uint64_t values[kMostParameters];
     void* arguments[kMostParameters];
-    size_t n = 0;
-    for (const auto& parameter : parameters) {
-      values[n] = parameter.tensor < 0 ? parameter.value
-                                       : reinterpret_cast<uint64_t>(pointers[parameter.tensor]);
-      arguments[n] = &values[n];
-      ++n;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      auto [tensor, value] = parameters[i];
+      values[i] = tensor < 0 ? value : reinterpret_cast<uint64_t>(pointers[tensor]);
+      arguments[i] = &values[i];
     }
     int error = start(stream, arguments);
     if (error == kInvalidContext) {
@@ -136,7 +134,7 @@ struct Plan {
   at::ScalarType accumulator;
   bool has_total, is_recomputable;
   // Kernels set it if they stop waiting for another process; null if none waits.
-  const volatile int64_t* mark;
+  const volatile int64_t* mark = nullptr;
   const volatile int64_t* turn = nullptr;  // the stream of the device's latest such kernel
   std::vector<uint8_t> saved_slots;
   std::mutex mutex;  // of the programs, and of the workspaces that they keep
@@ -152,6 +150,14 @@ struct Plan {
     programs.clear();
     python = py::object();
   }
+};
+
+// What runs a call: the plan, and the tensors that it takes.
+struct Way {
+  std::shared_ptr<Plan> plan;
+  // The tensors whose layout the kernels cannot read, and the strides of their copies.
+  Copies copies;
+  uint8_t used = 0xff;  // bit i: whether the plan takes tensor i
 };
 
 template <typename T>
@@ -183,9 +189,9 @@ inline std::shared_ptr<Plan> plan_of(py::handle python) {
   plan->accumulator = attribute<at::ScalarType>(python, "acc");
   plan->has_total = attribute<bool>(python, "has_total");
   plan->is_recomputable = attribute<bool>(python, "is_recomputable");
-  plan->mark = reinterpret_cast<const int64_t*>(attribute<uintptr_t>(python, "mark"));
-  if (plan->mark != nullptr) {
-    py::object peers = python.attr("spec").attr("peers");
+  py::object peers = python.attr("peers");
+  if (!peers.is_none()) {
+    plan->mark = reinterpret_cast<const int64_t*>(attribute<uintptr_t>(peers, "mark"));
     plan->turn = reinterpret_cast<const int64_t*>(attribute<uintptr_t>(peers, "turn"));
   }
   plan->saved_slots = attribute<std::vector<uint8_t>>(python, "saved_slots");
@@ -283,7 +289,7 @@ inline void take_turn(const Plan& plan) {
   auto stream = reinterpret_cast<int64_t>(stream_of(plan));
   if (*plan.mark == 0 && *plan.turn == stream) return;
   py::gil_scoped_acquire gil;
-  plan.python.attr("spec").attr("peers").attr("take_turn")(stream);
+  plan.python.attr("peers").attr("take_turn")(stream);
 }
 
 inline void run(Plan& plan, Program& program, Slots& slots) {

@@ -103,20 +103,21 @@ def test_pooling_saves_the_input_and_a_value_and_a_byte_per_window():
 
 
 @pytest.mark.parametrize(
-    ("change", "why", "is_valid"),
+    ("change", "why"),
     [
-        ({"layout": "contiguous"}, "not channels_last", True),
-        ({"kernel": (16, 16), "padding": (8, 8)}, "window", True),
-        ({"kernel": (3, 3), "padding": (2, 0)}, "window", False),
-        ({"kernel": (8, 3), "padding": (0, 0)}, "the output is empty", False),
+        ({"layout": "contiguous"}, "not channels_last"),
+        ({"kernel": (16, 16), "padding": (8, 8)}, "window"),
+        ({"kernel": (3, 3), "padding": (2, 0)}, None),
+        ({"kernel": (8, 3), "padding": (0, 0)}, None),
     ],
 )
-def test_what_the_kernels_cannot_pool_falls_back_to_torch(change, why, is_valid):
+def test_what_the_kernels_cannot_pool_falls_back_to_torch(change, why):
     case = PoolCase(SHAPE, **change)
     x, vectors = laid_out(torch.randn(SHAPE), case.layout), (None, None, *torch.rand(2, 5))
     spec = BatchNormSpec(True, 0.1, 1e-5, 1.0, "relu", case.pool)
-    assert why in spec.refusal(routes.Tensors(x, None, *vectors[2:]))
-    if not is_valid:
+    if why is not None:
+        assert why in spec.refusal(routes.Tensors(x, None, *vectors[2:]))
+    else:  # torch refuses the window
         with pytest.raises(RuntimeError):
             routes.batch_norm(x, *vectors, pool=case.pool)
         return

@@ -659,7 +659,7 @@ MAKERS += [partial(normplug.BatchNorm1d, 6, backend="triton")]
 
 
 def is_stored(layer):
-    others = {normplug.BatchNorm1d: (None, None, False), normplug.GroupNorm: (None,)}
+    others = {normplug.BatchNorm1d: (None, None, False, False), normplug.GroupNorm: (None,)}
     return native.forward(layer, X, None, None, *others.get(type(layer), ())) is not None
 
 

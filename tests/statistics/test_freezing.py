@@ -107,4 +107,4 @@ def test_a_frozen_class_with_another_function_stays():
 
     (row,) = plan(nn.Sequential(FrozenBatchNormTwice(3)))
     assert row.becomes is None
-    assert "a frozen batch norm has fixed statistics" in row.note
+    assert "it uses stored statistics, so there is no variance to set" in row.note
