@@ -25,11 +25,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if find_spec("torchvision") is None:
     collect_ignore_glob = ["tools/test_data.py", "tools/test_train*.py"]
 
-# Test files that take longer than a minute.
+# The test files that take longest, about half of the time of all.
 LONGEST = (
-    "test_interpreter.py", "test_compiles.py", "test_interpreter_cpp.py", "test_train.py",
-    "test_zoo.py", "test_train_setup.py", "test_train_resume.py", "test_matrix.py",
-    "test_train_failures.py", "test_package.py",
+    "test_interpreter.py", "test_compiles.py", "test_train.py", "test_train_setup.py",
+    "test_interpreter_cpp.py", "test_zoo.py", "test_matrix.py", "test_train_resume.py",
+    "test_train_failures.py", "test_train_directories.py", "test_sync.py", "test_package.py",
+    "test_sync_kernels.py", "test_bench_ops.py", "test_ahead.py", "test_benchmarks.py",
 )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ MOST_LINES = {
     "_statistics": 1285, "lightning": 320, "reference.py": 230, "": 2095,
 }  # fmt: skip
 MOST_FILES = 125
-MOST_LINES_OF_TESTS = 20_300  # without tests/zoo
+MOST_LINES_OF_TESTS = 20_390  # without tests/zoo
 
 
 def parts_imported(path):

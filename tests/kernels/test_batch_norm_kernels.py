@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import interpreted
 import routes
-from calls import DTYPES
+from calls import DTYPES, paired
 from kernel_cases import HALF, Case, assert_accurate, check_recomputed, make, run
 from normplug import functional, reference
 
@@ -96,8 +96,7 @@ VARIANTS = [
 ]
 
 
-@EVERY_SETUP
-@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: str(Case((), **options)))
+@paired(FEW_ITEMS, VARIANTS, 0, 2, 4, 6, 8)
 def test_every_setup_is_as_close_to_float64_as_torch(setup, options, prepared):
     assert_accurate(prepared(setup, **options))
 
@@ -108,13 +107,7 @@ def test_64_bit_offsets_are_accurate(setup, prepared, monkeypatch):
     assert_accurate(prepared(setup, activation="relu", residual="contiguous"))
 
 
-# Every setup with three variants, and every variant with two setups or more.
-RECOMPUTED = [
-    (s, VARIANTS[(i + k) % len(VARIANTS)]) for i, s in enumerate(FEW_ITEMS) for k in (0, 3, 6)
-]
-
-
-@pytest.mark.parametrize(("setup", "options"), RECOMPUTED, ids=str)
+@paired(FEW_ITEMS, VARIANTS, 0, 3, 6)
 def test_the_backward_can_recompute_the_output(setup, options, prepared):
     case = prepared(setup, **options)
     check_recomputed(dataclasses.replace(case, residual=case.residual and case.layout))
@@ -204,8 +197,14 @@ def test_channel_stats_are_accurate(setup, dtype, prepared):
     torch.testing.assert_close(var.double(), exact, rtol=10 * tolerance, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("setup", ["planes in tiles", *MANY_ITEMS])
+@pytest.mark.parametrize(
+    ("setup", "dtype"),
+    [
+        *((setup, torch.float32) for setup in ("planes in tiles", *MANY_ITEMS)),
+        ("rows, in groups", torch.float64),
+    ],
+    ids=str,
+)
 def test_more_parts_than_one_merge_takes_are_merged_right(setup, dtype, prepared, monkeypatch):
     def by_twos(constants):
         return {**constants, "KP": 2} if "KP" in constants else constants

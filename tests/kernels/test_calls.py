@@ -143,7 +143,8 @@ BATCH = [
     ((4, 2), ("leaky_relu", 0.2), False),
 ]
 ROWS = [
-    *({"shape": shape, "dims": dims} for shape in ((5, 3), (2, 2, 4)) for dims in (1, 2)),
+    {"shape": (5, 3)},
+    {"shape": (2, 2, 4), "dims": 2},
     {"shape": (4, 3), "residual": "contiguous", "vectors": "weight+bias"},
     {"shape": (4, 3), "vectors": ""},
     {"shape": (3, 4), "vectors": "weight", "centred": False, "weight_offset": 1.0},
@@ -276,7 +277,8 @@ OPERATORS = [
 
 @pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=case_id)
 def test_the_operators_pass_opcheck(cases, case):
-    routes.check_operators(cases, case, "cpu")
+    # Compiling takes most of the time, so only every second case is compiled.
+    routes.check_operators(cases, case, "cpu", compiles=case in cases.OPERATOR_CASES[::2])
 
 
 @pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=case_id)
@@ -319,7 +321,6 @@ def test_make_fx_records_the_kernels_as_one_operator(norm):
         (kernel_cases, ((6, 5), "contiguous", None)),
         (kernel_cases, ((2, 3, 11, 13), "contiguous", "relu")),
         (row_cases, (False, "permuted")),
-        (row_cases, (True, "contiguous")),
         (row_cases, (True, "contiguous", normplug.RMSNorm)),
         (pool_cases, ()),
     ],

@@ -83,10 +83,8 @@ def images(batch):
 # Batch size; how many kernels a step launches and how many more it requests, swapped and fused.
 MODELS = {
     "mobilenet_v3_large": (256, (10, 2), (21, 5)),
-    "densenet121": (64, (6, 4), (10, 4)),
     "resnet50": (256, (6, 0), (16, 2)),
     "convnext_tiny": (128, (8, 3), (16, 6)),
-    "swin_t": (128, (12, 1), (22, 4)),
 }
 
 

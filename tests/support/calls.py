@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
@@ -24,6 +25,13 @@ INPUTS = ("x", "residual", "weight", "bias", "input_bias")
 def case_id(value: Any) -> str:
     """The id of a parameter that is a module of cases or a case."""
     return value.__name__ if hasattr(value, "__name__") else f"{type(value).__name__} {value}"
+
+
+def paired(setups: Iterable[str], variants: list[Any], *places: int) -> pytest.MarkDecorator:
+    """Run a test for each setup with a few of the variants, in turns."""
+    count = len(variants)
+    pairs = [(s, variants[(i + k) % count]) for i, s in enumerate(setups) for k in places]
+    return pytest.mark.parametrize(("setup", "options"), pairs, ids=str)
 
 
 @dataclass

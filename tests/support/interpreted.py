@@ -71,6 +71,26 @@ def _cache_types():
     interpreter._get_np_dtype = np_dtype
 
 
+def _reduce_by_halves():
+    """Combine halves of tensors: Triton combines a single value with the next, in Python."""
+
+    def reduce(reduction, tensors):
+        axis, values = reduction.axis, [tensor.handle.data for tensor in tensors]
+        while values[0].shape[axis] > 1:
+            firsts, seconds = zip(*(np.split(value, 2, axis) for value in values), strict=True)
+            halves = zip((*firsts, *seconds), (*tensors, *tensors), strict=True)
+            halves = [reduction.to_tensor(value, like.dtype) for value, like in halves]
+            values = [tensor.handle.data for tensor in reduction.combine_fn.fn(*halves)]
+        if not reduction.keep_dims:
+            values = [value.squeeze(axis) for value in values]
+        return [
+            reduction.to_tensor(value, like.dtype)
+            for value, like in zip(values, tensors, strict=True)
+        ]
+
+    interpreter.ReduceOps.generic_reduce = reduce
+
+
 def _skip_overflow_checks():
     """Triton computes each integer sum twice for an assertion that only debugging reads."""
     builder = interpreter.interpreter_builder
@@ -97,6 +117,7 @@ if INTERPRETED:
     _refuse_constants_of_tensors()
     _patch_each_module_once()
     _cache_types()
+    _reduce_by_halves()
     _skip_overflow_checks()
 
 

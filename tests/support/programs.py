@@ -1,14 +1,22 @@
 """Run programs in processes of their own."""
 
+import multiprocessing
 import os
-import subprocess
 import sys
+import tempfile
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = [ROOT, *(ROOT / "tests" / name for name in ("support", "kernels"))]
-PATHS = [*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
+FOLDERS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("support", "kernels"))]
+PATHS = [*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])]
 FIXED = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS)}
+# Torch takes longer to import than most programs run: where it can, a server imports it once, and
+# forks. Windows has no such server.
+STARTS = [m for m in ("forkserver", "spawn") if m in multiprocessing.get_all_start_methods()]
+PROCESSES = multiprocessing.get_context(STARTS[0])
+PROCESSES.set_forkserver_preload(["torch"])
 
 
 def program(code, *arguments, hidden=(), environment=None, directory=ROOT):
@@ -16,12 +24,26 @@ def program(code, *arguments, hidden=(), environment=None, directory=ROOT):
 
     arguments: its `sys.argv`, if any. hidden: packages that it cannot import.
     """
-    start = "import sys; sys.argv = sys.argv[1:] or sys.argv; "
-    hide = f"sys.modules.update(dict.fromkeys({list(hidden)}))\n"
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", start + hide + code, *map(str, arguments)],
-        cwd=directory,
-        env={**os.environ, **FIXED, **(environment or {})},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, **FIXED, **(environment or {})}
+    with tempfile.TemporaryDirectory() as folder:
+        printed = [Path(folder, name) for name in ("stdout", "stderr")]
+        given = (code, [*map(str, arguments)], hidden, environment, directory, printed)
+        process = PROCESSES.Process(target=_run, args=given)
+        process.start()
+        process.join()
+        stdout, stderr = (path.read_text() for path in printed)
+    return SimpleNamespace(returncode=process.exitcode, stdout=stdout, stderr=stderr)
+
+
+def _run(code, arguments, hidden, environment, directory, printed):
+    for stream, path in zip((sys.stdout, sys.stderr), printed, strict=True):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    warnings.simplefilter("ignore")
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = ["", *FOLDERS]
+    sys.argv = arguments or ["-c"]
+    sys.modules.update(dict.fromkeys(hidden))
+    exec(code, {"__name__": "__main__"})

@@ -217,8 +217,11 @@ def batch_norm(
     return calls.call("functional.batch_norm", t, spec, backend)
 
 
-def check_operators(cases: Any, case: Any, device: str) -> None:
-    """Run `torch.library.opcheck` on the differentiable operator and its forward and backward."""
+def check_operators(cases: Any, case: Any, device: str, compiles: bool = True) -> None:
+    """Run `torch.library.opcheck` on the differentiable operator and its forward and backward.
+
+    compiles: whether it also compares the compiled operator with the eager one.
+    """
     tensors = cases.make(case, device)
     of_batch = hasattr(case, "training")
     running = {} if of_batch and case.training else tensors.running(tracked=not of_batch)
@@ -226,8 +229,10 @@ def check_operators(cases: Any, case: Any, device: str) -> None:
     t = Tensors(**tensors.inputs(case.needs), **running, tracked=count)
     operators, numbers = cases.operators(case)
     text = operators.text_of(numbers)
+    rules = (*INNER_RULES, "test_aot_dispatch_dynamic") if compiles else INNER_RULES
     for traced in (False, True) if hasattr(operators.spec(text), "traced") else (False,):
-        torch.library.opcheck(operators.differentiable, (*t, *numbers, traced))
+        arguments = (*t, *numbers, traced)
+        torch.library.opcheck(operators.differentiable, arguments, test_utils=rules)
     bare = Tensors(*(each if each is None else each.detach() for each in t))
     torch.library.opcheck(operators.forward, (*bare, text), test_utils=INNER_RULES)
     outputs = operators.forward(*bare, text)

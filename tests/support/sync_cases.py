@@ -23,6 +23,7 @@ from normplug import SyncBatchNorm, _activations, target_variance
 from normplug._ops import batch_norm_sync as _joined
 from normplug.modules.probe import Probe, averages
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
+from programs import STARTS
 
 CHANNELS = 5
 
@@ -234,8 +235,8 @@ def a_second_derivative_is_refused(rank, world, device):
 def a_compiled_layer_is_one_graph_and_computes_the_same(rank, world, device):
     layer, x, dy, _ = Case((5, 3)).of_rank(rank, device)
     twin = copy.deepcopy(layer)
-    # Inductor is slow on a CPU: there only process 0 uses it, and the others run graphs as is.
-    layer.compile(fullgraph=True, backend="aot_eager" if device == "cpu" and rank else "inductor")
+    # Inductor is slow on a CPU.
+    layer.compile(fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
     ours, eager = outcome(layer, x, dy), outcome(twin, x, dy)
     del ours["node"], eager["node"]
     if device == "cpu":
@@ -313,7 +314,9 @@ def assert_passed(check, results):
 def ran(process, world, directory, *arguments):
     """Run `process` in `world` processes; return the `Results` of each."""
     arguments = (world, str(directory), *arguments)
-    torch.multiprocessing.spawn(_fork, (process, arguments), nprocs=1)
+    # Triton reads this variable when it is imported, and a fork server has that of its own start.
+    start = "spawn" if "TRITON_INTERPRET" in os.environ else STARTS[0]
+    torch.multiprocessing.start_processes(_fork, (process, arguments), start_method=start)
     # weights_only=True would only refuse the tests' own containers.
     files = [directory / f"{rank}.pt" for rank in range(world)]
     return [Results(torch.load(f, weights_only=False, map_location="cpu")) for f in files]

@@ -180,28 +180,34 @@ def test_a_copy_and_a_pickle_equal_the_layer(layer):
         assert torch.equal(again(X), layer(X))
 
 
-@pytest.mark.parametrize(
-    ("make", "sync", "place"),
-    [
-        (*timm_layer("BatchNormAct2d", 8).values, False, "timm_layers"),
-        (*timm_layer("BatchNormAct2d", 8).values, True, "timm_layers"),
-        (*transformers_layer("ConvNextLayerNorm", "convnext").values, False, "transformers_models"),
-        (*layer_of(LLAMA, "LlamaRMSNorm", 8).values, False, "rms_norms"),
-    ],
-)
-def test_a_pickle_loads_in_a_process_that_has_swapped_nothing(make, sync, place, tmp_path):
-    layer = make()
-    stock = type(layer)
-    swap(layer, "golden", sync=sync)
-    assert type(layer).__module__ == f"normplug.adapters.{place}"  # as in pickles of version 0.2
-    assert getattr(import_module(type(layer).__module__), type(layer).__qualname__) is type(layer)
-    (tmp_path / "layer").write_bytes(pickle.dumps(layer))
-    code = (
-        "import pickle, sys, normplug; layer = pickle.load(open(sys.argv[0], 'rb')); "
-        "print(layer.mode, type(normplug.unswap(layer)))"
-    )
-    ran = program(code, tmp_path / "layer")
-    assert ran.stdout.strip() == f"golden {stock}", ran.stderr
+PICKLED = [
+    (timm_layer("BatchNormAct2d", 8), False, "timm_layers"),
+    (timm_layer("BatchNormAct2d", 8), True, "timm_layers"),
+    (transformers_layer("ConvNextLayerNorm", "convnext"), False, "transformers_models"),
+    (layer_of(LLAMA, "LlamaRMSNorm", 8), False, "rms_norms"),
+]
+LOAD = """
+import pickle, sys, normplug
+for path in sys.argv:
+    layer = pickle.load(open(path, "rb"))
+    print(layer.mode, type(normplug.unswap(layer)))
+"""
+
+
+def test_pickles_load_in_a_process_that_has_swapped_nothing(tmp_path):
+    expected, paths = [], []
+    for made, sync, place in PICKLED:
+        (make,) = made.values
+        layer = make()
+        expected.append(f"golden {type(layer)}")
+        swap(layer, "golden", sync=sync)
+        cls = type(layer)
+        assert cls.__module__ == f"normplug.adapters.{place}"  # as in pickles of version 0.2
+        assert getattr(import_module(cls.__module__), cls.__qualname__) is cls
+        paths.append(tmp_path / str(len(paths)))
+        paths[-1].write_bytes(pickle.dumps(layer))
+    ran = program(LOAD, *paths)
+    assert ran.stdout.splitlines() == expected, ran.stderr
 
 
 def test_hooks_on_the_activation_or_the_dropout_are_called(layers):

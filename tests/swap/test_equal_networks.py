@@ -14,6 +14,7 @@ from torch.nn import functional
 import normplug
 
 models = pytest.importorskip("torchvision").models
+BasicBlock = models.resnet.BasicBlock
 FLOAT64 = torch.float64
 
 
@@ -58,12 +59,12 @@ def the_stock_equal(net, tv, make):
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_a_golden_resnet_trains_as_a_stock_one_with_other_bias_rates_and_another_head(make):
     torch.manual_seed(0)
-    net = models.resnet18(num_classes=10).to(FLOAT64)
+    net = models.ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10).to(FLOAT64)
     for norm in (m for m in net.modules() if isinstance(m, nn.BatchNorm2d)):
         nn.init.normal_(norm.weight, 1.0, 0.2)
         nn.init.normal_(norm.bias, 0.0, 0.2)
     batches = [
-        (torch.randn(8, 3, 32, 32, dtype=FLOAT64), torch.randint(10, (8,))) for _ in range(20)
+        (torch.randn(8, 3, 16, 16, dtype=FLOAT64), torch.randint(10, (8,))) for _ in range(6)
     ]
     number = normplug.target_variance("golden")
     stock, optimizer = the_stock_equal(net, number, make)

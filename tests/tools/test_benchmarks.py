@@ -1,7 +1,5 @@
 """The scripts of `benchmarks/`, briefly on the CPU, and the documentation that they write."""
 
-import copy
-import socket
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import Mock
@@ -10,21 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-import ddp
 import gate
 import host
 import models
 import nets
 import normplug
 import norms
-import rivals
-import sync
 import tables
 from normplug._ops.recompute import AVAILABLE
 from normplug.bench import timing
-from normplug.bench.op import Case, Problem, cases
+from normplug.bench.op import Problem, cases
 from normplug.bench.rows import add_to_file, read_file
-from programs import program
 
 CPU = torch.device("cpu")
 TINY = {
@@ -79,20 +73,6 @@ def test_a_suite_writes_rows(tmp_path):
     assert {row["op"] for row in read_file(path)} == {"layer_norm", "add_layer_norm"}
     with pytest.raises(SystemExit, match="no case of suite headline has 'nonsense'"):
         norms.main(["--only", "nonsense", "--device", "cpu"])
-
-
-def test_a_rival_is_timed_if_it_is_installed(monkeypatch):
-    monkeypatch.setattr(rivals, "find_spec", lambda name: None)
-    assert rivals.of("layer_norm") == {}
-    monkeypatch.setattr(rivals, "find_spec", lambda name: name)
-    assert set(rivals.of("layer_norm")) == {"liger", "flaggems", "quack", "apex"}
-    # A stand-in of the same signature.
-    layer_norm = lambda x, *t: torch.layer_norm(x, x.shape[-1:], *t)  # noqa: E731
-    monkeypatch.setattr(rivals, "_liger", lambda module, name: layer_norm)
-    problem = Problem(Case("layer_norm", "rows", (4, 8), "float32"), CPU)
-    layer = rivals.of("layer_norm")["liger"](copy.deepcopy(problem.layer))
-    for name, value in problem.results(layer).items():
-        torch.testing.assert_close(value, problem.stock[name])
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -163,49 +143,3 @@ def test_single_calls_are_compared_before_they_are_timed(name, tmp_path, monkeyp
     monkeypatch.setattr(Problem, "check", Mock(side_effect=AssertionError("it is wrong")))
     with pytest.raises(AssertionError, match="it is wrong"):
         list(host.measure(host.CASES[0], CPU))
-
-
-BOTH = """
-import os, sys, torch
-from functools import partial
-from unittest.mock import Mock
-
-def process(rank, path):
-    import nets, sync
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
-    body = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten()
-    net = torch.nn.Sequential(*body, torch.nn.Linear(64, 1000))
-    nets.NETS["resnet50"] = nets.Net(partial(nets.images, "", model=net), (2,))
-    short = ["--batch", "3", "--size", "6", "--warm-ups", "1", "--rounds", "1", "--turn", "1"]
-    sync.main([*short, "--json", path])
-
-sys.path.insert(0, sys.argv[1])
-torch.multiprocessing.start_processes(process, (sys.argv[0],), nprocs=2, start_method="fork")
-"""
-
-
-def test_steps_over_two_processes_have_a_row_for_each_arm(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    path = tmp_path / "rows.json"
-    done = program(BOTH, path, tables.DOCS.parent / "benchmarks", environment=where)
-    assert done.returncode == 0, done.stderr
-    rows = read_file(path)
-    # torch's SyncBatchNorm needs CUDA.
-    assert {row["arm"] for row in rows} == set(sync.ARMS) - {"torch"}
-    assert all((row["batch"], row["processes"]) == (3, 2) and row["ms"] > 0 for row in rows)
-
-
-def test_a_run_over_gpus_that_fails_has_a_row_with_its_error(tmp_path, capsys):
-    pytest.importorskip("torchvision")
-    path = tmp_path / "rows.json"
-    tiny = ["data=fake", "data.num_images=100", "data.image_size=8", "data.batch_size=16"]
-    tiny += ["data.device=cpu", "trainer.accelerator=cpu", "trainer.max_epochs=1"]
-    ddp.main([*tiny, "--gpus", "1", "--seeds", "3", "--json", str(path)])
-    eager, graphed = read_file(path)
-    assert eager["test_accuracy"] > 0
-    facts = {"gpus": 1, "graph": False, "seed": 3, "batch": 16, "learning_rate": 0.4}
-    assert facts.items() <= eager.items()
-    assert "graph=true needs an NVIDIA GPU" in graphed["error"]
-    assert graphed["error"] in capsys.readouterr().err

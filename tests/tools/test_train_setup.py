@@ -165,9 +165,10 @@ STUDY = re.findall(r"^python train.py -m ('experiment=\[.*)", STUDY, re.MULTILIN
 
 @pytest.mark.parametrize("line", STUDY)
 def test_each_run_of_the_study_can_run(checked, line):
-    runs = runs_of(shlex.split(line))
-    assert len(runs) >= 3
-    for run in runs:
+    words = shlex.split(line)
+    assert len(runs_of(words)) >= 3
+    # One seed is enough.
+    for run in runs_of([word.split(",")[0] if "seed=" in word else word for word in words]):
         checked(shlex.join(run))
 
 

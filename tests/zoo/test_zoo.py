@@ -21,10 +21,9 @@ CPU = torch.device("cpu")
 # Of most families, and a few seconds each at most. `python benchmarks/zoo` checks all.
 NAMES = {
     "torchvision": """
-        alexnet convnext_tiny deeplabv3_mobilenet_v3_large densenet121 efficientnet_b0
-        fasterrcnn_mobilenet_v3_large_fpn googlenet lraspp_mobilenet_v3_large mnasnet0_5
-        mobilenet_v3_large quantized_resnet18 quantized_shufflenet_v2_x0_5 r3d_18 raft_small
-        regnet_y_400mf resnet18 shufflenet_v2_x0_5 squeezenet1_1 swin3d_t swin_v2_t
+        alexnet convnext_tiny efficientnet_b0 fasterrcnn_mobilenet_v3_large_fpn
+        lraspp_mobilenet_v3_large mnasnet0_5 mobilenet_v3_large quantized_shufflenet_v2_x0_5
+        r3d_18 raft_small regnet_y_400mf resnet18 shufflenet_v2_x0_5 squeezenet1_1 swin3d_t
     """,
     "timm": """
         regnetx_002 skresnet18 test_convnext test_efficientnet test_resnet test_vit
