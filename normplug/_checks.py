@@ -272,7 +272,7 @@ def momentum(
     """
     if value is not None:
         number(caller, "momentum", value)
-        if not math.isfinite(value):
+        if not -math.inf < value < math.inf:  # torch.compile cannot trace `math.isfinite`
             raise ValueError(must(caller, "momentum", "None or a finite number", str(value)))
     elif updates and counter is None:
         raise ValueError(

@@ -143,7 +143,8 @@ def convert(
         assert ours is not None
         ours._adopt(module, track_running_stats, device)
         eps = as_number(getattr(module, ours._eps_name))
-        settings = Settings(target_variance, backend, autocast_output, eps)
+        watches = bool(track_running_stats)
+        settings = Settings(target_variance, backend, autocast_output, eps, watches=watches)
         vars(module)["_normplug"] = settings
         assign_class(module, ours)
         assert isinstance(module, TargetVarianceNorm)

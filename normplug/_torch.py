@@ -116,12 +116,16 @@ _VIEWS_AND_CASTS = frozenset((
     _aten.transpose.int, _aten.t.default, _aten.squeeze.dim, _aten.unsqueeze.default,
     _aten._to_copy.default,
 ))  # fmt: skip
+_PRODUCTS = frozenset((
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
+    _aten.convolution.default,
+))  # fmt: skip
 
 
-def is_made_pointwise(t: Tensor) -> bool:
-    """Whether a compiler has just recorded that a pointwise operator makes t.
+def is_product(t: Tensor) -> bool:
+    """Whether a compiler has just recorded that a convolution or a product of matrices makes t.
 
-    It could fuse that operator with the next one. False if nothing is recorded.
+    It does not fuse these with the next operator, as it does others. False if nothing is recorded.
     """
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
@@ -132,8 +136,7 @@ def is_made_pointwise(t: Tensor) -> bool:
     node: Any = None if recorded is None else recorded.proxy.node
     while node is not None and node.target in _VIEWS_AND_CASTS:
         node = node.args[0]
-    target = None if node is None else node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return node is not None and node.target in _PRODUCTS
 
 
 # Dynamo evaluates `torch.compiler.is_exporting()` to True whenever it compiles; not in torch 2.6.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from ast import literal_eval
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from normplug import native
 from normplug._ops.call import plan_of
 from normplug._ops.spec import Tensors
-from normplug._torch import is_made_pointwise
+from normplug._torch import is_product
 
 _library = torch.library.Library("normplug", "FRAGMENT")
 _TENSORS = len(Tensors._fields)
@@ -41,12 +40,12 @@ class NormOperators:
         forward(*Tensors, spec) -> (y, [total,] *state)
         backward(dy, dtotal, x, residual, weight, bias, input_bias, *state, has_residual, spec,
                  needs) -> the gradients of these five that are needed
-        NAME(*Tensors, *numbers, traced) -> (y, [total,] *state)
+        NAME(*Tensors, *numbers, automatic) -> (y, [total,] *state)
 
     If a norm has a total, the backward takes it as x, without a residual. `spec` is the text of the
-    numbers. If `traced`, for a spec that can be, the forward is PyTorch's operations, its
-    `traced(t)`, which a compiler fuses with their neighbours. So is the backward, its
-    `traced_gradients`, if a pointwise operator makes dy.
+    numbers. If `automatic`, PyTorch's operations run a call unless a convolution or a product makes
+    x or the residual: a compiler fuses them with what does. They also run the forward of a norm
+    without a total, as `traced(t)` of its spec.
 
     Args:
         name: in the namespace "normplug".
@@ -84,9 +83,8 @@ class NormOperators:
         torch.library.register_fake(self.forward._name, self._fake_forward, lib=_library)
         torch.library.register_fake(self.backward._name, self._fake_backward, lib=_library)
         native.operators.append(name)
-        whole = f"({tensors}, {numbers}, bool traced) -> ({outputs})"
-        apply = partial(_Differentiable.apply, self)
-        self.differentiable = self._define(name, whole, apply, "CompositeImplicitAutograd")
+        whole = f"({tensors}, {numbers}, bool automatic) -> ({outputs})"
+        self.differentiable = self._define(name, whole, self._call, "CompositeImplicitAutograd")
 
     @staticmethod
     def _define(
@@ -110,6 +108,14 @@ class NormOperators:
             )
             found = self._specs[text] = self._spec(*numbers)
         return found
+
+    def _call(self, *arguments: Any) -> tuple[Tensor, ...]:
+        t, (*numbers, automatic) = Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
+        if automatic and not any(is_product(x) for x in t[:2] if x is not None):
+            result = self.spec(self.text_of(numbers)).by_torch(t)
+            none = t.x.new_empty(0)
+            return (*(result if self.has_total else (result,)), *[none] * self._states)
+        return _Differentiable.apply(self, *arguments)  # type: ignore[no-any-return]
 
     def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, text = arguments
@@ -153,11 +159,12 @@ class NormOperators:
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operators: NormOperators, *arguments: Any) -> tuple[Tensor, ...]:
-        t, (*numbers, ctx.traced) = Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
+        t, (*numbers, automatic) = Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
         ctx.others = [None] * (len(arguments) - _INPUTS)
         ctx.operators, ctx.text = operators, operators.text_of(numbers)
         ctx.spec = operators.spec(ctx.text)
-        outputs = ctx.spec.traced(t) if ctx.traced else operators.forward(*t, ctx.text)
+        traced = automatic and not operators.has_total
+        outputs = ctx.spec.traced(t) if traced else operators.forward(*t, ctx.text)
         x, residual, *vectors = arguments[:_INPUTS]
         ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
         ctx.has_residual = residual is not None and not operators.has_total
@@ -185,8 +192,6 @@ class _Differentiable(torch.autograd.Function):
         saved = ctx.saved_tensors
         if not any(asked):
             made = []
-        elif ctx.traced and is_made_pointwise(dy):
-            made = ctx.spec.traced_gradients(dy, dtotal, *saved, asked)
         else:
             made = operators.backward(dy, dtotal, *saved, ctx.has_residual, ctx.text, asked)
         found = iter(made)

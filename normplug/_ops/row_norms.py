@@ -176,14 +176,13 @@ class LayerNormSpec(NamedTuple):
     # would need further kernels to average the rows' statistics.
 
     def traced(self, t: Tensors) -> tuple[Tensor, ...]:
-        """What the forward operator returns, by PyTorch's operations, which a compiler fuses."""
-        total = t.x if t.residual is None else t.x + t.residual
-        y, mean, var, rstd = self.by_formula(total, t)
+        """What the forward operator returns without a residual, by PyTorch's operations."""
+        y, mean, var, rstd = self.by_formula(t.x, t)
         if t.running_var is not None:
             average = None if mean is None else mean.mean()
             stock.update_running(t, self.momentum, average, var.mean())
         stats = rstd.flatten() if mean is None else torch.cat((mean.flatten(), rstd.flatten()))
-        return (y, stats) if t.residual is None else (y, total, stats)
+        return y, stats
 
     def by_formula(self, total: Tensor, t: Tensors) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """The norm of `total`, in its library's order of operations; mean, var and rstd of rows.
@@ -220,52 +219,28 @@ class LayerNormSpec(NamedTuple):
             y = y + t.bias
         return y.to(self.output_dtype(total.dtype, dtype)), mean, var, rstd
 
-    def traced_gradients(
-        self, dy: Tensor, dtotal: Tensor | None, x: Tensor, *others: Any
-    ) -> list[Tensor]:
-        """What the backward operator of a LayerNorm returns, by PyTorch's operations."""
-        _, weight, bias, input_bias, stats, needs = others
-        acc, root, shape = stats.dtype, math.sqrt(self.target_variance), self.normalized_shape
-        lead = x.shape[: x.dim() - len(shape)]
-        mean, rstd = stats.view(2, *lead, *[1] * len(shape))
-        h = x.to(acc) if input_bias is None else x.to(acc) + input_bias
-        dy = dy.to(acc) * root if weight is None else dy.to(acc)
-        scale = None if weight is None else weight.to(acc) * root
-        shift = None if bias is None else bias.to(acc)
-        mask = [needs[0] or needs[4], needs[2], needs[3]]
-        dh, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy, h, shape, mean, rstd, scale, shift, mask
-        )
-        found = []
-        if needs[0]:
-            found.append((dh if dtotal is None else dh + dtotal).to(x.dtype))
-        if needs[2]:
-            found.append((dweight * root).to(weight.dtype))
-        if needs[3]:
-            found.append(dbias.to(bias.dtype))
-        if needs[4]:
-            found.append(dh.sum(tuple(range(len(lead)))).to(input_bias.dtype))
-        return found
-
     def compiled(self, t: Tensors) -> Callable[[Tensors], Any] | None:
-        """For a LayerNorm, the backward alone by an operator, unless a pointwise operator makes dy.
+        """For a large LayerNorm, its operators, if a convolution or a product makes x or residual.
 
-        Inductor's forwards over rows are as fast as a kernel can be, and fuse what stands around
-        the norm. In its backwards, the gradients of weight and bias are slow. Its RMSNorms have no
-        bias, and a dy that is a sum, which it fuses: there is nothing to gain. Nor is there over
-        the channels of contiguous images, unless the norm also adds a convolution's bias.
+        Inductor fuses any other operator with the norm, and its derivative with the norm's
+        backward. Without one, only Inductor's backward is slow, in the gradients of weight and
+        bias, and a kernel that adds the residual pays in both directions. RMSNorms have no bias:
+        there is nothing to gain. Nor is there over the channels of contiguous images, unless the
+        norm also adds a convolution's bias.
         """
+        outer = t.x.dim() - len(self.normalized_shape)
+        has_rows = is_contiguous(t.x.shape[outer:], t.x.stride()[outer:])
         large = eligible.size_of(t.x) >= _OPERATOR_BYTES
-        pays = self.centred and large and (t.input_bias is not None or t.x.is_contiguous())
-        return self._backward_operator if pays else None
+        pays = self.centred and large and (has_rows or t.input_bias is not None)
+        return self._automatic if pays else None
 
     def operator(self, t: Tensors) -> Any:
-        return self._operator(t, traced=False)
+        return self._operator(t, automatic=False)
 
-    def _backward_operator(self, t: Tensors) -> Any:
-        return self._operator(t, traced=True)
+    def _automatic(self, t: Tensors) -> Any:
+        return self._operator(t, automatic=True)
 
-    def _operator(self, t: Tensors, traced: bool) -> Any:
+    def _operator(self, t: Tensors, automatic: bool) -> Any:
         x, residual, *rest = t
         shape, row_dims = x.shape, len(self.normalized_shape)
         if _is_grid_of_rows(x, row_dims) and (
@@ -274,9 +249,9 @@ class LayerNormSpec(NamedTuple):
             x = x.flatten(0, -1 - row_dims)
             residual = None if residual is None else residual.flatten(0, -1 - row_dims)
         if residual is None:
-            y, _ = _plain(x, None, *rest, *self, traced)
+            y, _ = _plain(x, None, *rest, *self, automatic)
             return y.view(shape)
-        y, total, _ = _add(x, residual, *rest, *self, traced)
+        y, total, _ = _add(x, residual, *rest, *self, automatic)
         return y.view(shape), total.view(shape)
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:

@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     momentum: float | None = 0.1  # of statistics that are only watched
     unsynced_class: type[nn.Module] | None = None  # the class before a synchronised one
     statistics: str = "torch"  # or "safe", for running statistics that evaluation uses
+    watches: bool = False  # statistics that are only watched, in a compiled step too
 
 
 def _setting(name: str, check: Callable[[str, Any], object]) -> Any:

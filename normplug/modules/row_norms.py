@@ -123,7 +123,8 @@ class LayerNorm(RowNorm, nn.LayerNorm):
         *args: passed to `torch.nn.LayerNorm`.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         backend: "auto", "triton" or "torch".
-        track_running_stats: whether to watch statistics of the input; None is True here.
+        track_running_stats: whether to watch statistics of the input; None is True here, but only
+            in eager steps, not under torch.compile.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.layer_norm`.
         **kwargs: passed to `torch.nn.LayerNorm`.

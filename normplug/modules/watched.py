@@ -57,7 +57,7 @@ class WatchedRows(TargetVarianceNorm):
             _checks.flags(caller, track_running_stats=track_running_stats)
         super().__init__(*args, mode=mode, backend=backend, **kwargs)
         self.autocast_output = autocast_output
-        self._set(momentum=momentum)
+        self._set(momentum=momentum, watches=bool(track_running_stats))
         self._adopt(self, track_running_stats, kwargs.get("device"))
 
     @classmethod
@@ -109,6 +109,9 @@ class WatchedRows(TargetVarianceNorm):
         own = self._buffers
         # torch.func transforms refuse writes to captured tensors; the stock layer has none.
         if not self.training or "watched_var" not in own or transforms_active():
+            return None, None, None
+        # Where a compiler fuses the norm, averages over all rows cost more than the norm gains.
+        if is_compiling() and not self._normplug.watches:
             return None, None, None
         var, device = own["watched_var"], input.device if isinstance(input, Tensor) else None
         if device is not None and (var is None or var.device != device):

@@ -3,6 +3,7 @@
 import copy
 import io
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ import normplug
 @pytest.mark.parametrize(
     ("kind", "strict", "momentum"),
     [
-        (normplug.LayerNorm, False, None),
-        (normplug.LayerNorm, True, 0.1),
+        (partial(normplug.LayerNorm, track_running_stats=True), False, None),
+        (partial(normplug.LayerNorm, track_running_stats=True), True, 0.1),
         (normplug.BatchNorm1d, False, 0.1),
         (normplug.BatchNorm1d, True, None),
     ],
@@ -118,12 +119,16 @@ def test_statistics_keep_their_values_under_a_change_of_dtype():
 
 def test_a_compiled_layer_without_weights_takes_its_inputs_device():
     torch.compiler.reset()
-    layer = normplug.LayerNorm(6, elementwise_affine=False, device="meta")
+    settings = {"elementwise_affine": False, "track_running_stats": True}
+    layer = normplug.LayerNorm(6, **settings, device="meta")
     x = torch.randn(5, 6)
     torch.compile(layer, backend="aot_eager")(x)
-    eager = normplug.LayerNorm(6, elementwise_affine=False)
+    eager = normplug.LayerNorm(6, **settings)
     eager(x)
     assert statistics(layer) == pytest.approx(statistics(eager))
+    unasked = normplug.LayerNorm(6)  # by default, only eager steps update them
+    torch.compile(unasked, backend="aot_eager")(x)
+    assert statistics(unasked) == FRESH
 
 
 @pytest.mark.parametrize("file", ["model.bin", "model.safetensors"])

@@ -149,7 +149,7 @@ def swapped(model, mode="golden"):
     for parameter in model.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 1, 0.3)
-    return swap(model.double(), mode)
+    return swap(model.double(), mode, track_running_stats=True)  # in compiled steps, too
 
 
 def twins(model, mode="golden", **options):

@@ -230,8 +230,8 @@ def check_operators(cases: Any, case: Any, device: str, compiles: bool = True) -
     operators, numbers = cases.operators(case)
     text = operators.text_of(numbers)
     rules = (*INNER_RULES, "test_aot_dispatch_dynamic") if compiles else INNER_RULES
-    for traced in (False, True) if hasattr(operators.spec(text), "traced") else (False,):
-        arguments = (*t, *numbers, traced)
+    for automatic in (False, True) if hasattr(operators.spec(text), "traced") else (False,):
+        arguments = (*t, *numbers, automatic)
         torch.library.opcheck(operators.differentiable, arguments, test_utils=rules)
     bare = Tensors(*(each if each is None else each.detach() for each in t))
     torch.library.opcheck(operators.forward, (*bare, text), test_utils=INNER_RULES)
