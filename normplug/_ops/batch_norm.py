@@ -207,7 +207,7 @@ class BatchNormSpec(NamedTuple):
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
         n, c, *space = t.x.shape
-        stats = t.x.new_empty(2 * c + (self.join > 0), dtype=accumulator_dtype(t.x.dtype))
+        stats = t.x.new_empty(2 * c + int(self.join > 0), dtype=accumulator_dtype(t.x.dtype))
         if self.pool is not None:
             shape = (n, c, *self.pool.size(t.x))
             y, peaks, places = (
