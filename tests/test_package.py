@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 import normplug
-from normplug._checks import MissingPackage, needs
 from programs import program
 
 ROOT = Path(normplug.__file__).parent
@@ -39,12 +38,12 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 4890, "experiment": 2790, "_ops": 3455, "_fuse": 2110, "native": 1465,
-    "modules": 1430, "_swap": 1535, "bench": 920, "adapters": 540,
-    "_statistics": 1285, "lightning": 320, "reference.py": 230, "": 2100,
+    "_kernels": 4890, "experiment": 2790, "_ops": 3475, "_fuse": 2110, "native": 1465,
+    "modules": 1425, "_swap": 1535, "bench": 920, "adapters": 540,
+    "_statistics": 1285, "lightning": 320, "reference.py": 230, "": 2095,
 }  # fmt: skip
 MOST_FILES = 125
-MOST_LINES_OF_TESTS = 20_410  # without tests/zoo
+MOST_LINES_OF_TESTS = 20_106  # without tests/zoo
 
 
 def parts_imported(path):
@@ -191,15 +190,6 @@ def test_every_library_of_the_zoo_that_is_missing_is_named():
     assert done.returncode == 1
     needs_zoo = 'zoo --library {0} needs {0}: pip install "normplug[zoo]"'
     assert done.stderr.splitlines() == [needs_zoo.format(library) for library in libraries]
-
-
-def test_a_missing_module_of_normplug_is_not_reported_as_a_missing_extra():
-    with pytest.raises(ModuleNotFoundError, match="normplug.nowhere") as caught, needs("x", "y"):
-        import normplug.nowhere  # noqa: F401
-    assert not isinstance(caught.value, MissingPackage)
-    with pytest.raises(MissingPackage, match=r'^a needs no_such: pip install "normplug\[b\]"$'):  # noqa: SIM117
-        with needs("a", "b"), needs("inner", "c"):
-            import no_such  # noqa: F401
 
 
 def test_modules_that_only_unix_has_are_imported_where_they_are_used():

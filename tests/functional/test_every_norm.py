@@ -95,7 +95,8 @@ def test_any_call_is_as_close_to_float64_as_torch(
     of_rows = name in ("layer_norm", "rms_norm")
     values = torch.Size(shape[2:] if name == "instance_norm" else [shape[0], *shape[2:]]).numel()
     assume(of_rows or (len(shape) > 1 and values > 1))
-    if name == "instance_norm":  # torch's gradient is wrong for one sample in channels_last
+    if name in ("batch_norm", "instance_norm"):
+        # There torch misreads a gradient, so ours takes another layout.
         assume(shape[0] > 1 or layout != "channels_last")
     options, params, vector = {}, None, shape[1:2]
     if of_rows:

@@ -4,6 +4,10 @@ import torch
 import normplug
 from normplug import functional
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors is in prototype stage"
+)
+
 
 def components(dtype, layout, row=(6,)):
     shapes = [(3, *row), (5, *row), (1, *row)]
@@ -37,7 +41,6 @@ def rows_of(nested):
     return torch.cat([part.reshape(-1, 6) for part in nested.unbind()])
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("affine", [True, False])
@@ -64,7 +67,6 @@ def test_a_nested_tensor_is_normalised_component_by_component(kind, affine, dtyp
     torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_tensors_are_added_compiled_and_rejected_like_dense_ones(layout):
     x = components(torch.float32, layout)
@@ -87,7 +89,6 @@ def test_nested_tensors_are_added_compiled_and_rejected_like_dense_ones(layout):
         functional.channel_stats(x)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_a_nested_tensor_without_components_or_with_ragged_rows_is_rejected():
     with pytest.raises(ValueError, match="a nested input needs at least one component; got none"):
         functional.layer_norm(torch.nested.nested_tensor([]), (6,))
@@ -96,7 +97,6 @@ def test_a_nested_tensor_without_components_or_with_ragged_rows_is_rejected():
         functional.layer_norm(ragged, (6,))
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_rms_norm_normalises_a_nested_tensor_component_by_component(layout):
     parts = [torch.randn(3, 6), torch.randn(5, 6)]

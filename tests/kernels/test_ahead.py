@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import defaultdict
 
 import pytest
@@ -26,6 +25,7 @@ from launches import (  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
 from normplug._kernels.batch_norm import launches, schedule  # noqa: E402
 from normplug.reference import accumulator_dtype  # noqa: E402
+from programs import wait_until  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
@@ -73,13 +73,6 @@ def expect(mine, count):
     return jobs
 
 
-def wait_until(ready):
-    end = time.monotonic() + 120
-    while not ready():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def done(mine, job):
     return mine._expected[job.key].result(120)
 
@@ -99,13 +92,6 @@ def test_a_kernel_that_a_worker_compiled_is_found_in_the_cache(mine):
     assert not again.expect(job)
     again.settle(job)
     assert again.counts == {"here": 0, "workers": 0, "cache": 1}
-
-
-def test_a_compilation_that_a_worker_has_started_is_waited_for(mine):
-    (job,) = expect(mine, 1)
-    wait_until(mine._expected[job.key].running)
-    mine.settle(job)
-    assert mine.counts["workers"] == 1
 
 
 def test_a_job_that_no_worker_has_started_is_compiled_by_this_process(mine):

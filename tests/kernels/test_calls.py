@@ -23,10 +23,9 @@ import pool_cases
 import routes
 import row_cases
 from accuracy import assert_no_worse, assert_same_bits
-from calls import INPUTS, case_id, saved_bytes, walked
+from calls import INPUTS, case_id, saved_bytes
 from fuse_cases import Block, Depthwise, outcome
-from normplug import functional, fuse, native, swap, unfuse
-from normplug._kernels.launch import Launch
+from normplug import functional, fuse, swap, unfuse
 from normplug._ops import eligible
 
 pytestmark = interpreted.MARKS
@@ -421,17 +420,6 @@ def test_the_log_names_the_plan_and_the_kernels_of_a_new_call(monkeypatch, caplo
     assert f"layer_norm of (4, 6): LayerNormPlan, {kernel}" in plain
     assert f"LayerNormPlan, copies to a layout that the kernels read, {kernel}" in copied
     assert ", launched by " in plain
-
-
-@NORMS
-def test_a_call_by_the_kernels_makes_its_key_once_and_a_known_one_is_short(norm, monkeypatch):
-    routes.forget(monkeypatch)
-    with native.python_way():
-        assert [name for _, name in walked(norm, X)].count("key_of") == 1
-        monkeypatch.setattr(Launch, "__call__", lambda *arguments: None)
-        known = [name for _, name in walked(norm, X)]
-    assert known.count("key_of") == 1
-    assert len(known) - known.count("__init__") <= 12  # a workspace is kept on a GPU
 
 
 @pytest.mark.parametrize("pool", [None, routes.Pool((2, 2), (2, 2), (0, 0), False)])

@@ -11,7 +11,6 @@ import torch
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from launches import (  # noqa: E402
@@ -42,24 +41,6 @@ def compiled(made, dtype, target=H100, **others):
     usual = dict.fromkeys(made.pointers, acc) | dict.fromkeys(TILES, dtype) | INTEGERS | others
     job = made.job([usual[name] for name in made.pointers])
     return triton.compile(ASTSource(*job[:4]), target=target, options=job.options)
-
-
-class Stopped(Exception):
-    """A compilation that ends where the layouts of the tensors are known."""
-
-
-def laid_out(made, dtype, **others):
-    """A launch's kernel in Triton's GPU IR. What follows takes twice as long as that."""
-
-    def stop(backend, module, *_):
-        raise Stopped(str(module))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CUDABackend, "make_llir", stop)
-        try:
-            return compiled(made, dtype, **others).asm["ttgir"]  # from the cache
-        except Stopped as stopped:
-            return stopped.args[0]
 
 
 PARAMETER = re.compile(r"\.param \.([uf])(32|64)\b")
@@ -193,52 +174,6 @@ def test_each_family_compiles_for_every_target_without_a_card(name, monkeypatch)
         assert kernel.metadata.num_warps * target.warp_size <= 1024
 
 
-def threads_along_the_steps(made, dtype, tile, **others):
-    """How many threads and warps share the steps of the tiles that a launch loads."""
-    ir = laid_out(made, dtype, **others)
-    loads = re.findall(rf"tt\.load .*tensor<{tile}x!tt.ptr<\w+>, #(\w+)>", ir)
-    assert loads
-    axis = tiles.STEP_AXIS.value
-    for layout in set(loads):
-        facts = re.search(rf"#{layout} = .*threadsPerWarp = \[(.*?)\], warpsPerCTA = \[(.*?)\]", ir)
-        yield from (int(numbers.split(",")[axis]) for numbers in facts.groups())
-
-
-def tile_of(made, lanes):
-    shape = [made._constants[name] for name in (lanes, "U", "BC")]
-    if tiles.STEP_AXIS.value == 0:
-        shape[:2] = shape[1::-1]
-    return "x".join(map(str, shape))
-
-
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
-@pytest.mark.parametrize(
-    "shape", [(128, 256, 3136, True), (256, 2048, 49, True), (1024, 100_000, 1, True)], ids=str
-)
-def test_a_thread_of_batch_norm_holds_all_steps_of_its_lanes(shape, dtype):
-    for made in batch_norm_launches(shape, dtype, False):
-        assert made._constants["U"] > 1
-        assert set(threads_along_the_steps(made, dtype, tile_of(made, "BT"))) == {1}
-
-
-@pytest.mark.parametrize(("rows", "width"), [(50432, 768), (4096, 4096)])
-def test_a_thread_of_layer_norm_holds_all_steps_of_its_rows(rows, width):
-    forward, _ = row_launches(rows, width, 4, FLOAT32, width)
-    assert forward._constants["U"] > 1
-    assert set(threads_along_the_steps(forward, FLOAT32, tile_of(forward, "R"))) == {1}
-
-
-def test_layer_norm_of_narrow_rows_keeps_no_bias_in_shared_memory():
-    flags, needs = layer_norm.Flags(input_bias=True), (True, True, True, True)
-    cut = ln.layer_norm_backward(100_352, 192, 8, 2, True, SMS, SHARED, launch.COOPERATIVE)
-    assert 1 < cut.lanes < cut.r
-    made = layer_norm.backward_launch(cut, FLOAT32, flags, Strides(192, dy=192), needs, 0.6)
-    ahead = compiled(made, BFLOAT16).metadata.shared
-    # Only tiles of x and dy, and at the end the sums of a tile's rows, pass through shared memory.
-    tiles = 2 * (cut.stages - 1) * cut.r * cut.bc * 2
-    assert ahead <= max(tiles, 4 * cut.lanes * cut.bc) + 2048
-
-
 @pytest.mark.parametrize(
     ("rows", "width", "spacing"),
     [(25216, 768, 768), (25216, 768, Levels(197, 768, 768 * 128)), (3, 24, 24)],
@@ -252,9 +187,11 @@ def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(rows, widt
         (narrow, {"dy": BFLOAT16, "dtotal": FLOAT32, "weight": BFLOAT16}),
         strict=True,
     ):
-        ir = laid_out(made, FLOAT32, **others)
+        ir = compiled(made, FLOAT32, **others).asm["ttgir"]
         conversions = [line for line in ir.splitlines() if "convert_layout" in line]
-        tile = f"-> tensor<{tile_of(made, 'R')}x"
+        height, steps, columns = (made._constants[name] for name in ("R", "U", "BC"))
+        lanes = (height, steps) if tiles.STEP_AXIS.value == 1 else (steps, height)
+        tile = "-> tensor<{}x{}x{}x".format(*lanes, columns)
         assert not [c for c in conversions if tile + "f32" in c or tile + "bf16" in c]
 
 

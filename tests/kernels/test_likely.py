@@ -158,17 +158,6 @@ def test_an_evaluation_that_comes_first_requests_its_forwards_only(kernels):
     assert not [key for key in asked if "_backward" in key]
 
 
-def test_a_layer_is_guessed_once(kernels):
-    asked, _ = kernels
-    model = torchvision.models.resnet18()
-    step(model, images(16))
-    for other, is_new in ((model, False), (torchvision.models.resnet18(), True)):
-        call._stored.clear()
-        asked.clear()
-        step(other, images(16), fuse=is_new)
-        assert any("columns_forward(" in key for key in asked) == is_new
-
-
 def test_a_layer_that_cannot_be_guessed_changes_nothing(kernels):
     volume = normplug.swap(nn.BatchNorm3d(64))  # it refuses images
     model, random = pyramid(nn.BatchNorm2d), torch.get_rng_state()

@@ -108,7 +108,6 @@ def test_pooling_saves_the_input_and_a_value_and_a_byte_per_window():
         ({"layout": "contiguous"}, "not channels_last"),
         ({"kernel": (16, 16), "padding": (8, 8)}, "window"),
         ({"kernel": (3, 3), "padding": (2, 0)}, None),
-        ({"kernel": (8, 3), "padding": (0, 0)}, None),
     ],
 )
 def test_what_the_kernels_cannot_pool_falls_back_to_torch(change, why):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 import interpreted
 import routes
@@ -17,6 +16,7 @@ from fuse_cases import Block, outcome
 from normplug import functional, fuse, unfuse
 from normplug._ops import recompute
 from recompute_cases import Attend, Feed, Residual, check_same, convolutions, kept, twins
+from statistics_cases import Checkpointed
 
 pytestmark = [*interpreted.MARKS, routes.NEEDS_RECOMPUTE]
 
@@ -223,15 +223,6 @@ def test_a_second_backward_and_second_derivatives_give_the_same_bits(make, x):
         twice = torch.autograd.grad(sum(g.square().sum() for g in again), leaves)
         results.append([*once, *again, *twice])
     torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inside, reentrant):
-        super().__init__()
-        self.inside, self.reentrant = inside, reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inside, x, use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -15,6 +15,7 @@ import torch
 
 from normplug import native
 from normplug.native import __main__, building
+from programs import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux only")
 
@@ -98,10 +99,7 @@ def compile_now(library):
 def start():
     """Need a kernel, wait for the build that this starts, and return the status."""
     native.start()
-    deadline = time.monotonic() + 60
-    while native.status().why == "the host path in C++ is being compiled":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: native.status().why != "the host path in C++ is being compiled")
     return native.status()
 
 
@@ -187,8 +185,7 @@ def test_a_killed_compiler_leaves_nothing_harmful(compiler, loads, monkeypatch, 
     compiler.does(f'echo half > "$out"; touch {folder}/half; sleep 60')
     library = building.library()
     process = building.start_compiler(library)
-    while not (folder / "half").exists():
-        time.sleep(0.01)
+    wait_until((folder / "half").exists)
     os.killpg(process.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="the compiler was stopped"):
         building.finish(process, library)
@@ -209,11 +206,10 @@ def test_several_processes_may_build_at_once_and_one_may_fail(compiler, folder, 
     library, processes, gate = building.library(), [], tmp_path / "gate"
     wait = WAIT.format(gate)
     slow = f'printf half > "$out"; {wait}; printf whole >> "$out"'
-    for does in (slow, slow, f"{wait}; {FAIL}"):
+    for started, does in enumerate((slow, slow, f"{wait}; {FAIL}"), 1):
         compiler.does(does)
         processes.append(building.start_compiler(library))
-        while compiler.count() < len(processes):
-            time.sleep(0.01)
+        wait_until(lambda started=started: compiler.count() == started)
     assert not library.exists()
     gate.touch()
     for process in processes:
@@ -412,10 +408,7 @@ def test_an_import_starts_nothing_and_a_build_outlives_its_process(compiler, tmp
     library = building.library()
     assert not library.exists()
     gate.touch()
-    deadline = time.monotonic() + 60
-    while not library.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(library.exists)
     assert compiled(library) == "compiled\n"
 
 

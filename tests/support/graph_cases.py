@@ -17,25 +17,13 @@ from normplug import fuse, swap
 from normplug.experiment.learner import Learner
 from normplug.experiment.measure import ACCURACY
 from normplug.lightning import SyncNorms, VarianceLogger
-
-
-class Residual(nn.Module):
-    """Two convolutions with BatchNorms, and an addition."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
-        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
-
-    def forward(self, x):
-        y = torch.relu(self.norm1(self.conv1(x)))
-        return torch.relu(self.norm2(self.conv2(y)) + x)
+from recompute_cases import Residual
 
 
 def make_net():
     torch.manual_seed(0)
     stem = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()
-    net = nn.Sequential(*stem, Residual(16), nn.Flatten(), nn.Linear(16 * 64, 4))
+    net = nn.Sequential(*stem, Residual(width=16), nn.Flatten(), nn.Linear(16 * 64, 4))
     return fuse(swap(net, "golden")).to(memory_format=torch.channels_last)
 
 

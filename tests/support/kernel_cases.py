@@ -141,14 +141,10 @@ OPERATOR_CASES = [
     Case((3, 4, 2, 5), residual="expanded", activation="silu"),
     Case((2, 3, 11, 13), affine="", activation="relu", residual="channels_last", mode="standard"),
     Case(
-        (2, 3, 11, 13),
-        torch.float64,
-        training=False,
-        activation="silu",
-        residual="channels_last",
-        needs=("weight", "residual"),
-    ),  # fmt: skip
-]
+        (2, 3, 11, 13), torch.float64, training=False, activation="silu",
+        residual="channels_last", needs=("weight", "residual"),
+    ),
+]  # fmt: skip
 
 
 def operators(case: Case) -> tuple[Any, tuple[Any, ...]]:

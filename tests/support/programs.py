@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,3 +48,11 @@ def _run(code, arguments, hidden, environment, directory, printed):
     sys.argv = arguments or ["-c"]
     sys.modules.update(dict.fromkeys(hidden))
     exec(code, {"__name__": "__main__"})
+
+
+def wait_until(ready):
+    """Wait for what another thread or process does."""
+    end = time.monotonic() + 120
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.005)

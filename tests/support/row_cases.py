@@ -91,9 +91,8 @@ def laid_out(x: Tensor, dims: int, layout: str) -> Tensor:
     if layout == "heads":  # as queries and keys lie: heads within tokens, three strides
         if outer < 2:
             return laid_out(x, dims, "apart")
-        return laid_out(x.transpose(outer - 2, outer - 1), dims, "apart").transpose(
-            outer - 2, outer - 1
-        )
+        apart = laid_out(x.transpose(outer - 2, outer - 1), dims, "apart")
+        return apart.transpose(outer - 2, outer - 1)
     if layout in PERMUTED and outer > 0:
         # Permuted: the first axis is the innermost outer one, as `batch_first` leaves the batch.
         # Rotated: the last outer axis is the outermost one.
@@ -143,22 +142,19 @@ def make(case: Case, device: str = "cpu") -> Tensors:
 
 def call(case: Case, inputs: dict[str, Any], backend: str, **running: Any) -> dict[str, Tensor]:
     """The outputs, by name."""
-    given = (case.row, inputs["weight"], inputs["bias"], case.eps)
-    options = {"mode": case.mode, "backend": backend, **running}
+    x, residual, weight = inputs["x"], inputs["residual"], inputs["weight"]
+    name = "layer_norm" if case.centred else "rms_norm"
+    options = {"eps": case.eps, "mode": case.mode, "backend": backend, **running}
+    options |= {"bias": inputs["bias"]} if case.centred else {"weight_offset": case.weight_offset}
     if running:
         options["momentum"] = case.momentum
-    x, residual, input_bias = inputs["x"], inputs["residual"], inputs["input_bias"]
-    if not case.centred:
-        given = (case.row, inputs["weight"], case.eps)
-        options["weight_offset"] = case.weight_offset
-        if residual is None:
-            return {"y": functional.rms_norm(x, *given, **options)}
-        y, total = functional.add_rms_norm(x, residual, *given, **options)
+    if residual is not None:
+        add = getattr(functional, f"add_{name}")
+        y, total = add(x, residual, case.row, weight, **options)
         return {"y": y, "total": total}
-    if residual is None:
-        return {"y": functional.layer_norm(x, *given, input_bias=input_bias, **options)}
-    y, total = functional.add_layer_norm(x, residual, *given, **options)
-    return {"y": y, "total": total}
+    if case.centred:
+        options["input_bias"] = inputs["input_bias"]
+    return {"y": getattr(functional, name)(x, case.row, weight, **options)}
 
 
 def run(case: Case, tensors: Tensors, backend: str) -> dict[str, Tensor]:

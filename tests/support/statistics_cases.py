@@ -8,12 +8,12 @@ from normplug import doctor, recalibrate, swap, sync_buffers
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, inner):
+    def __init__(self, inner, reentrant=False):
         super().__init__()
-        self.inner = inner
+        self.inner, self.reentrant = inner, reentrant
 
     def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 def net(kind=nn.BatchNorm2d):
