@@ -77,7 +77,6 @@ def test_a_changed_convolution_is_called_unfused(change, calls):
 
 # Changes to a fused block, after which it must behave like an unfused one.
 CHANGES = {
-    "another child": lambda m: setattr(m, "bn1", nn.Identity()),
     "a child set to None": lambda m: setattr(m, "down", None),
     "a child that was None": lambda m: setattr(m, "down", nn.Conv2d(8, 8, 1).double()),
     "a child replaced in _modules": lambda m: m._modules.__setitem__("act", nn.Tanh()),
@@ -93,36 +92,21 @@ def test_a_changed_block_runs_as_it_is_written(change, down, calls):
     assert_same_after(CHANGES[change], *twins(Block(down=copy.deepcopy(down))))
 
 
-def exchanged(container):
-    container._modules.update(zip("01", reversed(container), strict=True))
-
-
 class Doubled(Half):
     def forward(self, x):
         return 2 * super().forward(x)
 
 
-def half(act=None):
-    return swapped(Half(act=act))
-
-
 # Changes to a fused model whose modules are nested deep in containers.
 DEEP_CHANGES = {
-    "replaced by another class": lambda m: m.stages[0].__setitem__(1, nn.Tanh()),
-    "replaced by one with GELU": lambda m: m.stages[0].__setitem__(1, half(nn.GELU())),
-    "replaced by an equal one": lambda m: m.stages[0].__setitem__(1, half()),
-    "appended": lambda m: m.stages[1].append(half()),
+    "replaced by an equal one": lambda m: m.stages[0].__setitem__(1, swapped(Half())),
     "appended to an empty list": lambda m: m.extra.append(nn.Sigmoid()),
-    "a list replaced": lambda m: m.stages.__setitem__(0, nn.ModuleList([half(), half()])),
-    "reordered": lambda m: exchanged(m.stages[0]),
     "a dict's values exchanged": lambda m: m.heads.update({"a": m.heads["c"], "c": m.heads["a"]}),
     "a dict's keys exchanged": lambda m: renamed(m.heads, a="c", c="a"),
     "containers of another class": lambda m: setattr(m, "tail", nn.ModuleList(m.tail)),
     "another slice": lambda m: setattr(m, "start", 2),
-    "another child": lambda m: setattr(m.stages[0][1], "act", nn.GELU()),
     "another child of a child": lambda m: m.tail[1].inner.append(nn.Sigmoid()),
     "another attribute": lambda m: setattr(m.stages[0][1], "scale", 2),
-    "another attribute in a slice": lambda m: setattr(m.tail[2], "scale", torch.full((5,), 2.0)),
     "a hook": lambda m: hooked(m.stages[0][1]),
     "a hook on a child": lambda m: hooked(m.stages[1][0].norm),
     "a forward set on the instance": lambda m: setattr(m.stages[0][1], "forward", torch.tanh),
@@ -147,10 +131,8 @@ def test_a_changed_module_deep_inside_runs_as_it_is_written(how, change, calls):
 SETTINGS = {
     "gelu": (nn.GELU, "approximate", "tanh", []),
     "relu6, upper": (nn.ReLU6, "max_val", 1.0, []),
-    "relu6, lower": (nn.ReLU6, "min_val", -1.0, []),
     "relu6, in place": (nn.ReLU6, "inplace", True, ["relu6"]),
     "silu, in place": (nn.SiLU, "inplace", True, ["silu"]),
-    "hardswish, in place": (nn.Hardswish, "inplace", True, ["hardswish"]),
     "leaky relu, slope": (nn.LeakyReLU, "negative_slope", 0.5, [("leaky_relu", 0.5)]),
     "leaky relu, below 0": (nn.LeakyReLU, "negative_slope", -0.5, []),
 }

@@ -82,18 +82,6 @@ def test_a_fused_forward_shows_and_takes_the_parameters_of_the_users_own(name, c
             model(*wrong)
 
 
-def test_a_class_whose_forward_gets_other_parameters_can_be_fused_again(calls):
-    model = fuse(swapped(with_forward("plain")))
-    cls = type(unfuse(copy.deepcopy(model)))
-    cls.forward = lambda self, x: 2 * x
-    assert torch.equal(model(X), 2 * X)
-    cls.forward = Parameters.starred
-    plain = unfuse(copy.deepcopy(model))
-    fuse(model)
-    assert torch.equal(model(X, 1, more=2), plain(X, 1, more=2))
-    assert calls == ["relu"]
-
-
 class Registered(nn.Module):
     known: typing.ClassVar = []
 

@@ -128,9 +128,6 @@ class Untraceable(Parts):
     def random(self, x):
         return self.act(self.norm(x) + x) * torch.rand(1)
 
-    def grad_mode(self, x):
-        return self.act(self.norm(x) + x) if torch.is_grad_enabled() else x
-
     def context(self, x):
         with torch.no_grad():
             return self.act(self.norm(x) + x)
@@ -164,10 +161,6 @@ class Untraceable(Parts):
             if layer.training:
                 x = layer(x)
         return self.act(self.norm(x) + x)
-
-    def renames_the_norm(self, x):
-        norm = self.norm
-        return self.act(norm(x) + x)
 
     @torch.no_grad()
     def decorated(self, x):

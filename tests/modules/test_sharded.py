@@ -74,7 +74,6 @@ CASES = [
     Case(partial(nn.LayerNorm, 8, elementwise_affine=False), ROWS, "replicated"),
     Case(RMS_NORM, ROWS, 1, 1, "triton"),
     Case(RMS_NORM, ROWS, 0, 0, dtype=torch.float64, swap_first=False),
-    Case(RMS_NORM, ROWS, 2),
     # Norms of samples.
     Case(GROUP_NORM, IMAGES, 0, 0, "triton"),
     Case(GROUP_NORM, (1, *IMAGES[1:]), 0, 0),

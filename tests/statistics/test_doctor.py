@@ -73,10 +73,6 @@ def dropout_before():
     return model
 
 
-def biased():
-    return net()
-
-
 def linear_bias():
     return nn.Sequential(nn.Flatten(), nn.Linear(243, 8), nn.BatchNorm1d(8))
 
@@ -150,7 +146,7 @@ PLANTED = [
     (small, "4", "too few values a channel", "sync=True"),
     (dead, "1", "dead channels", "remove these channels"),
     (tiny, "1", "eps dominates the variance", '.get_submodule("1").eps ='),
-    (biased, "0", "a bias before a BatchNorm, which has no effect", "Conv2d(..., bias=False)"),
+    (net, "0", "a bias before a BatchNorm, which has no effect", "Conv2d(..., bias=False)"),
     (linear_bias, "1", "a bias before a BatchNorm, which has no effect", "Linear(..., bias=False)"),
     (half_frozen, "1", "a frozen weight, and statistics that move", 'freeze(model, include="1")'),
     (checkpointed, "inner.1", "a BatchNorm under activation checkpointing", SAFE),

@@ -280,7 +280,7 @@ def test_unknown_subclasses_and_frozen_norms_are_left_and_plan_says_why(layers):
 
     Other.__name__ = "OtherFrozenBatchNorm2d"
     model = nn.Sequential(Mine(8), Other(8), layers.FrozenBatchNormAct2d(8), layers.SimpleNorm2d(8))
-    frozen = "a frozen batch norm has fixed statistics, no variance to set"
+    frozen = "frozen batch norm: it uses stored statistics, so there is no variance to set"
     assert [(row.becomes, row.note.removeprefix("nothing to do: ")) for row in plan(model)] == [
         (None, "a subclass of timm.BatchNormAct2d: if it has the same forward, set its __class__"),
         (None, frozen),

@@ -67,19 +67,6 @@ def test_a_layer_that_was_rebuilt_or_removed_is_found(net, copied):
     assert "1.6: swapped in mode golden, no longer in the model" in text
 
 
-def test_a_rebuilt_layer_gives_nan_only_if_it_drops_the_target_variance(net):
-    rebuilt = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(net)).eval()
-    assert rebuilt[:2](X).isnan().all()
-    assert "1: swapped in mode golden, now a SyncBatchNorm" in found(rebuilt)
-    expected = set_mode(net, "standard").eval()(X)
-    nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    torch.testing.assert_close(net(X), expected)
-    # Nothing was dropped, but the next set_mode would miss the layer.
-    assert "1: swapped in mode standard, now a SyncBatchNorm" in found(net)
-    with pytest.raises(AttributeError, match="'LayerNorm' object has no attribute 'affine'"):
-        net[4].affine  # noqa: B018
-
-
 def test_records_move_with_their_layers_and_the_latest_one_counts(net):
     model = nn.ModuleDict({"a": nn.Sequential(*net[3:]), "b": net})
     swap(model, 0.5)
@@ -152,12 +139,10 @@ def test_every_dtype_is_judged_by_its_own_rounding(net, dtype):
 @pytest.mark.parametrize(
     "norm",
     [
-        nn.BatchNorm1d(4),
         nn.BatchNorm3d(4, affine=False),
         nn.BatchNorm2d(4, track_running_stats=False, momentum=None),
         nn.SyncBatchNorm(4),
         nn.LayerNorm((2, 3), elementwise_affine=False),
-        nn.LayerNorm(4, bias=False),
         nn.GroupNorm(2, 4),
         nn.InstanceNorm2d(4, track_running_stats=True),
     ],
@@ -301,22 +286,7 @@ def test_models_with_computed_tensors_are_copied():
         check(model, x)
 
 
-def shared_attributes(module):
-    """Copy a module as meta-learning code does: the same `__dict__` with cloned tensors."""
-    clone = object.__new__(type(module))
-    vars(clone).update(vars(module))
-    for table in ("_parameters", "_buffers"):
-        tensors = getattr(module, table).items()
-        vars(clone)[table] = {k: None if t is None else t.clone() for k, t in tensors}
-    clone._modules = {k: shared_attributes(m) for k, m in module._modules.items()}
-    return clone
-
-
-def test_a_clone_is_no_rebuilt_model(net):
-    clone = shared_attributes(net)
-    assert check(clone, X).summary() == "3 norm layers verified: 3 in mode golden"
-    clone[1] = nn.BatchNorm2d(8)
-    assert "1: swapped in mode golden, now a BatchNorm2d" in found(clone)
+def test_a_layer_that_its_copy_replaces_is_not_rebuilt(net):
     net[1] = copy.deepcopy(net[1])
     check(net)
     unswap(net)  # without a warning of lost layers

@@ -100,11 +100,6 @@ class GatedNorm(LlamaNorm):
         return super().forward(x) * (1 if gate is None else gate.sigmoid())
 
 
-class CentredNorm(LlamaNorm):
-    def forward(self, x):
-        return super().forward(x - x.mean(-1, keepdim=True))
-
-
 class HalfStatisticsNorm(LlamaNorm):
     """Right in float32, but sums in half precision if its input has it."""
 
@@ -119,7 +114,7 @@ class LateEpsNorm(LlamaNorm):
 
 
 KNOWN = [LlamaNorm, T5Norm, OlmoNorm, GemmaNorm, OptionalNorm, ScaledNorm]
-for _cls in (*KNOWN, GatedNorm, CentredNorm, HalfStatisticsNorm, LateEpsNorm):
+for _cls in (*KNOWN, GatedNorm, HalfStatisticsNorm, LateEpsNorm):
     _cls.__module__ = "transformers.models.some.modeling_some"  # which need not be installed
 
 
@@ -193,7 +188,6 @@ def test_a_missing_weight_is_created_if_the_forward_can_use_it():
     ("cls", "options", "why"),
     [
         (GatedNorm, {}, "its forward takes more than one argument"),
-        (CentredNorm, {}, UNKNOWN),
         (HalfStatisticsNorm, {}, UNKNOWN),
         (LateEpsNorm, {}, UNKNOWN),
         (ScaledNorm, {"with_scale": False}, "it has no weight, into which unswap could fold"),

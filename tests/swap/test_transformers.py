@@ -98,23 +98,3 @@ def test_a_transformer_layer_in_mode_standard_keeps_its_fused_inference(monkeypa
         set_mode(layer, "golden")
         layer(TOKENS)
     fused.assert_called_once()
-
-
-@pytest.mark.parametrize("mask_check", [True, False])
-@pytest.mark.parametrize("which", WHICH, ids="+".join)
-@pytest.mark.parametrize("first", ["place", "build"])
-@NESTS
-def test_an_encoder_packs_padded_input_as_with_torchs_norms(first, which, mask_check):
-    mask = torch.arange(5) >= torch.tensor([[5], [3], [2]])
-    layer = encoder_layer(which=which if first == "place" else ())
-    model = nn.TransformerEncoder(layer, 2, norm=LayerNorm(16, mode=0.3)).eval()
-    model.mask_check = mask_check
-    for one in model.layers if first == "build" else ():
-        for name in which:
-            setattr(one, name, LayerNorm(16, mode=0.3).eval())
-    assert model.use_nested_tensor
-    stock = unswap(copy.deepcopy(model))
-    with torch.no_grad():
-        expected = stock(TOKENS, src_key_padding_mask=mask)
-        got = model(TOKENS, src_key_padding_mask=mask)
-    torch.testing.assert_close(got, expected)

@@ -5,29 +5,16 @@ from functools import partial
 from unittest.mock import Mock
 
 import pytest
-import torch
-from torch import nn
 
 import gate
 import host
 import models
 import nets
-import normplug
 import norms
 import tables
-from normplug._ops.recompute import AVAILABLE
 from normplug.bench import timing
-from normplug.bench.op import Problem, cases
+from normplug.bench.op import cases
 from normplug.bench.rows import add_to_file, read_file
-
-CPU = torch.device("cpu")
-TINY = {
-    "encoder_6x256": {"length": 4, "width": 16},
-    "nnunet3d": {"size": 8, "widths": (4, 8)},
-    "resnet18-cifar": {},
-    "gpt2": {"length": 8, "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50},
-    "t5_small": {"length": 8, "target": 4, "num_layers": 1, "d_model": 16, "vocab_size": 50},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -75,38 +62,19 @@ def test_a_suite_writes_rows(tmp_path):
         norms.main(["--only", "nonsense", "--device", "cpu"])
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_a_network_of_the_docs_trains(name):
-    try:
-        model, batch, loss = nets.NETS[name].make(batch=2, **TINY[name])
-    except ImportError as missing:
-        pytest.skip(str(missing))
-    value = loss(model, batch)
-    value.backward()
-    assert value.isfinite()
-    assert all(row.module.weight.grad is not None for row in normplug.plan(model))
-
-
 def test_other_arms_differ_from_the_usual_as_their_names_say(tmp_path, monkeypatch, capsys):
-    body = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
-    net = nn.Sequential(*body, nn.Linear(4 * 30**2, 10))
-    make = partial(nets.images, "", size=32, model=net)
-    missing = nets.Net(Mock(side_effect=ImportError("no diffusers")), (2,))
-    monkeypatch.setitem(nets.NETS, "unet2d", missing)
-    monkeypatch.setitem(nets.NETS, "nnunet3d", nets.Net(make, (2,)))
+    small = partial(nets.NETS["nnunet3d"].make, size=8, widths=(4, 8))
+    missing = Mock(side_effect=ImportError("no diffusers"))
+    for name, make in {"unet2d": missing, "nnunet3d": small}.items():
+        monkeypatch.setitem(nets.NETS, name, nets.Net(make, (2,)))
     path = tmp_path / "rows.json"
     words = ["--rows", "unet2d", "nnunet3d", "--device", "cpu", "--rounds", "1"]
-    arms = ["eager", "swap+fuse", "no-norm", "swap+fuse+recompute", "liger"]
+    arms = ["eager", "swap+fuse", "no-norm", "liger"]
     models.main([*words, "--json", str(path), "--arms", *arms])
     assert "unet2d is left out: ImportError: no diffusers" in capsys.readouterr().err
     rows = {row["arm"]: row for row in read_file(path)}
-    # The model is no Llama, and recomputation needs torch 2.8.
-    recompute = {"swap+fuse+recompute"} if AVAILABLE else set()
-    assert set(rows) == {"eager", "swap+fuse", "no-norm"} | recompute
-    losses = [row["loss"] for name, row in rows.items() if "fuse" in name]
-    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
+    assert set(rows) == {"eager", "swap+fuse", "no-norm"}  # the model is no Llama
     assert rows["no-norm"]["loss"] != pytest.approx(rows["eager"]["loss"])
-    assert type(models.without_norms(nn.Sequential(nn.LayerNorm(3)))[0]) is nn.Identity
 
 
 @pytest.mark.parametrize(
@@ -131,15 +99,11 @@ def test_the_gate_names_the_rows_that_have_become_slower(tmp_path, speeds, why):
         gate.main([str(tmp_path / "new.json"), "--against", str(tmp_path / "old.json")])
 
 
-@pytest.mark.parametrize("name", ["add_layer_norm", "batch_norm_relu"])
-def test_single_calls_are_compared_before_they_are_timed(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "CASES", cases([name], [(4, 8)], ["float32"]))
+def test_single_calls_are_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "CASES", cases(["add_layer_norm"], [(4, 8)], ["float32"]))
     path = tmp_path / "rows.json"
     host.main(["--device", "cpu", "--json", str(path)])
     rows = read_file(path)
     assert [row["provider"] for row in rows] == 2 * list(host.WAYS)
     assert [row["direction"] for row in rows] == 5 * ["F"] + 5 * ["F+B"]
     assert all(row["wall_us"] > 0 and row["over_eager"] > 0 for row in rows)
-    monkeypatch.setattr(Problem, "check", Mock(side_effect=AssertionError("it is wrong")))
-    with pytest.raises(AssertionError, match="it is wrong"):
-        list(host.measure(host.CASES[0], CPU))

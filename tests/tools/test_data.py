@@ -27,7 +27,6 @@ from normplug.experiment.data import (
     Torchvision,
     crop_and_flip,
     decode,
-    stream_seed,
 )
 from normplug.experiment.run import CONFIGS
 from training import composed
@@ -105,10 +104,6 @@ class TestStreams:
             next(iter(loader))
         assert torch.equal(torch.get_rng_state(), before)
 
-    def test_near_seeds_steps_and_shards_share_no_stream(self):
-        near = itertools.product(range(3), repeat=4)
-        assert len({stream_seed(*numbers) for numbers in near}) == 81
-
     def test_the_batches_of_all_shards_are_those_of_one_process(self, monkeypatch):
         def batches(shards, shard):
             data = Fake(image_size=4, batch_size=8 // shards)
@@ -134,7 +129,7 @@ class TestStreams:
         assert len(set(map(len, batches))) == 1
         assert torch.cat(sum(batches, [])).sort().values.tolist() == list(range(samples))
         monkeypatch.setattr(data, "shards", lambda: (samples + 1, 0))
-        with pytest.raises(ValueError, match=f"needs a sample for each of {samples + 1} processes"):
+        with pytest.raises(ValueError, match=f"for each process; got {samples} for {samples + 1}"):
             data.test_dataloader()
 
     @pytest.mark.parametrize(("batch_size", "batches"), [(64, 11), (720, 1), (1000, 1)])
@@ -178,7 +173,6 @@ class TestPixels:
         ("auto", "cuda", 23, False),  # the data are more than a quarter
         ("cuda", "cuda", 23, True),
         ("cpu", "cuda", 24, False),
-        ("auto", "cpu", 24, False),
     ],
 )
 def test_device_decides_where_data_are_kept(monkeypatch, device, runs_on, free, on_gpu):

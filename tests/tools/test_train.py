@@ -20,7 +20,7 @@ import normplug
 import train
 from normplug._ops import recompute
 from normplug.experiment.compare import main as compare_arms
-from normplug.experiment.config import BY_DEPTH, arm_name, mode_of
+from normplug.experiment.config import BY_DEPTH, mode_of
 from normplug.experiment.learner import make_optimizer, make_scheduler
 from normplug.experiment.models import GPT, apply_arm, resnet, vit
 from normplug.experiment.run import CONFIGS
@@ -411,12 +411,6 @@ def test_the_learning_rate_rises_to_its_value_and_falls(schedule, warmup, steps)
         assert whole.index(max(whole)) == pytest.approx(rising, abs=1)
         assert (whole[0] < 0.05) == (rising > 0)
         assert (whole[-1] < 0.01) == (schedule != "constant")
-
-
-def test_arms_have_names_that_tell_them_apart():
-    assert [arm_name(mode) for mode in ("baseline", 1, 0.5)] == ["baseline", "standard", "0.5"]
-    assert arm_name("standard", 0.786) == "standard-gamma0_0.786"
-    assert arm_name("standard", "inverse_depth", tag="t") == "standard-gamma0_inverse_depth-t"
 
 
 @pytest.mark.parametrize("mode", ["golden", *BY_DEPTH])

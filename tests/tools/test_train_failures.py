@@ -33,8 +33,7 @@ def test_what_is_no_checkpoint_is_refused_before_anything_starts(refuses, sweep,
     [
         ("text", "UnpicklingError: Weights only load failed). Give a whole"),
         ("weights", "KeyError"),
-        ("content['optimizer_states'] = []", "ValueError: it lacks the optimizer"),
-        ("content['loops'] = [1]", "TypeError"),
+        ("optimizer", "ValueError: it lacks the optimizer"),
         ("locked", "PermissionError: [Errno 13] Permission denied"),
     ],
 )
@@ -52,8 +51,7 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_sentence(
     elif change == "weights":
         torch.save(content["state_dict"], path)
     else:
-        exec(change, {"content": content})
-        torch.save(content, path)
+        torch.save(content | {"optimizer_states": []}, path)
     more = [f"ckpt_path='{path}'", "trainer.max_epochs=4", f"hydra.run.dir={tmp_path}/run"]
     output = refuses(*SWEEP, PLAIN, *more)
     (sentence,) = [line for line in output.splitlines() if line.startswith("normplug")]
@@ -66,10 +64,8 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_sentence(
     ("options", "sentence"),
     [
         ([*SWEEP, "mode=0.5"], f"{HAS} arm 'golden', this run has '0.5'"),
-        ([*SWEEP, "seed=1"], f"{HAS} seed 0, this run has 1"),
         ([*SWEEP, "optimizer=sgd"], f"{HAS} optimizer 'torch.optim.AdamW', this run has"),
         ([*SWEEP, "model.hidden_dim=32"], "size mismatch for net.class_token"),
-        ([*SWEEP, "data.batch_size=6"], f"{HAS} batch_size 13, this run has 6"),
         (["model=vit_tiny", "data=digits"], f"{HAS} data 'fake', this run has 'digits'"),
     ],
 )

@@ -13,14 +13,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from lightning.pytorch import Trainer
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
 
 import train
-from normplug.experiment.callbacks import ask_seldom
-from normplug.experiment.config import UserError, check, path_name, user_sentence
+from normplug.experiment.config import UserError, check, user_sentence
 from normplug.experiment.run import CONFIGS
 from programs import ROOT, program
 from training import SMALL, SMOKE, composed
@@ -59,7 +57,6 @@ FOLDER = "data=image_folder data.root=x data.image_size=8"
 # Keys, the rule for their values, and values that it refuses.
 WRONG = [
     ("seed", "greater than or equal to 0", "-1"),
-    ("seed", "less than 4294967296", "4294967296"),
     ("seed", "a valid integer", "true null 1.5 'x'"),
     ("gamma0", "a valid number", "true 'golden'"),
     ("compile, graph, recompute, channels_last, train", "a valid boolean", "null"),
@@ -76,7 +73,6 @@ WRONG = [
     ("gamma0", "greater than 0", "0 -1"),
     ("model=gpt_tiny model.norm", "'layer' or 'rms'", "'batch'"),
     (f"data.augment.pad, {FOLDER} data.memory_gib", "greater than or equal to 0", "-1"),
-    ("swap", "a valid dictionary", "null"),
     ("data.device", "'auto', 'cpu' or 'cuda'", "'gpu'"),
 ]
 MISTAKES = {
@@ -89,22 +85,14 @@ MISTAKES |= {
     "+foo=1": "the configuration: extra inputs are not permitted: foo. `python train.py --help`",
     "~warmup": "the configuration: field required: warmup.",
     "warmup=???": "Missing mandatory value: warmup",
-    "warmup=${nowhere}": "Interpolation key 'nowhere' not found (warmup)",
     "+swap.foo=1": "swap got an unexpected keyword argument 'foo'.",
-    "+swap.mode=golden": "swap multiple values for argument 'mode'.",
     "+trainer.callbacks=[]": "trainer.callbacks comes from a group of its own.",
     "+trainer.sync_batchnorm=true": "which would drop mode=golden",
     "data=text": "unexpected keyword argument: block_size. Choose a model and data that match",
     "model=gpt_tiny data=digits": "missing required keyword only argument: vocabulary; ",
-    "+data.foo=1": "data: unexpected keyword argument: foo.",
-    "+data.augment.foo=1": "data: extra inputs are not permitted: augment.foo.",
     "data._target_=nowhere.Data": "data cannot be built: Error loading 'nowhere.Data'",
-    "~model.arch": "model: missing required argument: arch.",
     "+model.foo=1": "model: unexpected keyword argument: foo.",
     "optimizer.lr=-1": "optimizer cannot be built: Invalid learning rate: -1",
-    "optimizer.weight_decay=-1": "optimizer cannot be built: Invalid weight_decay value: -1",
-    "optimizer.momentum=0": "Nesterov momentum requires a momentum and zero dampening. Change the",
-    "optimizer=adamw optimizer.betas=[2,2]": "optimizer cannot be built: Invalid bet",
     "+optimizer.foo=1": "optimizer cannot be built: SGD.__init__() got an unexpected",
     "+callbacks.foo=1": "callbacks.foo should be a valid dictionary",
     "train=false": "train=false only tests a checkpoint. Set ckpt_path=FILE.",
@@ -194,8 +182,6 @@ def test_each_run_of_a_planned_experiment_can_run(checked, name, number):
         ("callbacks.variance.every_n_steps=0", "every_n_steps must be at least 1; got 0"),
         ("model.dept=2", "model.dept is not a key of the configuration. `python train.py --help`"),
         ("mod=golden", "mod is not a key of the configuration. Did you mean mode?"),
-        ("+trainer.max_epoch=3", "got an unexpected keyword argument 'max_epoch'"),
-        ("+callbacks.variance.foo=1", "callbacks.variance cannot be built: "),
         ("+logger.csv.foo=1", "logger.csv cannot be built: "),
         ("mode=true", "Or mode=baseline, which swaps nothing."),
         ("swap.autocast_output=half", "autocast_output must be one of"),
@@ -269,20 +255,3 @@ def test_the_command_itself_prints_one_line(tmp_path):
     assert "mode must be 'golden'" in line
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
-
-
-def test_paths_have_plain_and_bounded_names():
-    names = {"a=b/c d": "a_b_c_d", "../../x": "_.._.._x", "..": "_..", None: "None", "0.5": "0.5"}
-    assert {text: path_name(text) for text in names} == names
-    assert len(path_name("x" * 300)) == 180
-
-
-def test_processes_ask_for_a_sigterm_at_every_fiftieth_step():
-    trainer = Trainer(logger=False, enable_checkpointing=False)
-    loop = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = asked = Mock()
-    ask_seldom(trainer)
-    for step in range(120):
-        loop.batch_progress.current.ready = step + 1
-        loop._broadcast_sigterm_tensor()
-    assert asked.call_count == 3
