@@ -113,7 +113,7 @@ def columns(base, sms, itemsize):
 def variants(base, sms, itemsize):
     kinds = {PlanesForward: planes_forward, PlanesBackward: planes_backward, Columns: columns}
     found = [base, *kinds[type(base)](base, sms, itemsize)]
-    return list(dict.fromkeys(found))
+    return [shape for i, shape in enumerate(found) if shape not in found[:i]]
 
 
 class Sweep:
@@ -175,18 +175,21 @@ class Sweep:
         rule = getattr(schedule, f"group_norm_{direction}")
         self.plan(direction, lambda *asked: sizes.append(asked) or rule(*asked))
         base, sms = rule(*sizes[0]), sizes[0][-1]
-        fixed = {
-            shape: self.plan(direction, lambda *_, s=shape: s)
-            for shape in variants(base, sms, self.itemsize)
-        }
-        times = {s: self.measured(direction, passes, s, plan, truth) for s, plan in fixed.items()}
+
+        def planned(shapes):  # before any is measured, so that workers compile them meanwhile
+            return [(shape, self.plan(direction, lambda *_, s=shape: s)) for shape in shapes]
+
+        def timed(pairs):  # (microseconds, schedule), in the order of the pairs
+            return [(self.measured(direction, passes, s, plan, truth), s) for s, plan in pairs]
+
+        found = timed(planned(variants(base, sms, self.itemsize)))
+        fastest = sorted(found, key=lambda pair: pair[0])
         # The lag is not compiled in.
-        for shape in [s for s in sorted(times, key=times.get) if s.lag][:3]:
-            for other in {lagged(shape, kib, sms, self.itemsize) for kib in LAGS} - set(times):
-                plan = self.plan(direction, lambda *_, s=other: s)
-                times[other] = self.measured(direction, passes, other, plan, truth)
-        best = min(times, key=times.get)
-        row = {"best of": f"{self.name} {direction}", "rule us": times[base], "us": times[best]}
+        for shape in [shape for _, shape in fastest if shape.lag][:3]:
+            others = (lagged(shape, kib, sms, self.itemsize) for kib in LAGS)
+            found += timed(planned([s for s in others if s not in [each for _, each in found]]))
+        us, best = min(found, key=lambda pair: pair[0])
+        row = {"best of": f"{self.name} {direction}", "rule us": found[0][0], "us": us}
         self.emit(row | {"shape": dataclasses.asdict(best)})
 
     def run(self):

@@ -115,7 +115,7 @@ class NormOperators:
             result = self.spec(self.text_of(numbers)).by_torch(t)
             none = t.x.new_empty(0)
             return (*(result if self.has_total else (result,)), *[none] * self._states)
-        return _Differentiable.apply(self, *arguments)  # type: ignore[no-any-return]
+        return _Differentiable.apply(self, *arguments)
 
     def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, text = arguments
