@@ -159,42 +159,25 @@ def text_of(page: Path) -> str:
     return render(read_file(DOCS / "results" / f"{page.stem}.json"))
 
 
-def steps_of(results: str, arms: Sequence[str], *, busy: bool = False, best: int = 0) -> str:
-    """Lines of a table of training steps: a model, and for each arm the time and the speed.
-
-    Args:
-        results: the name of the file.
-        arms: the columns; the first one is eager.
-        busy: add a column with the time in which the GPU is busy.
-        best: write the shortest time of the first `best` columns in bold.
-    """
-    found = pd.DataFrame(read_file(DOCS / "results" / f"{results}.json"))
-    times, lines = pivot(found, "ms"), []
+def steps() -> str:
+    """The lines of the table of training steps in docs/speed.md."""
+    found = pd.DataFrame(read_file(DOCS / "results" / f"{STEPS}.json"))
+    times, busy = pivot(found, "ms"), pivot(found, "gpu_ms")
+    arms, lines = ("eager", "swap", "swap+fuse"), []
     for model in [model for model in MODELS if model in times.index]:
         for batch in sorted(times.loc[model].index, reverse=True):
-            row = times.loc[model, batch]
-            cells = [f"{MODELS[model]}, {batch}"]
-            for arm in arms:
-                bold = "**" if arm in arms[:best] and row[arm] == row[arms[:best]].min() else ""
-                speed = f" ({row['eager'] / row[arm]:.2f}x)" if arm != "eager" else ""
-                cells.append(f"{bold}{row[arm]:.2f}{bold}{speed}")
-            if busy:
-                gpu = pivot(found, "gpu_ms").loc[model, batch]
-                cells.append(", ".join(f"{gpu[arm]:.1f}" for arm in arms))
+            row, gpu = times.loc[model, batch], busy.loc[model, batch]
+            cells = [f"{MODELS[model]}, {batch}", f"{row['eager']:.2f}"]
+            cells += [f"{row[arm]:.2f} ({row['eager'] / row[arm]:.2f}x)" for arm in arms[1:]]
+            cells.append(", ".join(f"{gpu[arm]:.1f}" for arm in arms))
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def filled(page: str) -> str:
-    """The text of docs/speed.md, with the lines below the headers of its two tables of steps."""
-    compiled = ["eager", "compile", "swap+fuse", "swap+fuse+compile", "no-norm"]
-    for header, lines in {
-        "GPU busy": steps_of(STEPS, ["eager", "swap", "swap+fuse"], busy=True),
-        "without norms": steps_of(COMPILED, compiled, best=4),
-    }.items():
-        pattern = rf"(\| model, batch \|[^\n]*{header}[^\n]*\n\|---[^\n]*\n)(?:\|[^\n]*\n)*"
-        page = re.sub(pattern, lambda found, lines=lines: f"{found[1]}{lines}\n", page)
-    return page
+    """The text of docs/speed.md, with the lines below the header of its table of steps."""
+    pattern = r"(\| model, batch \|[^\n]*GPU busy[^\n]*\n\|---[^\n]*\n)(?:\|[^\n]*\n)*"
+    return re.sub(pattern, lambda found: f"{found[1]}{steps()}\n", page)
 
 
 def speeds(rows: Sequence[Row]) -> pd.DataFrame:
