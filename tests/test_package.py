@@ -43,7 +43,7 @@ MOST_LINES = {
     "_statistics": 1285, "lightning": 320, "reference.py": 230, "": 2100,
 }  # fmt: skip
 MOST_FILES = 125
-MOST_LINES_OF_TESTS = 19_800  # without tests/zoo
+MOST_LINES_OF_TESTS = 19_805  # without tests/zoo
 
 
 def parts_imported(path):
