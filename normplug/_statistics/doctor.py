@@ -321,13 +321,14 @@ def _of_neighbours(found: _Examination) -> _Rows:
 
 
 def _of_growth(found: _Examination) -> _Rows:
-    """Variances of like norms in numbered blocks."""
-    series: dict[tuple[str, ...], list[tuple[str, float]]] = {}
+    """Variances of like norms in numbered blocks of one width."""
+    series: dict[tuple[Any, ...], list[tuple[str, float]]] = {}
     for path, seen in found.seen.items():
         numbered = re.match(r"(.*?)\.?\b\d+\.(.+)$", path)
         if numbered and seen.trained:
-            variance = seen.trained[0].var.mean().item()
-            series.setdefault(numbered.groups(), []).append((path, variance))
+            variance, weight = seen.trained[0].var.mean().item(), seen.layer.weight
+            like = (*numbered.groups(), None if weight is None else weight.shape)
+            series.setdefault(like, []).append((path, variance))
     for blocks in series.values():
         (_, first), (path, last) = blocks[0], blocks[-1]
         if len(blocks) < 4 or not 0 < _GROWTH[1] * first < last < math.inf:
