@@ -33,7 +33,7 @@ _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 # Thresholds. Healthy models are inside all of them, at their start and after some training.
 _FEW = 16  # values of a channel
-_DEAD = 1e-6  # variance of a channel, in units of eps
+_DEAD = 1e-9  # variance of a channel, in units of eps
 _DOMINATED = 0.1  # median variance, in units of eps
 _FAR = 64  # mean, in standard deviations
 _START = 0.25  # share that the start of running statistics has in them
@@ -282,9 +282,9 @@ def _of_input(seen: _Seen) -> _Rows:
     is_batch_norm = isinstance(layer, BatchNormBase)
     if is_batch_norm and count < _FEW and seen.trains and group_to_join(None) is None:
         yield "too few values a channel", f"{count} for input of shape {shape}"
-    dead = float((var <= _DEAD * eps).float().mean())
-    if is_batch_norm and dead > 0 and count > 1:
-        yield "dead channels", f"{dead:.0%} of {len(var)} channels have variance 0"
+    dead = int((var <= _DEAD * eps).sum())
+    if is_batch_norm and dead and count > 1:
+        yield "dead channels", f"{dead} of {len(var)} channels have variance 0"
     elif var.median() < _DOMINATED * eps and count > 1:
         text = f"the median variance is {var.median():.2g}, and eps={eps:g}"
         yield "eps dominates the variance", text
