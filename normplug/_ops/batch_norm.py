@@ -94,7 +94,7 @@ class BatchNormSpec(NamedTuple):
             y = y.add_(t.residual) if in_place else y + t.residual
         if self.activation is not None:
             y = _activations.apply(self.activation, y)
-        return y if self.pool is None else self.pool(y)
+        return y if self.pool is None else self.pool.of(y)
 
     def _normalised(self, t: Tensors) -> Tensor:
         """Call ATen's operator, since `torch.nn.functional.batch_norm` refuses an eps of 0."""

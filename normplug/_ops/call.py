@@ -100,7 +100,7 @@ def choose(caller: str, t: Tensors, spec: Any, backend: Any, key: tuple[Any, ...
     if why is not None and (pool := getattr(spec, "pool", None)) is not None:
         way = choose(caller, t, spec._replace(pool=None), backend)  # may have kernels
         run = way.run
-        return way._replace(run=lambda t: pool(run(t)))
+        return way._replace(run=lambda t: pool.of(run(t)))
     if why is not None:
         if backend == "triton" and not getattr(spec, "join", 0):
             raise NotImplementedError(

@@ -62,12 +62,14 @@ class Pool(NamedTuple):
     padding: tuple[int, int]
     ceil_mode: bool
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def of(self, x: Tensor) -> Tensor:
+        """The pooled x."""
+        # Not `__call__`, which torch.compile of torch 2.8 cannot trace in a named tuple.
         return F.max_pool2d(x, self.kernel, self.stride, self.padding, ceil_mode=self.ceil_mode)
 
     def size(self, x: Tensor) -> tuple[int, int]:
         """Height and width of the pooled x; a RuntimeError if torch refuses the window."""
-        height, width = self(x.new_empty(1, 1, *x.shape[2:], device="meta")).shape[2:]
+        height, width = self.of(x.new_empty(1, 1, *x.shape[2:], device="meta")).shape[2:]
         return height, width
 
 

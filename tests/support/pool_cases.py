@@ -47,7 +47,7 @@ def make(case: PoolCase, device: str = "cpu") -> Tensors:
     if tensors.weight is not None:
         tensors.weight[::2] *= -1
     exact = _Exact(case, tensors)
-    y, size = case.pool(exact.z), case.pool(exact.terms_of_z())
+    y, size = case.pool.of(exact.z), case.pool.of(exact.terms_of_z())
     dy = torch.randn(y.shape, generator=generator, dtype=torch.double) + 0.1
     rounding = torch.finfo(reference.accumulator_dtype(case.dtype)).eps
     dy = torch.where(y.abs() > 64 * rounding * size, dy.to(device), 0)
@@ -81,7 +81,7 @@ def assert_accurate(case: PoolCase, device: str = "cpu") -> dict[str, Tensor]:
     dz = dz.scatter_add(2, places.flatten(2), sent.flatten(2)).view(case.shape)
     exact = _Exact(case, replace(tensors, dy=dz))
     truth, terms = exact.results(), exact.terms()
-    truth["y"], terms["y"] = pooled, case.pool(terms["y"])
+    truth["y"], terms["y"] = pooled, case.pool.of(terms["y"])
     spare = lambda name, value: 2 * truncation(value)  # noqa: E731
     assert_all_no_worse(ours, theirs, truth, terms, spare)
     return ours
