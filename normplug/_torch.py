@@ -116,14 +116,14 @@ _VIEWS_AND_CASTS = frozenset((
     _aten.transpose.int, _aten.t.default, _aten.squeeze.dim, _aten.unsqueeze.default,
     _aten._to_copy.default,
 ))  # fmt: skip
-_PRODUCTS = frozenset((
+_MATMULS = frozenset((
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
     _aten.convolution.default,
 ))  # fmt: skip
 
 
-def is_product(t: Tensor) -> bool:
-    """Whether a compiler has just recorded that a convolution or a product of matrices makes t.
+def is_matmul_output(t: Tensor) -> bool:
+    """Whether a compiler has just recorded that a matrix multiplication or a convolution makes t.
 
     It does not fuse these with the next operator, as it does others. False if nothing is recorded.
     """
@@ -136,7 +136,7 @@ def is_product(t: Tensor) -> bool:
     node: Any = None if recorded is None else recorded.proxy.node
     while node is not None and node.target in _VIEWS_AND_CASTS:
         node = node.args[0]
-    return node is not None and node.target in _PRODUCTS
+    return node is not None and node.target in _MATMULS
 
 
 # Dynamo evaluates `torch.compiler.is_exporting()` to True whenever it compiles; not in torch 2.6.

@@ -38,7 +38,7 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 4890, "experiment": 2790, "_ops": 3460, "_fuse": 2110, "native": 1465,
+    "_kernels": 4890, "experiment": 2790, "_ops": 3455, "_fuse": 2110, "native": 1465,
     "modules": 1430, "_swap": 1535, "bench": 920, "adapters": 540,
     "_statistics": 1290, "lightning": 320, "reference.py": 230, "": 2100,
 }  # fmt: skip

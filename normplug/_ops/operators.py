@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from normplug import native
 from normplug._ops.call import plan_of
 from normplug._ops.spec import Tensors
-from normplug._torch import is_product
+from normplug._torch import is_matmul_output
 
 _library = torch.library.Library("normplug", "FRAGMENT")
 _TENSORS = len(Tensors._fields)
@@ -43,9 +43,9 @@ class NormOperators:
         NAME(*Tensors, *numbers, automatic) -> (y, [total,] *state)
 
     If a norm has a total, the backward takes it as x, without a residual. `spec` is the text of the
-    numbers. If `automatic`, PyTorch's operations run a call unless a convolution or a product makes
-    x or the residual: a compiler fuses them with what does. They also run the forward of a norm
-    without a total, as `traced(t)` of its spec.
+    numbers. If `automatic`, PyTorch's operations run a call unless a matrix multiplication or a
+    convolution makes x or the residual: a compiler fuses them with what does. They also run the
+    forward of a norm without a total, as `traced(t)` of its spec.
 
     Args:
         name: in the namespace "normplug".
@@ -111,7 +111,7 @@ class NormOperators:
 
     def _call(self, *arguments: Any) -> tuple[Tensor, ...]:
         t, (*numbers, automatic) = Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
-        if automatic and not any(is_product(x) for x in t[:2] if x is not None):
+        if automatic and not any(is_matmul_output(x) for x in t[:2] if x is not None):
             result = self.spec(self.text_of(numbers)).by_torch(t)
             none = t.x.new_empty(0)
             return (*(result if self.has_total else (result,)), *[none] * self._states)

@@ -176,13 +176,12 @@ class LayerNormSpec(NamedTuple):
     # would need further kernels to average the rows' statistics.
 
     def traced(self, t: Tensors) -> tuple[Tensor, ...]:
-        """What the forward operator returns without a residual, by PyTorch's operations."""
+        """What a LayerNorm's forward operator returns, by PyTorch's operations. No residual."""
         y, mean, var, rstd = self.by_formula(t.x, t)
+        assert mean is not None
         if t.running_var is not None:
-            average = None if mean is None else mean.mean()
-            stock.update_running(t, self.momentum, average, var.mean())
-        stats = rstd.flatten() if mean is None else torch.cat((mean.flatten(), rstd.flatten()))
-        return y, stats
+            stock.update_running(t, self.momentum, mean.mean(), var.mean())
+        return y, torch.cat((mean.flatten(), rstd.flatten()))
 
     def by_formula(self, total: Tensor, t: Tensors) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """The norm of `total`, in its library's order of operations; mean, var and rstd of rows.
@@ -220,7 +219,7 @@ class LayerNormSpec(NamedTuple):
         return y.to(self.output_dtype(total.dtype, dtype)), mean, var, rstd
 
     def compiled(self, t: Tensors) -> Callable[[Tensors], Any] | None:
-        """For a large LayerNorm, its operators, if a convolution or a product makes x or residual.
+        """For a large LayerNorm, its operators, if a matmul or a convolution makes x or residual.
 
         Inductor fuses any other operator with the norm, and its derivative with the norm's
         backward. Without one, only Inductor's backward is slow, in the gradients of weight and
