@@ -23,6 +23,7 @@ from normplug._statistics import runs
 from normplug._swap.inventory import Inventory
 from normplug._table import Rows
 from normplug._torch import BatchNormBase, in_backward, tree_leaves
+from normplug.modules import TargetVarianceNorm
 from normplug.reference import channel_dims
 
 _BATCHES = 4
@@ -163,6 +164,9 @@ class _Examination(TorchFunctionMode):
                 module.training = not runs.is_frozen(module)
         with ExitStack() as undo:
             for path, module in modules.items():
+                if isinstance(module, TargetVarianceNorm):  # nothing to compile
+                    undo.callback(setattr, module, "backend", module.backend)
+                    module.backend = "torch"
                 if path in self.seen:
                     hook = module.register_forward_pre_hook(partial(self._before, path))
                     undo.callback(hook.remove)
@@ -398,8 +402,9 @@ def doctor(
     """Examine a model's norms, stock or swapped, and report what is wrong, with evidence and a fix.
 
     It runs up to four batches in training mode, the first one with a backward, and then the first
-    one in evaluation, but with norms that use the batch. Parameters, their gradients, buffers,
-    modes, hooks and random number generators are left as they were, bit for bit.
+    one in evaluation, but with norms that use the batch. Swapped norms run PyTorch's kernels, so
+    nothing is compiled. Parameters, their gradients, buffers, modes, hooks and random number
+    generators are left as they were, bit for bit.
 
     Args:
         model: any module; each process of a distributed run passes its own.

@@ -249,7 +249,11 @@ def test_healthy_models_have_no_findings_after_training_on_random_data():
         assert not found.findings, f"{type(model).__name__}: {found}"
 
 
-@pytest.mark.parametrize("change", [lambda m: m, lambda m: fuse(swap(m)), freeze])
+@pytest.mark.parametrize(
+    "change",
+    [lambda m: m, lambda m: fuse(swap(m)), lambda m: swap(m, backend="triton"), freeze],
+    ids=["stock", "fused", "a backend that the CPU has not", "frozen"],
+)
 def test_it_changes_nothing(change):
     model = change(nn.Sequential(trained(), nn.Dropout()))
     model[0][0].weight.grad = torch.ones_like(model[0][0].weight)
@@ -258,7 +262,10 @@ def test_it_changes_nothing(change):
     def state():
         tensors = [*model.parameters(), *model.buffers(), model[0][0].weight.grad]
         modules = [
-            (type(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks), sorted(vars(m)))
+            (
+                *(type(m), m.training, getattr(m, "backend", None), sorted(vars(m))),
+                *(len(m._forward_hooks), len(m._forward_pre_hooks)),
+            )
             for m in model.modules()
         ]
         return [t.clone() for t in tensors], modules, torch.get_rng_state()

@@ -259,7 +259,7 @@ def one_process_can_measure_alone(rank, world, device, backend="auto"):
     own = [t[: case.batches[0]] for t in (x, normed)]
     expected = [t.var((0, 2, 3), correction=0).mean() for t in (*own, y.detach().cpu())]
     expected.append(weight.square().mean().sqrt())
-    measured = torch.as_tensor(averages([layer._probe])[0])
+    measured = torch.as_tensor(averages([layer._probe])[0]).cpu()
     torch.testing.assert_close(measured, torch.stack(expected))
 
 
