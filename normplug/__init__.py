@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from normplug import functional
 from normplug._ops.warm_up import warm_up
+from normplug._results import __version__ as __version__
 from normplug._swap.check import check
 from normplug._swap.layer_modes import by_depth
 from normplug._swap.plan import plan
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from normplug._statistics.freezing import freeze, thaw
     from normplug._statistics.groups import param_groups
     from normplug._statistics.watching import watch
-
-__version__ = "0.3.0"
 
 __all__ = [
     "BatchNorm1d",

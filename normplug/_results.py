@@ -15,8 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-import normplug
-
+__version__ = "0.3.0"  # of normplug
 _PACKAGES = ("torchvision", "triton", "lightning", "hydra-core", "numpy")
 
 
@@ -55,7 +54,7 @@ def stamp(gpu: bool, *packages: str, gpus: int = 1) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         # Not from the installed metadata, which an editable install keeps from an older version.
-        "normplug": normplug.__version__,
+        "normplug": __version__,
     }
     for package in (*_PACKAGES, *packages):
         with contextlib.suppress(PackageNotFoundError):

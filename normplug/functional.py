@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from normplug import _checks
@@ -15,7 +14,7 @@ from normplug._ops.batch_norm import channel_stats as _channel_stats
 from normplug._ops.call import call
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.row_norms import LayerNormSpec
-from normplug._ops.spec import Tensors
+from normplug._ops.spec import Tensors, autocast_dtype
 from normplug._torch import RMS_NORM_AUTOCASTS
 from normplug.modes import ModeLike, target_variance
 
@@ -29,13 +28,6 @@ __all__ = [
     "layer_norm",
     "rms_norm",
 ]
-
-# Computed at import: torch.compile of torch 2.6 cannot trace `is_autocast_available`.
-_AUTOCAST_DEVICES = frozenset(
-    device
-    for device in ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
-    if torch.amp.is_autocast_available(device)
-)
 
 
 def batch_norm(
@@ -450,17 +442,6 @@ def instance_norm(
     groups = input.shape[1] if has_channels else 1  # the checks refuse an input without channels
     spec = GroupNormSpec(groups, eps, tv, activation, momentum=momentum, instance=True)
     return call(caller, t, spec, backend)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast has set for the device of x; None where autocast is off."""
-    try:
-        device = "cuda" if x.is_cuda else x.device.type
-    except AttributeError:  # not a tensor: the checks reject it later
-        return None
-    if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return None
 
 
 def _norm_of_rows(

@@ -119,6 +119,14 @@ joins: list[Any] = [None]
 _numbers: dict[tuple[Any, torch.device, str], int] = {}
 
 
+def group_to_join(group: Any) -> Any:
+    """`group`, or all processes if it is None; None if there is no other process to join."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = group or dist.group.WORLD
+    return group if dist.get_world_size(group) > 1 else None
+
+
 def number_of(group: Any, device: torch.device, backend: str) -> int:
     """The number of the join of a group. The first call may wait for all its processes."""
     if torch.compiler.is_compiling():

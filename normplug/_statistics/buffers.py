@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from normplug import _checks
 from normplug._ops import parts
 from normplug._ops.batch_norm import channel_stats
-from normplug._ops.batch_norm_sync import group_to_join
+from normplug._ops.peers import group_to_join
 from normplug._statistics import runs
 from normplug._table import Rows
 from normplug._torch import InstanceNormBase

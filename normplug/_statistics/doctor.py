@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from normplug import _checks, _convert, modules
-from normplug._ops.batch_norm_sync import group_to_join
+from normplug._ops.peers import group_to_join
 from normplug._statistics import runs
 from normplug._swap.inventory import Inventory
 from normplug._table import Rows

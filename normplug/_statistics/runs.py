@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from normplug._checks import must
-from normplug._ops.batch_norm_sync import group_to_join
+from normplug._ops.peers import group_to_join
 from normplug._swap.check import arguments, generators_kept
 from normplug._torch import BatchNormBase, InstanceNormBase, tree_map_only
 

@@ -11,8 +11,9 @@ from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-import normplug
 from normplug import _checks, _convert
+from normplug._fuse.fuse import fuse as fuse_norms
+from normplug._ops.warm_up import warm_up as warm_up_model
 from normplug._swap import record
 from normplug._swap.check import refuse
 from normplug._swap.layer_modes import ModesLike, read
@@ -112,7 +113,7 @@ class SwapNorms(Callback):
     def _swap(self, pl_module: LightningModule) -> None:
         swap(pl_module, self.mode, **self.options)
         if self.fuse:
-            normplug.fuse(pl_module, recompute=self.recompute)
+            fuse_norms(pl_module, recompute=self.recompute)
         self._model = pl_module
         layers = dict(_convert.normplug_layers(pl_module))
         self._targets = {path: layer.target_variance for path, layer in layers.items()}
@@ -135,7 +136,7 @@ def _warm_up(trainer: Trainer, pl_module: LightningModule) -> None:
     named = example if isinstance(example, dict) else {}
     inputs = () if named else example if isinstance(example, tuple) else (example,)
     with trainer.precision_plugin.forward_context():
-        rank_zero_info(str(normplug.warm_up(pl_module, *inputs, **named)))
+        rank_zero_info(str(warm_up_model(pl_module, *inputs, **named)))
 
 
 class SyncNorms(LayerSync):

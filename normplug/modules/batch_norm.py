@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normplug import functional, reference
+from normplug import reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
-from normplug._ops import batch_norm_sync, peers
-from normplug._ops.batch_norm import BatchNormSpec
+from normplug._ops import peers
+from normplug._ops.batch_norm import BatchNormSpec, channel_stats
 from normplug._ops.spec import Pool, Tensors
 from normplug._torch import BatchNormBase, in_backward
 from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_channels
@@ -115,7 +115,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         return reference.batch_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
 
     def _variance(self, x: Tensor) -> Tensor:
-        return functional.channel_stats(x)[1]
+        return channel_stats(x)[1]
 
     def _plain_variance(self, y: Tensor, output: Tensor, weight: Tensor) -> Tensor:
         return output / weight.square()
@@ -173,7 +173,7 @@ class _SyncBatchNorm(_BatchNorm):
 
     def group_to_join(self) -> Any:
         """The process group whose batches a forward would now join; None if there is none."""
-        return batch_norm_sync.group_to_join(self.process_group) if self.training else None
+        return peers.group_to_join(self.process_group) if self.training else None
 
     def _check_input_dim(self, input: Tensor) -> None:
         # It still takes the input of the class that it had before it was synchronised.

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from normplug import functional, reference
+from normplug import reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.group_norm import GroupNormSpec
-from normplug._ops.spec import Tensors
+from normplug._ops.spec import Tensors, autocast_dtype
 from normplug._torch import InstanceNormBase
 from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_channels
 from normplug.modules.watched import REFUSALS, WatchedRows
@@ -79,7 +79,7 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
             own.eps,
             own.target_variance,
             activation,
-            functional.autocast_dtype(input),
+            autocast_dtype(input),
             own.autocast_output,
             own.momentum,
         )

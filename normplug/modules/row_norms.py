@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from normplug import functional, native, reference
+from normplug import native, reference
 from normplug._ops import parts
 from normplug._ops.row_norms import LayerNormSpec
-from normplug._ops.spec import Tensors
+from normplug._ops.spec import Tensors, autocast_dtype
 from normplug._torch import RMS_NORM_AUTOCASTS, interposed
 from normplug.modules.base import FusionSites, was_converted
 from normplug.modules.watched import REFUSALS, WatchedRows
@@ -41,7 +41,7 @@ class RowNorm(WatchedRows):
             own.momentum,
             own.eps,
             own.target_variance,
-            functional.autocast_dtype(x) if is_cast else None,
+            autocast_dtype(x) if is_cast else None,
             autocast_output,
             self._measure == "variance",
             self._weight_offset,

@@ -20,7 +20,7 @@ from accuracy import assert_no_worse, assert_same_bits
 from batch_norm_cases import laid_out
 from calls import describe
 from normplug import SyncBatchNorm, _activations, target_variance
-from normplug._ops import batch_norm_sync as _joined
+from normplug._ops import batch_norm as _joined
 from normplug.modules.probe import Probe, averages
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 from programs import STARTS

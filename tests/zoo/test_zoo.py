@@ -243,3 +243,13 @@ def test_a_library_that_is_not_installed_is_passed_over(monkeypatch, capsys):
 def test_an_architecture_on_the_gpu_is_compared_in_float64():
     row = check_one(architectures("torchvision")["resnet18"], large=False, device=torch.device(0))
     assert (row["result"], row["reason"]) == ("ok", "")
+
+
+def test_a_float32_difference_is_decided_in_float64(monkeypatch):
+    def found(architecture, *, exact, **_):
+        return {"result": "unsteady", "reason": "it varies"} if exact else {"result": "failed"}
+
+    monkeypatch.setattr(run, "_check", found)
+    (architecture,) = only(sound=Net)
+    row = check_one(architecture, large=False, device=CPU)
+    assert (row["result"], row["reason"]) == ("unsteady", "in float64 it varies")
