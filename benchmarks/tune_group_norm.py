@@ -70,6 +70,11 @@ def planes_forward(base, sms, itemsize):
             run = min(base.hw & -base.hw, block)
             shape = dataclasses.replace(base, block=block, run=run, warps=warps, r=1, lag=1)
             yield lagged(shape, 24, sms, itemsize)
+    tiles = itertools.product((1024, 2048, 4096, 8192), (2, 4, 8, 16), (1, 2, 3))
+    for block, warps, stages in tiles:  # one program reads a group twice
+        if 256 <= block // warps <= 2048 and block < width:
+            made = {"block": block, "run": min(base.hw & -base.hw, block), "stages": stages}
+            yield dataclasses.replace(base, warps=warps, r=1, lag=0, **made)
     padded = power_of_2(width)
     if padded <= 65536:
         for warps in (4, 8, 16, 32):

@@ -33,9 +33,9 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 4890, "experiment": 2790, "_ops": 3455, "_fuse": 2110, "native": 1465,
+    "_kernels": 4960, "experiment": 2790, "_ops": 3455, "_fuse": 2110, "native": 1465,
     "modules": 1430, "_swap": 1535, "bench": 920, "adapters": 540,
-    "_statistics": 1295, "lightning": 320, "reference.py": 230, "": 2100,
+    "_statistics": 1295, "lightning": 320, "reference.py": 230, "": 2075,
 }  # fmt: skip
 MOST_FILES = 125
 MOST_LINES_OF_TESTS = 19_820  # without tests/zoo

@@ -124,13 +124,18 @@ def test_layer_norm_compiles(width, spacing, dtype):
 GROUP_NORMS = {
     "planes, tiles": (16, 32, 10, 4096, False),
     "planes, held": (16, 32, 2, 196, False),
+    "planes, read twice": (16, 32, 20, 1024, False),
     "columns, items": (16, 32, 10, 4096, True),
     "columns, alone": (256, 32, 1, 64, True),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, BFLOAT16) for name in GROUP_NORMS), ("columns, alone", FLOAT64)]
+    ("name", "dtype"),
+    [
+        *((name, BFLOAT16) for name in GROUP_NORMS),
+        *((name, FLOAT64) for name in ("planes, read twice", "columns, alone")),
+    ],
 )
 def test_group_norm_compiles(name, dtype):
     for made in group_norm_launches(GROUP_NORMS[name], dtype):
@@ -164,6 +169,7 @@ def test_each_family_compiles_for_every_target_without_a_card(name, monkeypatch)
         *batch_norm_launches((128, 256, 196, False), dtype, True, sms),
         *row_launches(4096, 768, dtype.itemsize, FLOAT32, 768, sms, shared),
         *group_norm_launches((16, 32, 2, 196, False), dtype, sms),
+        next(group_norm_launches((32, 32, 20, 1024, False), dtype, sms)),  # read twice
         # Those over columns take three times as long to compile: for the oldest target alone.
         *(batch_norm_launches((64, 512, 1, True), dtype, True, sms) if name == "sm_75" else ()),
         *(group_norm_launches((16, 32, 8, 64, True), dtype, sms) if name == "sm_75" else ()),

@@ -10,10 +10,11 @@ from torch import nn
 
 import interpreted
 import routes
-from accuracy import assert_same_bits, leaf
+from accuracy import assert_same_bits, error, leaf
 from group_kernel_cases import Case, assert_accurate, make, run
 from kernel_cases import HALF
-from normplug import swap
+from normplug import _kernels, swap
+from normplug._activations import ACTIVATIONS
 from swap_cases import one_graph
 
 pytest.importorskip("triton")
@@ -50,6 +51,9 @@ SETUPS = {
     "held groups": planes((3, 8, 5), 4),
     "held groups, together": planes((3, 15, 7), 5, r=4, backward={"r": 2, "splits": 2}),
     "held groups, even": planes((2, 4, 2, 4), 2, r=2, backward={"r": 2, "splits": 1}),
+    "groups read twice": planes((3, 6, 10), 2, block=8, run=2),
+    "groups read twice, even": planes((2, 4, 8), 2, block=4, run=4),
+    "groups read twice, many tiles": planes((1, 2, 66), 1, block=4, run=2),
     "tiles of planes": planes(
         (2, 6, 10), 2, block=16, run=2, lag=3, backward={"cb": 2, "sb": 8, "lag": 5}
     ),
@@ -69,7 +73,8 @@ SETUPS = {
     "wide groups": columns((2, 40, 3), 1, bc=16, u=2, bt=1, rows_each=3, lag=4),
 }
 EACH_KERNEL = pytest.mark.parametrize(
-    "setup", ["held groups", "tiles of planes", "samples alone", "items of columns"]
+    "setup",
+    ["held groups", "groups read twice", "tiles of planes", "samples alone", "items of columns"],
 )
 VARIANTS = [
     {**HALF, "activation": "silu", "offset": 100.0},
@@ -91,6 +96,22 @@ def test_as_close_to_float64_as_torch(prepared, setup, options):
     case = prepared(setup, **options)
     out = assert_accurate(case)
     assert out["y"].stride() == out["dx"].stride() == make(case).x.stride()
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, ("leaky_relu", 0.3)], ids=str)
+def test_groups_read_twice_have_every_activation(prepared, activation):
+    options = {"activation": activation, "offset": 1e3, "seed": 7}
+    assert_accurate(prepared("groups read twice", **options, params=torch.float64))
+    assert_accurate(prepared("groups read twice, even", **options, affine="weight"))
+
+
+def test_the_first_tile_of_a_group_read_twice_may_be_far_from_the_others(prepared):
+    case = prepared("groups read twice, many tiles", activation="silu")
+    tensors = make(case)
+    tensors.x[:, 0, :4] += 1e3
+    exact = run(replace(case, dtype=torch.float64), tensors.to(torch.float64), "torch")
+    for name, value in run(case, tensors, "triton").items():
+        assert error(value, exact[name]) < 1e-6, name
 
 
 @EACH_KERNEL
@@ -119,6 +140,17 @@ def test_the_output_and_the_input_gradient_may_differ_in_dtype(layout):
 def test_the_schedules_own_choices_are_right_for_small_inputs(layout):
     for shape, groups in [((2, 6), 3), ((2, 6, 3, 3, 2), 6), ((5, 4, 40), 1), ((1, 24, 9), 2)]:
         assert_accurate(Case(shape, groups, layout=layout, activation="silu"))
+
+
+@pytest.mark.parametrize("options", [{**HALF, "activation": "silu"}, {"offset": 1e3}], ids=str)
+def test_the_schedule_of_groups_read_twice_is_right_for_its_own_sizes(options, monkeypatch):
+    monkeypatch.setattr(_kernels, "processors", lambda device: 1)
+    routes.forget(monkeypatch)
+    for shape in [(2, 10, 4, 601), (1, 10, 8, 256)]:
+        case = Case(shape, 2, **options)
+        sizes = (shape[0], 2, 5, shape[2] * shape[3], False, case.dtype.itemsize, 1)
+        assert schedule.group_norm_forward(*sizes).solo
+        assert_accurate(case)
 
 
 def test_tensors_of_other_layouts_are_accepted():

@@ -216,7 +216,7 @@ def test_launches_for_rows_fit_the_grid_and_only_sharing_programs_are_cooperativ
 GROUP_SHAPES = [
     (16, 32, 10, 4096), (16, 32, 40, 256), (4, 32, 4, 2**18), (2, 32, 1, 2**21), (1, 1, 2, 1),
     (64, 32, 2, 3136), (8, 1, 512, 196), (128, 512, 1, 49), (3, 7, 5, 323), (2, 1, 3000, 7),
-    (70_000, 1, 2, 6), (1, 3, 1, 2**30), (3, 5, 250, 9), (2, 2, 37, 1000),
+    (70_000, 1, 2, 6), (1, 3, 1, 2**30), (3, 5, 250, 9), (2, 2, 37, 1000), (15, 20, 30, 420),
 ]  # fmt: skip
 GROUP_CUTS = [
     cut(*shape, last, itemsize, sms)
@@ -241,4 +241,25 @@ def test_tiles_of_groups_cover_a_unit_and_are_written_after_all_of_it_was_read()
         assert all(is_power_of_2(size) for size in (*sizes, cut.warps)), cut
         assert cut.warps <= 32, cut
         # The tiles of a unit are written in reverse: the first to be written is the last.
-        assert cut.k == 1 if cut.lag == 0 else first <= cut.lag <= units * cut.k, cut
+        if cut.lag:
+            assert first <= cut.lag <= units * cut.k, cut
+        else:  # the one program of a group that is not held takes no other
+            assert cut.k == 1 or (isinstance(cut, gn.PlanesForward) and cut.r == 1), cut
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("channels", "space"), [(20, 1024), (40, 256), (1, 12_001)])
+def test_one_program_reads_a_group_twice_if_holding_it_wastes_registers(channels, space, itemsize):
+    call = (channels, space, False, itemsize, 132)
+    for n in (9, 16):
+        cut = gn.group_norm_forward(n, 32, *call)
+        assert cut.solo
+        assert cut.grid == 32 * n
+        assert cut.k * cut.block <= 1.125 * cut.width
+        assert cut.even == (space != 12_001)
+    assert not gn.group_norm_forward(8, 32, *call).solo  # too few groups for the multiprocessors
+
+
+@pytest.mark.parametrize(("channels", "space"), [(30, 1024), (32, 1024), (10, 4096), (10, 512)])
+def test_other_groups_are_not_read_twice_by_one_program(channels, space):
+    assert not gn.group_norm_forward(16, 32, channels, space, False, 2, 132).solo

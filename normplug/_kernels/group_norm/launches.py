@@ -32,6 +32,8 @@ def forward_launch(
     given["ACTIVATION"] = kernel_code(flags.activation)
     if isinstance(shape, Columns):
         kernel, grid = columns.group_norm_columns_forward, shape.programs + shape.lag
+    elif shape.solo:
+        kernel, grid = planes.group_norm_planes_solo_forward, shape.grid
     else:
         kernel, grid = planes.group_norm_planes_forward, shape.grid
     return Launch(kernel, grid, shape.warps, shape, flags, **given)
@@ -71,7 +73,7 @@ def forward_scratch(shape: PlanesForward | Columns) -> tuple[int, int]:
     if isinstance(shape, Columns):
         counters, parts = room_for_parts(shape.units, shape.k, shape.bc)
         return counters, (0 if shape.single else parts) + 2 * shape.n * shape.c
-    return (0, 0) if shape.held else room_for_parts(shape.n * shape.groups, shape.k, 1)
+    return room_for_parts(shape.n * shape.groups, shape.k, 1) if shape.lag else (0, 0)
 
 
 def backward_scratch(

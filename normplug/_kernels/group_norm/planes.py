@@ -1,8 +1,8 @@
 """GroupNorm over contiguous (N, C, *space), where a group is CHANNELS * HW adjacent values.
 
-`shared` explains what a unit is, and how programs wait for each other. Here a unit is a group of a
-sample, and a tile has three axes: groups, channels, and places in a plane. It has R groups if they
-are HELD, and one otherwise.
+`shared` explains what a unit is, and the ways to read one. Here a unit is a group of a sample, and
+a tile has three axes: groups, channels, and places in a plane. It has R groups if they are HELD,
+and one otherwise.
 
 Forward, a tile is BLOCK adjacent values of a group, as runs of RUN values of one channel: RUN
 divides HW. So weight and bias are read once per run, and only the end of a group is padded.
@@ -140,6 +140,57 @@ def group_norm_planes_forward(
                 d, y_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, rstd, root, ACC,
                 WEIGHT, BIAS, ACTIVATION, EVEN, False,
             )  # fmt: skip
+
+
+@kernel
+def group_norm_planes_solo_forward(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr,
+    N, G, CHANNELS, HW, WIDTH_UNITS, K, eps, root,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """`group_norm_planes_forward`, where one program reads a group of several tiles twice.
+
+    A lane is one place of all the tiles. First, each lane's moments are updated tile by tile, by
+    Welford's method: doi:10.1080/00401706.1962.10490022.
+    """
+    GROUPS = N * G
+    WIDTH = WIDTH_UNITS * UNIT
+    sizes = G, CHANNELS, HW, WIDTH
+    groups = tl.program_id(0) + tl.arange(0, 1)
+    inside = groups < GROUPS
+    start = groups.to(tl.int64) if WIDE else groups
+    # Distances from one of the values, whose sums do not round at the size of the mean.
+    first = tl.load(x_ptr + start * WIDTH).to(ACC)
+    count = tl.full([], 0.0, ACC)
+    means = tl.zeros([1, BLOCK // RUN, RUN], ACC)
+    m2s = tl.zeros([1, BLOCK // RUN, RUN], ACC)
+    for k in tl.range(0, K, num_stages=STAGES):
+        offsets, mask, channels, live = _runs(groups, inside, k, sizes, BLOCK, RUN, WIDE)
+        x = load(x_ptr, offsets, mask, EVEN, False)
+        d = x.to(ACC) - first[:, None, None] - means
+        d = d if EVEN else tl.where(mask, d, 0.0)
+        count += 1.0
+        fraction = 1.0 / count
+        means += d * fraction
+        m2s += d * d * (1.0 - fraction)
+    n = WIDTH.to(ACC)
+    offsets, mask, channels, live = _runs(groups, inside, K - 1, sizes, BLOCK, RUN, WIDE)
+    counts = tl.where(mask, count, count - 1.0)
+    mean = _sum(means * counts, 1) / n
+    spread = means - mean[:, None, None]
+    m2 = _sum(m2s + counts * spread * spread, 1)
+    rstd = save_statistics(stats_ptr, groups, inside, GROUPS, first + mean, m2, n, eps, ACC)
+    for turn in tl.range(0, K, num_stages=STAGES):
+        k = K - 1 - turn
+        offsets, mask, channels, live = _runs(groups, inside, k, sizes, BLOCK, RUN, WIDE)
+        x = load(x_ptr, offsets, mask, EVEN, True)
+        d = x.to(ACC) - first[:, None, None] - mean[:, None, None]
+        _normalise(
+            d, y_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, rstd, root, ACC, WEIGHT,
+            BIAS, ACTIVATION, EVEN, False,
+        )  # fmt: skip
 
 
 @triton.jit

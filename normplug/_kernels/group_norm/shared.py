@@ -1,9 +1,10 @@
 """What the kernels of planes and of columns share: statistics, gradients.
 
 A *unit* is what has to be read before any of it can be written: in `planes` a group of a sample, in
-`columns` a whole sample. There are two ways to read a unit.
+`columns` a whole sample. There are three ways to read a unit.
 
 - HELD: a program reads it once, into registers.
+- Solo: a program reads its tiles twice, the second time in reverse order, mostly from the caches.
 - Otherwise it is cut into K tiles. Program t reads tile t and publishes its part of the statistics.
   The last program to publish a part of a unit merges all its parts, in order. Then program t writes
   tile t - LAG (see `waiting`): by then its unit is complete, and it is still in the L2 cache. The
