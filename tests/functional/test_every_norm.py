@@ -104,8 +104,8 @@ def test_any_call_is_as_close_to_float64_as_torch(
         options = {"normalized_shape": vector, "eps": 1e-5}
         layout = "contiguous" if layout == "channels_last" else layout
     elif name == "group_norm":
-        # There torch 2.6 fails in the backward.
-        assume(affine != "bias" or not torch.__version__.startswith("2.6."))
+        # There torch fails in some backwards: seen in 2.6, 2.8 and 2.11.
+        assume(affine != "bias" or torch.__version__ >= "2.14")
         options = {"num_groups": gcd(shape[1], dims)}
     elif name == "batch_norm":
         options = {"training": training}
