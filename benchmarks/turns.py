@@ -148,8 +148,8 @@ def _first_steps(a: argparse.Namespace, build: Sequence[Any]) -> Samples:
 def _rounds(
     a: argparse.Namespace, processes: Mapping[str, ProcessPoolExecutor], build: Sequence[Any]
 ) -> Samples:
-    for process in processes.values():
-        process.submit(_build, *build).result()
+    for built in [process.submit(_build, *build) for process in processes.values()]:
+        built.result()
     found: Samples = {tree: [] for tree in processes}
     works = [_time] * a.rounds + [_profile] * (PROFILES if a.device == "cuda" else 0)
     for work, (tree, process) in product(works, processes.items()):
