@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -31,6 +31,8 @@ _STOCK: dict[type[nn.Module], type[nn.Module]] = {
 _LIBRARIES = ("diffusers.", "timm.", "torchvision.", "transformers.")
 # The attribute of a class that `fuse` has made: the class that it was made from.
 FUSED = "_normplug_fused"
+# The attribute of a fused module that holds its `FusedForwards`.
+FORWARDS = "_normplug_fusion"
 
 
 def register(ours: type[TargetVarianceNorm], stock: type[nn.Module]) -> None:
@@ -231,3 +233,34 @@ def _below(private: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
     *others, base = private.__bases__
     namespace = {k: v for k, v in vars(private).items() if k not in ("__dict__", "__weakref__")}
     return type(private.__name__, (*others, _below(base, cls)), namespace)
+
+
+def fused_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose forward has been fused, by path."""
+    return {
+        path: m for path, m in model.named_modules() if FORWARDS in vars(m) or has_fused_class(m)
+    }
+
+
+def has_fused_class(module: nn.Module) -> bool:
+    """Whether a module's class is a fused class, and not one that other code derived from it."""
+    return FUSED in vars(plain_class(module))
+
+
+def unfused_class(module: nn.Module) -> type[nn.Module]:
+    """The module's own class, without the subclasses that `fuse` and torch put before it."""
+    cls = plain_class(module)
+    found: type[nn.Module] = vars(cls).get(FUSED, cls)
+    return found
+
+
+def release(fused: Iterable[nn.Module]) -> None:
+    """Give modules their own class back.
+
+    A class that other code has derived from a fused class stays, and so does a wrapper around the
+    forward on the instance. Both then run the module's own forward.
+    """
+    for module in fused:
+        vars(module).pop(FORWARDS, None)
+        if has_fused_class(module):
+            assign_class(module, unfused_class(module))

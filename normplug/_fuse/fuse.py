@@ -12,18 +12,15 @@ import torch
 from torch import fx, nn
 
 from normplug import _activations, _checks, _convert
+from normplug._convert import FORWARDS, fused_modules, has_fused_class, release, unfused_class
 from normplug._fuse import source
 from normplug._fuse.edit import REASON, Edited, edit
 from normplug._fuse.fusion import (
-    FORWARDS,
     FusedForwards,
     FusedModule,
     Guard,
     Traced,
     fused_class,
-    has_fused_class,
-    plain_class,
-    release,
 )
 from normplug._fuse.sites import compiled, find, recompute_results, refusal, rewrite
 from normplug._fuse.source import Reads, Untraceable
@@ -150,7 +147,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
         if found.rows and all(row.note == NOT_SWAPPED for row in found):
             why += ". Call normplug.swap(model) first"
         _checks.warn(f"normplug.fuse: nothing to fuse in {type(model).__name__}; {why}.")
-    classes = {module: fused_class(plain_class(module)) for module in analysis.fusions}
+    classes = {module: fused_class(unfused_class(module)) for module in analysis.fusions}
     release(m for m in fused_modules(model).values() if m not in classes)  # of earlier calls
     for module, fusion in analysis.fusions.items():
         vars(module)[FORWARDS] = fusion
@@ -232,13 +229,6 @@ def _labels(
     return found
 
 
-def fused_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose forward has been fused, by path."""
-    return {
-        path: m for path, m in model.named_modules() if FORWARDS in vars(m) or has_fused_class(m)
-    }
-
-
 # Find what can be fused, without changing the model.
 
 
@@ -272,12 +262,12 @@ class _Analysis:
 
     def _look(self, module: nn.Module, norms: list[TargetVarianceNorm]) -> None:
         """Find a module's own sites, and fuse them; norms: those that no inner forward calls."""
-        name, untraced, traced = plain_class(module).__name__, "", None
+        name, untraced, traced = unfused_class(module).__name__, "", None
         if why_not := _refusal(module):
             self.reasons |= dict.fromkeys(norms, f"{name}: {why_not}")
             return
         try:
-            self._reads[module] = source.read(module, plain_class(module))
+            self._reads[module] = source.read(module, unfused_class(module))
             traced = self._trace(module)
         except Untraceable as why:
             self._reads.pop(module, None)
@@ -292,7 +282,7 @@ class _Analysis:
 
         untraced: why the forward was not traced, for the report; "" if it was.
         """
-        cls: Any = plain_class(module)  # to mypy, a class of modules has no hash
+        cls: Any = unfused_class(module)  # to mypy, a class of modules has no hash
         children = tuple(_children(module))
         norms = [name for name, kind in children if kind != "activation"]
         if not norms:
@@ -347,7 +337,7 @@ class _Analysis:
 
     def _guard(self, module: nn.Module, called: bool) -> Guard:
         children = module._modules
-        reads = self._reads.get(module) or Reads(plain_class(module), ())  # a container
+        reads = self._reads.get(module) or Reads(unfused_class(module), ())  # a container
         return Guard(reads, tuple(children), tuple(children.values()), called)
 
 

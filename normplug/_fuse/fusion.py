@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from abc import ABCMeta
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
@@ -13,12 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from normplug import _checks, _convert
+from normplug._convert import FORWARDS, has_fused_class, unfused_class
 from normplug._fuse.edit import Edited
 from normplug._fuse.source import Reads
 from normplug._torch import GLOBAL_HOOKS, has_hooks
 
-# The attribute of a fused module that holds its `FusedForwards`.
-FORWARDS = "_normplug_fusion"
 # The fused class of each class that has one; `fused_class` fills it.
 FUSED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -116,7 +115,7 @@ class FusedForwards:
     def labels(self, root: nn.Module) -> dict[nn.Module, str]:
         """Fused norm -> what it is fused with now; root: the module."""
         found = dict[nn.Module, str]()
-        if self.edited is not None and plain_class(root).forward is self.edited.original:
+        if self.edited is not None and unfused_class(root).forward is self.edited.original:
             for name in self.edited.found:
                 child, label = root._modules.get(name), self.edited.label(name, root)
                 if child is not None and label:
@@ -161,12 +160,12 @@ class FusedModule(nn.Module):
         make, args, *rest = reduced
         if not has_fused_class(self) or not args or args[0] is not type(self):
             return reduced
-        return (restore, (plain_class(self), make, args[1:]), *rest)
+        return (restore, (unfused_class(self), make, args[1:]), *rest)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if vars(self).get(FORWARDS) is None:  # from a pickle
-            release([self])
+            _convert.release([self])
 
 
 def restore(cls: type[nn.Module], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -209,27 +208,3 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
     made: type[nn.Module] = meta.__new__(type(cls), cls.__name__, (FusedModule, cls), namespace)
     FUSED_CLASSES[cls] = made
     return made
-
-
-def has_fused_class(module: nn.Module) -> bool:
-    """Whether a module's class is a fused class, and not one that other code derived from it."""
-    return _convert.FUSED in vars(_convert.plain_class(module))
-
-
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's own class, without the subclasses that `fuse` and torch put before it."""
-    cls = _convert.plain_class(module)
-    found: type[nn.Module] = vars(cls).get(_convert.FUSED, cls)
-    return found
-
-
-def release(fused: Iterable[nn.Module]) -> None:
-    """Give modules their own class back.
-
-    A class that other code has derived from a fused class stays, and so does a wrapper around the
-    forward on the instance. Both then run the module's own forward.
-    """
-    for module in fused:
-        vars(module).pop(FORWARDS, None)
-        if has_fused_class(module):
-            _convert.assign_class(module, plain_class(module))

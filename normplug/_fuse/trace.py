@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from normplug._convert import unfused_class
 from normplug._fuse.calls import add_in_place
-from normplug._fuse.fusion import plain_class
 from normplug._fuse.source import Reads, Untraceable
 
 _log = logging.getLogger("normplug.fuse")
@@ -92,8 +92,8 @@ class Trace(fx.Tracer):
         if path not in self._stand_ins:
             if module in self._inner:
                 made = self._with_forward(module, path)
-            elif plain_class(module) in _CONTAINERS:
-                made = _made(plain_class(module), {"_modules": self._children(module, path)})
+            elif unfused_class(module) in _CONTAINERS:
+                made = _made(unfused_class(module), {"_modules": self._children(module, path)})
             else:
                 made = _made(nn.Module, {"_parameters": {}, "_buffers": {}, "_modules": {}})
             # If this is set, `nn.Module.__call__` calls it and runs no hook.

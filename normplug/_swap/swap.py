@@ -213,9 +213,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     scaled = [m for m in layers if fold and m.target_variance != 1.0]
     factors: _fold.Factors = {m: math.sqrt(m.target_variance) for m in scaled}
     _fold.refuse_unscalable("unswap", inventory, factors)
-    from normplug._fuse.fuse import fused_modules, release
-
-    fused = fused_modules(model).values()
+    fused = _convert.fused_modules(model).values()
     if not (_record.warn_of_lost("unswap", inventory) or layers or stuck or fused):
         _checks.warn(
             f"normplug.unswap: {type(model).__name__} has no normplug layers: it was not swapped, "
@@ -226,7 +224,7 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
         for layer in layers:
             _convert.revert(layer)
         _record.renew(inventory)
-    release(fused)
+    _convert.release(fused)
     return model
 
 
@@ -260,9 +258,7 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
         <class 'torch.nn.modules.normalization.LayerNorm'>
     """
     _checks.module("swapped", model)
-    from normplug._fuse.fuse import fused_modules, release
-
-    inventory, fused = Inventory(model), fused_modules(model)
+    inventory, fused = Inventory(model), _convert.fused_modules(model)
     before = {m: _convert.settings(m) for _, m in _convert.norm_layers(model)}
     synchronised = {m for m in before if _convert.is_synchronised(m)}
     swap(model, mode, **options)
@@ -274,7 +270,7 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
     try:
         yield model
     finally:
-        inside = [m for path, m in fused_modules(model).items() if path not in fused]
+        inside = [m for path, m in _convert.fused_modules(model).items() if path not in fused]
         for m in [m for m in factors if not isinstance(m, TargetVarianceNorm)]:
             del factors[m]  # `unswap` in the block has scaled it
         _fold.scale(inventory, factors)
@@ -287,7 +283,7 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
                 for name, value in settings.items():
                     setattr(m, name, value)
         _record.renew(Inventory(model))
-        release(inside)
+        _convert.release(inside)
 
 
 def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:

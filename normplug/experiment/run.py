@@ -32,7 +32,6 @@ from omegaconf import DictConfig, OmegaConf
 
 import normplug
 from normplug import _convert
-from normplug._fuse.fuse import fused_modules
 from normplug._results import stamp, write_file
 from normplug.experiment import callbacks
 from normplug.experiment.callbacks import say
@@ -237,7 +236,7 @@ class Run:
         """Write the result, and print a summary."""
         measure = model.measure
         gpu = trainer.strategy.root_device.type == "cuda"  # the model itself is back on the CPU
-        fusions = normplug.fusions(model) if fused_modules(model) else ()
+        fusions = normplug.fusions(model) if _convert.fused_modules(model) else ()
         fused = sum(row.label is not None for row in fusions)
         layers = dict(_convert.normplug_layers(model))
         items = data.batch_size * data.sizes.get("block_size", 1) * trainer.world_size

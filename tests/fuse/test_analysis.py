@@ -9,8 +9,8 @@ from torch import nn
 
 from fuse_cases import Block, Encoder, Half, assert_same_step, swapped
 from normplug import fuse, fusions, swap, unfuse
+from normplug._convert import fused_modules
 from normplug._fuse.edit import REASON
-from normplug._fuse.fuse import fused_modules
 from normplug.modules import LayerNorm, TargetVarianceNorm
 from normplug.modules.base import FusionSites
 

@@ -16,7 +16,7 @@ import normplug
 from fuse_cases import ROWS, Block, Parts, PreNorm, X, assert_same_step, swapped, twins
 from matrix import process_group
 from normplug import fuse, fusions, swap, unfuse, unswap
-from normplug._fuse.fuse import fused_modules
+from normplug._convert import fused_modules
 
 
 def logged(function):

@@ -12,7 +12,7 @@ import routes
 from fuse_cases import Block, X, assert_same_step, swapped, torchvision_model
 from graphs import captured
 from normplug import fuse
-from normplug._fuse.fuse import fused_modules
+from normplug._convert import fused_modules
 from normplug._ops import recompute
 
 

@@ -31,7 +31,7 @@ from fuse_cases import (
 )
 from matrix import process_group
 from normplug import fuse, fusions, swap, unfuse, unswap
-from normplug._fuse.fuse import fused_modules
+from normplug._convert import fused_modules
 
 # Models whose stem ends with a max pooling. ShuffleNet has its norm in another module.
 POOLED = {"resnet18", "resnext50", "densenet121", "resnet26t of timm", "shufflenet"}

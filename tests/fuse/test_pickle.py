@@ -11,8 +11,8 @@ from torch import nn
 from fuse_cases import Block, Half, Nested, Resnet, X, assert_same_step, outcome, swapped
 from matrix import reloaded
 from normplug import fuse, fusions, unfuse
+from normplug._convert import fused_modules
 from normplug._fuse import fusion
-from normplug._fuse.fuse import fused_modules
 from programs import program
 
 COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy}

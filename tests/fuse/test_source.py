@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fuse_cases import Half, Nested, Parts, X, assert_same_after, assert_same_step, swapped, twins
 from normplug import fuse, fusions
-from normplug._fuse.fuse import fused_modules
+from normplug._convert import fused_modules
 
 
 class Functions(Half):

@@ -16,7 +16,7 @@ import normplug
 from accuracy import assert_same_bits
 from lightning_cases import trainer
 from normplug import target_variance
-from normplug._fuse.fuse import fused_modules
+from normplug._convert import fused_modules
 from normplug.lightning import SwapNorms, VarianceLogger
 from normplug.modules.probe import Probe, averages
 
@@ -141,7 +141,7 @@ def test_swap_norms_warms_up_on_the_modules_example(tmp_path, monkeypatch, caplo
         assert torch.is_autocast_enabled("cpu")
         return found(model, *batch, **named)
 
-    monkeypatch.setattr(normplug, "warm_up", warm_up)
+    monkeypatch.setattr("normplug.lightning.swap_norms.warm_up_model", warm_up)
     module = Forward(make_net)
     module.example_input_array = example
     caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")  # train.py silences it
