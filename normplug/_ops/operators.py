@@ -38,14 +38,14 @@ class NormOperators:
     """The operators of one norm: NAME_forward, NAME_backward, and NAME, which has gradients.
 
         forward(*Tensors, spec) -> (y, [total,] *state)
-        backward(dy, dtotal, x, residual, weight, bias, input_bias, *state, has_residual, spec,
-                 needs) -> the gradients of these five that are needed
+        backward(dy, dtotal, x, residual, weight, bias, input_bias, *state, spec, flags) -> the
+            gradients of these five that are needed
         NAME(*Tensors, *numbers, automatic) -> (y, [total,] *state)
 
     If a norm has a total, the backward takes it as x, without a residual. `spec` is the text of the
-    numbers. If `automatic`, PyTorch's operations run a call unless a matrix multiplication or a
-    convolution makes x or the residual: a compiler fuses them with what does. They also run the
-    forward of a norm without a total, as `traced(t)` of its spec.
+    numbers, and `flags_of` makes the flags. If `automatic`, PyTorch's operations run a call unless
+    a matrix multiplication or a convolution makes x or the residual: a compiler fuses them with
+    what does. They also run the forward of a norm without a total, as `traced(t)` of its spec.
 
     Args:
         name: in the namespace "normplug".
@@ -74,8 +74,8 @@ class NormOperators:
         outputs = ", ".join(["Tensor"] * (self.results + len(state)))
         kept = ", ".join(f"Tensor {name}" for name in state)
         backward = (
-            f"(Tensor dy, Tensor? dtotal, Tensor x, {_AFFINE}, {kept}, bool has_residual, "
-            "str spec, bool[] needs) -> Tensor[]"
+            f"(Tensor dy, Tensor? dtotal, Tensor x, {_AFFINE}, {kept}, str spec, int flags) "
+            "-> Tensor[]"
         )
         forward = f"({tensors}, str spec) -> ({outputs})"
         self.forward = self._define(f"{name}_forward", forward, self._forward)
@@ -132,7 +132,7 @@ class NormOperators:
         return self.spec(text).fake(Tensors(*tensors))
 
     def _backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> list[Tensor]:
-        (x, residual, *vectors), state, has_residual, text, needs = self._parts(arguments)
+        (x, residual, *vectors), state, text, has_residual, needs = self._parts(arguments)
         # The residual is saved only if the backward reads it; otherwise x is its placeholder.
         is_placeholder = has_residual and residual is None
         t = Tensors(x, x if is_placeholder else residual, *vectors)
@@ -140,20 +140,26 @@ class NormOperators:
         native.keep_operator(text, t, ready, plan)
         found = (None if each.numel() == 0 else each for each in state)
         saved = (ready.x, None if is_placeholder else ready.residual, *vectors, *found)
-        gradients = plan.backward(saved, dy, dtotal, tuple(needs))
+        gradients = plan.backward(saved, dy, dtotal, needs)
         return [g for g in gradients if g is not None]
 
     def _fake_backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> list[Tensor]:
-        (x, _, *vectors), _, has_residual, text, needs = self._parts(arguments)
+        (x, _, *vectors), _, text, has_residual, needs = self._parts(arguments)
         dx = self.spec(text).fake_dx(x)
         like = (dx, dx if has_residual else None, *vectors)
         pairs = zip(like, needs, strict=True)
         return [torch.empty_like(t) for t, need in pairs if need and t is not None]
 
-    def _parts(self, arguments: Sequence[Any]) -> tuple[Any, Any, bool, str, Any]:
-        """Inputs, state, has_residual, spec and needs of a backward."""
-        after = _INPUTS + self._states
-        return arguments[:_INPUTS], arguments[_INPUTS:after], *arguments[after:]
+    def _parts(self, arguments: Sequence[Any]) -> tuple[Any, Any, str, bool, Any]:
+        """Inputs, state, spec, has_residual and needs of a backward."""
+        *tensors, text, flags = arguments
+        has_residual, *needs = (bool(flags >> i & 1) for i in range(1 + _INPUTS))
+        return tensors[:_INPUTS], tensors[_INPUTS:], text, has_residual, tuple(needs)
+
+
+def flags_of(has_residual: bool, needs: Sequence[bool]) -> int:
+    """The `flags` of a backward: bit 0 is `has_residual`, bit 1 + i the need of input i."""
+    return sum(flag << i for i, flag in enumerate((has_residual, *needs)))
 
 
 class _Differentiable(torch.autograd.Function):
@@ -190,10 +196,8 @@ class _Differentiable(torch.autograd.Function):
         else:
             asked = [for_x, for_residual and not alias, *rest]
         saved = ctx.saved_tensors
-        if not any(asked):
-            made = []
-        else:
-            made = operators.backward(dy, dtotal, *saved, ctx.has_residual, ctx.text, asked)
+        flags = flags_of(ctx.has_residual, asked)
+        made = operators.backward(dy, dtotal, *saved, ctx.text, flags) if any(asked) else []
         found = iter(made)
         through, dresidual, *gradients = (next(found) if need else None for need in asked)
         dx = through

@@ -20,10 +20,11 @@ from normplug._torch import in_backward, interposed
 from normplug.modes import ModeLike, NormMode
 from normplug.modes import target_variance as variance_of
 from normplug.modules.probe import Probe
+from normplug.reference import accumulator_dtype
 
-# (target variance, whether for float64) -> its root as a tensor. Autograd multiplies by a tensor in
+# (target variance, the weight's dtype) -> its root as a tensor. Autograd multiplies by a tensor in
 # half the time that a float takes, with the same bits.
-_ROOTS: dict[tuple[float, bool], Tensor] = {}
+_ROOTS: dict[tuple[float, torch.dtype], Tensor] = {}
 
 
 class Settings(NamedTuple):
@@ -346,14 +347,13 @@ class TargetVarianceNorm(nn.Module):
         tv = self._normplug.target_variance
         if weight is None or tv == 1.0:
             return weight
-        double = weight.dtype == torch.float64
-        root: Tensor | float | None = _ROOTS.get((tv, double))
+        root: Tensor | float | None = _ROOTS.get((tv, weight.dtype))
         if root is None:
             root = math.sqrt(tv)
             if not interposed():  # a transform or a mode would make another kind of tensor
                 with torch.inference_mode(False):
-                    dtype = torch.float64 if double else torch.float32
-                    root = _ROOTS[tv, double] = torch.tensor(root, dtype=dtype, device="cpu")
+                    root = torch.tensor(root, dtype=accumulator_dtype(weight.dtype), device="cpu")
+                _ROOTS[tv, weight.dtype] = root
         return weight * root
 
     @property

@@ -44,29 +44,31 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     def _is_guarded(self) -> bool:
         return self.training and (self.momentum is None or in_backward())
 
-    def _by_torch(self, x: Tensor, *others: Any) -> Tensor | None:
+    def _by_torch(
+        self, x: Tensor, residual: Any, _: None, activation: Any, pool: Any, *options: Any
+    ) -> Tensor | None:
         weight, bias = self._affine()
         if not self._runs_torch(x, weight) or not x.is_floating_point():
             return None
-        if any(other is not None for other in others[:4]) or any(others[6:]):
+        if residual is not None or activation is not None or pool is not None or any(options[2:]):
             return None
-        t, spec = self._call(x)
-        mean, var, step = t.running_mean, t.running_var, spec.momentum
-        updates = spec.training and mean is not None
+        self._check_input_dim(x)
+        mean, var, tracked = self._statistics()
+        updates, momentum = self.training and mean is not None, self.momentum
         if (
             (mean is None) != (var is None)
-            or (updates and (t.tracked is None or type(step) is not float or spec.safe))
-            # With a single sample, position or channel, PyTorch's CPU kernels misread gradients in
-            # some layouts.
+            or (updates and (tracked is None or not self.track_running_stats))
+            or (updates and (type(momentum) is not float or self._normplug.statistics == "safe"))
+            # PyTorch's CPU kernels misread some layouts with one sample, position or channel.
             or min(x.shape) < 2
             or x.shape[1] != self.num_features
         ):
             return None
-        weight = self._scaled(weight)
+        weight, of_batch = self._scaled(weight), self.training or mean is None
         if updates:
-            t.tracked.add_(1)  # type: ignore[union-attr]
+            tracked.add_(1)  # type: ignore[union-attr]
         cudnn = x.is_cuda and torch.backends.cudnn.enabled
-        numbers: Any = (spec.training, step if updates else 0.0, spec.eps, cudnn)
+        numbers: Any = (of_batch, momentum if updates else 0.0, self._eps, cudnn)
         return torch.batch_norm(x, weight, bias, mean, var, *numbers)
 
     def _call(

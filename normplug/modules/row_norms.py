@@ -162,12 +162,11 @@ class LayerNorm(RowNorm, nn.LayerNorm):
         )
 
     def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        own, watched = self._normplug, [self._buffers.get(name) for name in self._watched]
-        arguments = x, self.normalized_shape, self._scaled(weight), bias, own.eps
-        if not self.training or watched[0] is None:
-            return torch.layer_norm(*arguments)
-        y, mean, rstd = torch.native_layer_norm(*arguments)
-        _watch(watched, own.momentum, mean, rstd, own.eps)
+        own, shape, weight = self._normplug, self.normalized_shape, self._scaled(weight)
+        if not self.training or "watched_var" not in self._buffers:
+            return torch.layer_norm(x, shape, weight, bias, own.eps)
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, own.eps)
+        _watch(self._buffers, own.momentum, mean, rstd, own.eps)
         return y
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
@@ -233,12 +232,12 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
     """
 
 
-def _watch(statistics: list[Any], momentum: Any, mean: Tensor, rstd: Tensor, eps: float) -> None:
+def _watch(buffers: dict[str, Any], momentum: Any, mean: Tensor, rstd: Tensor, eps: float) -> None:
     """Update watched statistics in floats: `stock.update_running` takes four times as long.
 
     mean, rstd: a value for each row; rstd is 1 / sqrt(var + eps).
     """
-    watched_mean, watched_var, count = statistics
+    watched_mean, watched_var, count = map(buffers.__getitem__, LayerNorm._watched)
     rows, batches = rstd.numel(), count.item() + 1
     step = 1 / batches if momentum is None else momentum
     var = max(rstd.pow(-2).sum().item() / rows - eps, 0.0)  # rounding may make it negative

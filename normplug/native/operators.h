@@ -54,7 +54,7 @@ inline Tensor tensor_of(const c10::IValue& value) {
 }
 
 // The kernel of NAME_forward(*tensors, spec) -> (results, state), or of NAME_backward(dy, dtotal,
-// *inputs, *state, has_residual, spec, needs) -> gradients.
+// *inputs, *state, spec, flags) -> gradients. flags: see `flags_of` there.
 class Operator : public c10::OperatorKernel {
  public:
   explicit Operator(bool is_backward) : is_backward_(is_backward) {}
@@ -67,7 +67,7 @@ class Operator : public c10::OperatorKernel {
       slots[i] = tensor_of(args[is_backward_ ? 2 + i : i]);
     }
     // A residual that was not saved: x is its placeholder in the key.
-    bool lacks_residual = is_backward_ && args[count - 3].toBool() && !slots[1].defined();
+    bool lacks_residual = is_backward_ && (args.back().toInt() & 1) && !slots[1].defined();
     if (lacks_residual) slots[1] = slots[0];
     std::optional<Way> known;
     if (operators().enabled) {
@@ -105,13 +105,12 @@ class Operator : public c10::OperatorKernel {
 
   static variable_list backward(Plan& plan, const Slots& slots, c10::ArrayRef<c10::IValue> args) {
     variable_list saved(slots.begin(), slots.begin() + kInputs), results;
-    for (size_t i = 2 + kInputs; i < args.size() - 3; ++i) {
+    for (size_t i = 2 + kInputs; i < args.size() - 2; ++i) {
       const Tensor& state = args[i].toTensor();
       saved.push_back(state.numel() == 0 ? Tensor() : state);
     }
     std::array<bool, kInputs> needs;
-    auto wanted = args.back().toBoolList();
-    for (size_t i = 0; i < kInputs; ++i) needs[i] = wanted[i];
+    for (size_t i = 0; i < kInputs; ++i) needs[i] = args.back().toInt() >> (1 + i) & 1;
     Tensor dy = readable(tensor_of(args[0])), dtotal = readable(tensor_of(args[1]));
     for (Tensor& each : run_backward(plan, saved, dy, dtotal, needs)) {
       if (each.defined()) results.push_back(std::move(each));

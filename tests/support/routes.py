@@ -19,6 +19,7 @@ from normplug._ops import call as calls
 from normplug._ops import eligible, recompute, row_norms
 from normplug._ops import group_norm as group_norms
 from normplug._ops.batch_norm import BatchNormSpec
+from normplug._ops.operators import flags_of
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Pool, Tensors
 from normplug.modules import base
@@ -247,7 +248,7 @@ def check_operators(cases: Any, case: Any, device: str, compiles: bool = True) -
         needs[1] = False
     kept = residual if has_residual and spec.reads_residual else None
     dys = tensors.dy, tensors.dtotal
-    arguments = (*dys, x, kept, *vectors, *state, has_residual, text, needs)
+    arguments = (*dys, x, kept, *vectors, *state, text, flags_of(has_residual, needs))
     torch.library.opcheck(operators.backward, arguments, test_utils=INNER_RULES)
 
 
