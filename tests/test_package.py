@@ -33,12 +33,12 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 4960, "experiment": 2785, "_ops": 3455, "_fuse": 2075, "native": 1466,
+    "_kernels": 4960, "experiment": 2805, "_ops": 3455, "_fuse": 2075, "native": 1470,
     "modules": 1430, "_swap": 1530, "bench": 920, "adapters": 540,
     "_statistics": 1295, "lightning": 320, "reference.py": 230, "": 2110,
 }  # fmt: skip
 MOST_FILES = 125
-MOST_LINES_OF_TESTS = 19_880  # without tests/zoo
+MOST_LINES_OF_TESTS = 19_945  # without tests/zoo
 
 
 def parts_imported(path):

@@ -55,8 +55,9 @@ def test_the_links_of_pages_outside_the_site_lead_somewhere():
 
 def test_the_first_pages_are_short():
     assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 150
-    speed = (DOCS / "speed.md").read_text()
-    assert len([word for word in speed.split() if word.strip("|-:")]) <= 1500
+    speed, study = ((DOCS / page).read_text() for page in ("speed.md", "study.md"))
+    for text in (speed, study):
+        assert len([word for word in text.split() if word.strip("|-:")]) <= 1500
     assert len(re.findall(r"^\|(?!---)", speed, re.M)) <= 67  # 60 rows and 7 headers
 
 

@@ -1,5 +1,6 @@
 """The scripts of `benchmarks/`, briefly on the CPU, and the documentation that they write."""
 
+import re
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import Mock
@@ -47,9 +48,13 @@ def test_the_figures_of_the_readme_are_those_of_the_results():
 
 
 def test_every_committed_result_and_picture_is_linked_from_a_page():
-    pages = "".join(page.read_text() for page in tables.DOCS.glob("*.md"))
+    linked = {
+        (page.parent / link).resolve()
+        for page in tables.DOCS.rglob("*.md")
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text())
+    }
     for path in (*(tables.DOCS / "results").iterdir(), *tables.DOCS.rglob("*.png")):
-        assert f"({path.relative_to(tables.DOCS).as_posix()})" in pages, path
+        assert path.resolve() in linked, path
 
 
 def test_a_suite_writes_rows(tmp_path):

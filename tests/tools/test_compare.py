@@ -217,12 +217,34 @@ def test_arms_are_compared_by_their_means_over_rates(compared, tmp_path):
     write_two_rates(tmp_path, {"golden": golden, "standard": {0.4: [0.8] * 3, 0.8: [0.8] * 3}})
     write_run(tmp_path / "0.4", "golden", 2, learning_rate=0.4)
     comparison = compared(over_rates=True)
+    for words in (
+        "# Comparison of 11 runs in ",
+        "## resnet18 on digits: means over the learning rates 0.4, 0.8",
+        "- learning rate 0.8: golden, standard",
+    ):
+        assert words in comparison.markdown
     assert list(comparison.table.arm) == ["standard", "golden"]
     row = by_arm(comparison)["golden"]
     assert difference(row)[:2] == pytest.approx((2, (0.02 + 0.04) / 2))
     lacking = "golden, seed 2: unfinished: another learning rate has no finished run ("
     assert lacking in comparison.markdown
     assert not comparison.complete
+
+
+def test_the_runs_of_one_rate_are_compared_alone(compared, tmp_path):
+    rates = {"golden": {0.4: [0.81], 0.8: [0.86]}, "standard": {0.4: [0.82], 0.8: [0.83]}}
+    write_two_rates(tmp_path, rates)
+    comparison = compared(reference="golden", rate=0.8)
+    assert difference(by_arm(comparison)["standard"])[:2] == pytest.approx((1, -0.03))
+    with pytest.raises(ValueError, match=r"no run has the learning rate 3, only \[0.4, 0.8\]"):
+        compared(rate=3.0)
+
+
+def test_a_column_without_a_value_is_left_out(compared, tmp_path):
+    write_runs(tmp_path, {"golden": [0.9], "standard": [0.8]}, images_per_s=None, step_ms=None)
+    lines = [" ".join(line.split()) for line in compared().markdown.splitlines()]
+    assert "| arm | peak, MiB | norms swapped |" in lines
+    assert "| arm | n | test accuracy, % | minus standard, points |" in " ".join(lines)
 
 
 def test_the_report_has_the_sensitivity_to_the_rate_and_flags_ends(compared, tmp_path):
@@ -441,9 +463,8 @@ def test_without_a_finished_run_there_is_a_table_and_no_plot(tmp_path):
     write_run(tmp_path, "golden", 0, status="failed", error="boom")
     comparison = compare(tmp_path)
     assert {path.name for path in comparison.paths} == {"summary.md", "summary.csv"}
-    outcome, cost = [row for row in comparison.markdown.splitlines() if row.startswith("| golden")]
-    assert " ".join(outcome.split()) == "| golden | 0 of 1 | - | - | - | - |"
-    assert cost.count(" - |") == 5
+    rows = [row for row in comparison.markdown.splitlines() if row.startswith("| golden")]
+    assert [" ".join(row.split()) for row in rows] == ["| golden | 0 of 1 |", "| golden |"]
     assert "No reference: no finished run of baseline or standard.\n" in comparison.markdown
 
 
@@ -452,7 +473,8 @@ def test_every_file_is_written_and_printed_and_none_is_blank(tmp_path, capsys):
         write_variance(write_run(tmp_path / "runs", arm, seed, test_accuracy=0.9 + seed / 100))
     assert main([str(tmp_path / "runs"), "--out", str(out := tmp_path / "new" / "out")]) == 0
     plots = {
-        f"{name}_resnet18_digits.png" for name in ("accuracy", "gap", "seeds", "variance_by_depth")
+        f"{name}_resnet18_digits.png"
+        for name in ("accuracy", "gap", "seeds", "speed", "variance_by_depth")
     }
     assert {path.name for path in out.iterdir()} == plots | {"summary.md", "summary.csv"}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in plots)

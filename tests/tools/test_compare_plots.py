@@ -19,9 +19,9 @@ def a_run(arm, seed, accuracy=0.9, curve=(0.5,), **others):
     return row | {"validation_score": np.nan, "block_drop": []} | others
 
 
-def drawn(*runs):
+def drawn(*runs, over_rates=False):
     """The figures of some runs, by name."""
-    (group,) = group_runs(pd.DataFrame(runs))
+    (group,) = group_runs(pd.DataFrame(runs), None, None, over_rates)
     return dict(figures(group, arm_styles([group])))
 
 
@@ -32,6 +32,11 @@ def a_variance(cells):
 
 def lines(axes):
     return {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+
+
+def means(axes):
+    """The points with an interval."""
+    return [container.lines[0].get_xydata()[0] for container in axes.containers]
 
 
 def texts(axes):
@@ -55,9 +60,10 @@ def test_lines_over_epochs_and_blocks_are_medians_up_to_where_a_seed_stops():
     assert lines(whole).keys() == {"baseline (1 seed)", "golden (2 seeds)"}
     assert lines(whole)["golden (2 seeds)"] == [[1.0, 50.0], [2.0, 70.0]]
     assert whole.get_ylabel() == "validation accuracy (%)"
-    (gaps,) = found["gap"].axes
+    gaps, late = found["gap"].axes
     assert lines(gaps).keys() == {"golden (1 seed)"}
     np.testing.assert_allclose(lines(gaps)["golden (1 seed)"], [[1, -10], [2, -10]])
+    np.testing.assert_allclose(lines(late)["golden (1 seed)"], [[2, -10]])
     assert gaps.get_ylabel() == "minus baseline (points)"
     (blocks,) = found["blocks"].axes
     expected = {"golden (2 seeds)": [[1, 0.4], [2, 0.2]], "standard (1 seed)": [[1, 0.2], [2, 0.4]]}
@@ -99,7 +105,7 @@ def test_a_loss_is_drawn_as_it_is_with_its_unit():
     arms = {"baseline": 1.5, "golden": 1.25}
     found = drawn(*(a_run(arm, 0, at, (2.0, at), measure=loss) for arm, at in arms.items()))
     left, right = found["seeds"].axes
-    assert left.get_xlabel() == "test loss (nats/byte)"
+    assert left.get_xlabel() == "test loss (nats/byte), lower is better"
     assert right.get_xlabel() == "test loss minus baseline, same seed (nats/byte)"
     assert dots(right, "D") == [-0.25]
     assert found["loss"].axes[0].get_ylabel() == "validation loss (nats/byte)"
@@ -109,14 +115,15 @@ def test_no_text_of_a_plot_lies_on_another_or_outside():
     long = "a-tag-that-goes-on_and_on_without_a_place_to_break_it_at_all_until_somebody_stops"
     arms = ["standard", "golden", "0.5", "0.25", *(f"{i}.5-{long}" for i in range(5))]
     cells = np.random.default_rng(0).uniform(0.5, 2.0, 60)
-    others = {"block_drop": [0.5, 0.1], **a_variance(cells)}
+    others = {"block_drop": [0.5, 0.1], "items_per_s": 10.0, **a_variance(cells)}
     found = drawn(
         *(
             a_run(arm, seed, 0.9 + seed / 100, (0.5, 1.0), **others)
             for arm, seed in product(arms, range(3))
         )
     )
-    assert found.keys() == {"seeds", "targets", "accuracy", "gap", "blocks", "variance_by_depth"}
+    named = {"seeds", "targets", "speed", "accuracy", "gap", "blocks", "variance_by_depth"}
+    assert found.keys() == named
     for figure in found.values():
         figure.draw_without_rendering()
         labels = [label for axes in figure.axes for label in axes.get_yticklabels()]
@@ -147,9 +154,34 @@ def test_targets_are_on_a_log_axis_and_other_arms_are_left_out():
     runs = [a_run(arm, seed, 0.9 + gain) for arm, gain in modes.items() for seed in range(2)]
     (axes,) = drawn(*runs)["targets"].axes
     assert axes.get_xscale() == "log"
-    (line,) = [container.lines[0] for container in axes.containers]
-    np.testing.assert_allclose(line.get_xdata(orig=False), [0.5, 0.618034, 2], rtol=1e-5)
-    np.testing.assert_allclose(line.get_ydata(orig=False), [1, 2, -1])
+    assert axes.get_ylabel() == "minus standard, points, higher is better"
+    np.testing.assert_allclose(means(axes), [[0.618034, 2], [0.5, 1], [2, -1]], rtol=1e-5)
+
+
+def test_a_seed_far_off_does_not_move_the_mean_of_its_target():
+    runs = [
+        a_run(arm, seed, 0.9 + seed / 1000) for arm in ("1", "2", "3", "4") for seed in range(8)
+    ]
+    runs[-1]["test_score"] = 0.1
+    (axes,) = drawn(*runs, *(a_run("standard", seed, 0.9) for seed in range(8)))["targets"].axes
+    np.testing.assert_allclose(means(axes), [[1, 0.35], [2, 0.35], [3, 0.35], [4, 0.3]])
+    assert axes.containers[-1].get_label() == "target 4, without 1 far off"
+
+
+def test_the_score_is_drawn_over_the_speed_and_the_learning_rate():
+    speeds = {"baseline": 10.0, "golden": 20.0}
+    runs = [
+        a_run(arm, seed, 0.9 + rate, items_per_s=speed, learning_rate=rate, validation_score=rate)
+        for (arm, speed), rate, seed in product(speeds.items(), (0.01, 0.02), range(2))
+    ]
+    found = drawn(*runs, over_rates=True)
+    (axes,) = found["speed"].axes
+    np.testing.assert_allclose(means(axes), [[10, 91.5], [20, 91.5]])
+    assert axes.get_xlabel() == "median images/s, higher is better"
+    (axes,) = found["rates"].axes
+    assert axes.get_xscale() == "log"
+    both = {f"{arm} (2 seeds)": [[0.01, 1], [0.02, 2]] for arm in speeds}
+    assert lines(axes) == both
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
@@ -161,7 +193,7 @@ def test_degenerate_variances_are_drawn(value):
 @pytest.mark.parametrize("others", [8, 30])
 def test_no_two_arms_have_one_colour_and_arms_differ_without_colour(others):
     runs = [a_run(f"{i / 10}", 0) for i in range(others)]
-    styles = arm_styles(group_runs(pd.DataFrame(runs))).values()
+    styles = arm_styles(group_runs(pd.DataFrame(runs), None, None, False)).values()
     assert len({style["color"] for style in styles}) == 3 + others
     looks = {(style["marker"], style.get("linestyle")) for style in styles}
     assert len(looks) == min(3 + others, 3 + 21)

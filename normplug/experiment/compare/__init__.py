@@ -34,6 +34,7 @@ def compare(
     reference: str | None = None,
     margin: float | None = None,
     over_rates: bool = False,
+    rate: float | None = None,
 ) -> Comparison:
     """Compare all runs of the sources, arm by arm and seed by seed.
 
@@ -51,11 +52,12 @@ def compare(
             differences: points of an accuracy, or the unit of a loss.
         over_rates: average the runs of an arm and seed over their learning rates. Otherwise each
             rate of an arm that has several is an arm of its own.
+        rate: compare only the runs with this learning rate.
 
     Raises:
         OSError: a source cannot be read.
-        ValueError: a source is not there, or holds no run; `out` is None, and `sources` is not a
-            single directory.
+        ValueError: a source is not there, or holds no run; no run has `rate`; `out` is None, and
+            `sources` is not a single directory.
     """
     paths = [Path(source) for source in sources]
     runs, unusable = find_runs(paths)
@@ -64,6 +66,9 @@ def compare(
             "normplug.compare: with several sources or a collected file, tables and plots need a "
             "directory of their own. Name it: --out DIR."
         )
+    if rate is not None and rate not in (rates := sorted(set(runs.learning_rate.dropna()))):
+        raise ValueError(f"normplug.compare: no run has the learning rate {rate:g}, only {rates}.")
+    runs = runs if rate is None else runs[runs.learning_rate == rate]
     target = Path(out or paths[0])
     groups = group_runs(runs, reference, margin, over_rates)
     where = " and ".join(path.name if path.is_file() else str(path) for path in paths)
@@ -86,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--reference", metavar="ARM", help="compare with this arm, not baseline or standard")
     add("--margin", metavar="M", type=float, help="test whether differences are within ± M (TOST)")
     add("--over-rates", action="store_true", help="average an arm's runs over learning rates")
+    add("--rate", metavar="LR", type=float, help="compare only the runs with this learning rate")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--best", metavar="FILE", type=Path, help="write each arm's options with its best rate")
     add("--collect", metavar="FILE", type=Path, help="write all runs to this file")

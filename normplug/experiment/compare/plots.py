@@ -21,7 +21,7 @@ from matplotlib.ticker import LogLocator
 
 from normplug._results import replace_file
 from normplug.experiment.compare.report import about_reference, count_of, p_text
-from normplug.experiment.compare.runs import Group, far_off, label
+from normplug.experiment.compare.runs import Group, far_off, intervals, label
 
 VARIANCES = {
     "input_variance": "input of each norm at the last step logged, median over seeds",
@@ -42,7 +42,8 @@ COLOURS = ("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#882255", "#9
 
 def arm_styles(groups: Iterable[Group]) -> Styles:
     """How to draw each arm in every group; no two arms have one colour."""
-    others = sorted({arm for group in groups for arm in group.arms} - FIXED.keys())
+    named = {arm for group in groups for arm in (*group.every.plain_arm, *group.arms)}
+    others = sorted(named - FIXED.keys())
     more = colormaps["turbo"](np.linspace(0.1, 0.9, max(len(others) - len(COLOURS), 0)))
     looks = zip((*COLOURS, *map(to_hex, more)), cycle("^vPX*<>"), cycle(("-", "--", "-.")))
     styles = [dict(zip(("color", "marker", "linestyle"), look, strict=True)) for look in looks]
@@ -63,25 +64,45 @@ def draw(groups: Sequence[Group], out: Path) -> list[Path]:
 
 def figures(group: Group, styles: Styles) -> Iterator[tuple[str, Figure]]:
     """Draw the plots that the group has numbers for, and yield each with its name."""
-    measure = group.measure
+    measure, better = group.measure, f"{group.measure.better} is better"
     if group.finished.test_score.notna().any():
         yield "seeds", _seeds(group, styles)
-    if (figure := _targets(group)) is not None:
+    arms = group.table.set_index("arm", drop=False)
+    compared = arms.arm[arms.difference_to_reference_n > 0].replace(TARGETS)
+    targets = pd.to_numeric(compared, errors="coerce").dropna()
+    if len(targets) >= 3:
+        y = f"minus {label(group.reference or '')}, {measure.difference_unit}, {better}"
+        figure = _points(group, styles, targets, group.differences(), "target variance", y)
+        _log_x(figure.axes[0], targets)
         yield "targets", figure
+    speeds = arms.items_per_s_median.dropna()
+    if len(speeds) > 1:
+        x, y = f"median {measure.items}/s, higher is better", f"{measure.unit}, {better}"
+        yield "speed", _points(group, styles, speeds, group.wide("test_score"), x, y)
     lines = partial(_lines, group.title, styles)
+    score = f"validation {measure.name} ({measure.unit})"
     if curves := {arm: measure.scale * table for arm, table in group.curves().items()}:
-        y = f"validation {measure.name} ({measure.unit})"
-        yield measure.name, lines({"median over seeds": curves}, "epoch", y)
+        panel = {f"median over seeds; {better}": curves}
+        yield measure.name, lines(panel, "epoch, 1 = first", score)
     if gaps := {arm: measure.scale * gap for arm, gap in group.gaps().items() if gap.shape[1] > 1}:
         y = f"minus {label(group.reference or '')} ({measure.difference_unit})"
-        title = f"validation {measure.name}, same seed, median over seeds"
-        yield "gap", lines({title: gaps}, "epoch", y)
+        title = f"validation {measure.name}, same seed, median over seeds; {better}"
+        late = {arm: gap.loc[:, gap.columns > gap.columns[-1] / 2] for arm, gap in gaps.items()}
+        yield "gap", lines({title: gaps, "the second half": late}, "epoch, 1 = first", y)
+    done = group.every[group.every.status == "finished"]
+    by_rate = done.pivot_table("validation_score", "seed", ["plain_arm", "learning_rate"])
+    rates = {arm: measure.scale * by_rate[arm] for arm in by_rate.columns.unique("plain_arm")}
+    if any(table.shape[1] > 1 for table in rates.values()):
+        title, panel = f"{group.model} on {group.data}", {f"median over seeds; {better}": rates}
+        figure = _lines(title, styles, panel, "learning rate", score)
+        _log_x(figure.axes[0], by_rate.columns.unique("learning_rate"))
+        yield "rates", figure
     if drops := group.lists("block_drop"):
         title = f"test {measure.name} without a block minus the whole model's, median over seeds"
-        yield "blocks", lines({title: drops}, "block", f"added {measure.unit}", log=True)
+        yield "blocks", lines({title: drops}, "block, 1 = first", f"added {measure.unit}", log=True)
     panels = {title: group.lists(name) for name, title in VARIANCES.items()}
     if any(panels.values()):
-        yield "variance_by_depth", lines(panels, "norm by depth", "variance", log=True)
+        yield "variance_by_depth", lines(panels, "norm, 1 = first", "variance", log=True)
 
 
 def _lines(
@@ -96,7 +117,7 @@ def _lines(
     figure, drawn = _new_figure(title, (11, 2 + 2.5 * len(panels)), (len(panels), 1))
     for (what, runs), axes in zip(panels.items(), drawn, strict=True):
         for arm, table in runs.items():
-            name = textwrap.fill(f"{label(arm)} ({count_of(len(table), 'seed')})", 30)
+            name = textwrap.fill(f"{label(arm)} ({count_of(len(table), 'seed')})", 34)
             few = 1 + table.shape[1] // 25  # markers sparse enough to tell apart
             options = {"markevery": few, "markersize": 5, "clip_on": False, **styles[arm]}
             axes.plot(table.columns, table.median(), label=name, **options)
@@ -108,7 +129,7 @@ def _lines(
             axes.minorticks_off()
         axes.set_title(what, loc="left", fontsize="medium")
         axes.set_ylabel(y)
-    drawn[-1].set_xlabel(f"{x}, 1 = first")
+    drawn[-1].set_xlabel(x)
     handles, labels = drawn[0].get_legend_handles_labels()
     figure.set_figheight(max(figure.get_figheight(), 1.6 + 0.2 * "\n".join(labels).count("\n")))
     figure.legend(handles, labels, loc="outside right center", frameon=False)
@@ -132,7 +153,7 @@ def _seeds(group: Group, styles: Styles) -> Figure:
     left.set_yticks(range(len(names)), names)
     left.set_ylim(len(names) - 0.5, -0.5)
     _draw_dots(left, group, styles, "test", group.wide("test_score"))
-    left.set_xlabel(f"test {measure.name} ({measure.unit})")
+    left.set_xlabel(f"test {measure.name} ({measure.unit}), {measure.better} is better")
     _draw_dots(right, group, styles, "difference_to_reference", group.differences())
     if not right.lines:
         right.set_axis_off()
@@ -173,24 +194,29 @@ def _draw_dots(axes: Axes, group: Group, styles: Styles, name: str, stored: pd.D
     axes.xaxis.set_major_formatter("{x:,.6g}")
 
 
-def _targets(group: Group) -> Figure | None:
-    """Draw the difference from the reference over the target variance of at least three modes."""
-    rows = group.table.dropna(subset="difference_to_reference_mean")
-    targets = pd.to_numeric([TARGETS.get(arm, arm) for arm in rows.arm], errors="coerce")
-    rows = rows.assign(target=targets).dropna(subset="target").sort_values("target")
-    if len(rows) < 3:
-        return None
-    measure, minus = group.measure, f"minus {label(group.reference or '')}"
-    title = f"{group.title}\ntest {measure.name} {minus}, same seed: mean and 95% t-interval"
-    figure, (axes,) = _new_figure(title, (7, 4))
-    means = measure.scale * rows.difference_to_reference_mean
-    halves = measure.scale * rows.difference_to_reference_t95_half_width.fillna(0)
-    axes.errorbar(rows.target, means, halves, fmt="o-", capsize=3)
-    axes.axhline(0, color="black", linewidth=0.8, linestyle="--", zorder=0)
-    axes.set(xscale="log", xlabel="target variance", ylabel=f"{minus} ({measure.difference_unit})")
-    axes.set_xticks(rows.target, [f"{target:.3g}" for target in rows.target])
-    axes.minorticks_off()
+def _points(
+    group: Group, styles: Styles, xs: pd.Series[float], stored: pd.DataFrame, x: str, y: str
+) -> Figure:
+    """Draw the mean and interval of each arm's values, without those far off, over `xs`."""
+    measure, far = group.measure, far_off(stored)
+    found = measure.scale * intervals(stored.mask(far)).fillna(0)
+    title = f"{group.title}\ntest {measure.name}: mean and 95% t-interval"
+    figure, (axes,) = _new_figure(title, (9, 2.4 + 0.4 * len(xs)))
+    for arm, at in xs.items():
+        name = label(arm) + f", without {far[arm].sum()} far off" * int(far[arm].any())
+        style = styles[arm] | {"linestyle": "none", "elinewidth": 1.5, "capsize": 3}
+        style["label"] = textwrap.fill(name, 30)
+        axes.errorbar(at, found["mean"][arm], found.t95_half_width[arm], **style)
+    axes.set(xlabel=x, ylabel=y)
+    figure.legend(loc="outside right center", frameon=False)
     return figure
+
+
+def _log_x(axes: Axes, ticks: Iterable[float]) -> None:
+    """Make x logarithmic, with a label at each of the ticks."""
+    axes.set_xscale("log")
+    axes.set_xticks(list(ticks), [f"{tick:.3g}" for tick in ticks])
+    axes.minorticks_off()
 
 
 def _new_figure(

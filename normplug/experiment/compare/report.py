@@ -26,7 +26,7 @@ peak memory are medians over runs. docs/experiments.md explains more.
 
 def render(groups: Sequence[Group], unusable: Mapping[str, str], where: str) -> str:
     """The whole report on the runs of `where`: groups, unusable files, and how to read it."""
-    count = sum(len(group.runs) for group in groups) + len(unusable)
+    count = sum(len(group.every) for group in groups) + len(unusable)
     parts = [f"# Comparison of {count_of(count, 'run')} in {where}\n", *map(_section, groups)]
     if unusable:
         lines = [f"{name}: {shorten(why, LONGEST)}" for name, why in unusable.items()]
@@ -51,12 +51,10 @@ def _section(group: Group) -> str:
             for run in without.itertuples()
         ]
         parts.append(f"Not in these numbers:\n\n{_bullets(lines)}")
-    parts.append(
-        f"Test {measure.name} is on the test set, after the last epoch; {measure.better} is "
-        "better.\n"
-    )
-    if group.runs.groupby("plain_arm").learning_rate.nunique().max() > 1:
-        parts.append(rate_table(group.runs.assign(arm=group.runs.plain_arm))[0])
+    score = f"Test {measure.name} is on the test set, after the last epoch"
+    parts.append(f"{score}; {measure.better} is better.\n")
+    if group.every.groupby("plain_arm").learning_rate.nunique().max() > 1:
+        parts.append(rate_table(group.every.assign(arm=group.every.plain_arm))[0])
     parts.append(_gaps(group))
     return "\n".join([*filter(None, parts), _costs(group), _bullets(_provenance(group))])
 
@@ -71,8 +69,9 @@ def about_reference(group: Group) -> str:
 def _outcomes(group: Group) -> str:
     """The table of the test score of each arm, and its difference from the reference."""
     measure, rows = group.measure, group.table
-    minus = f"minus {label(group.reference or 'reference')}"
+    minus = f"minus {label(group.reference or 'reference')}, {measure.difference_unit}"
     differences = _intervals(measure, rows, "difference_to_reference", "+")
+    validation = _intervals(measure, rows, "validation_difference_to_reference", "+")
     cells = {
         "arm": rows.arm.map(label),
         "n": rows.n_finished.astype(str) + " of " + rows.n_expected.astype(str),
@@ -82,18 +81,10 @@ def _outcomes(group: Group) -> str:
         ],
         f"test {measure.name}, {measure.unit}": _intervals(measure, rows, "test"),
         "bits per character": _intervals(measure, rows, "test_bits"),
-        f"{minus}, {measure.difference_unit}": differences.where(
-            rows.arm != group.reference, "reference"
-        ),
+        minus: differences.where(rows.arm != group.reference, "reference"),
         "p (Holm)": rows.difference_to_reference_p_holm.map(p_text, na_action="ignore"),
-        f"validation {minus}, {measure.difference_unit}": _intervals(
-            measure, rows, "validation_difference_to_reference", "+"
-        ),
+        f"validation {minus}": validation,
     }
-    if not (rows.n_diverged + rows.n_far_off).any():
-        del cells["diverged"]
-    if not rows.test_bits_n.any():
-        del cells["bits per character"]
     if group.margin is not None:
         ps = rows.difference_to_reference_p_equivalent.map(p_text, na_action="ignore")
         cells[f"p (TOST, within ± {group.margin:g} {measure.difference_unit})"] = ps
@@ -148,7 +139,7 @@ def _costs(group: Group) -> str:
 def speed_text(row: Mapping[str, Any]) -> str:
     """The speed ratio of a row of the table, with its range; "unclear" within the noise."""
     ratio, spread = row["speed_ratio_geometric_mean"], row["speed_reference_spread"]
-    if row["arm"] == row["speed_reference"]:
+    if row["arm"] == row["speed_reference"] and row["items_per_s_median"] > 0:
         return "reference"
     if not row["speed_ratio_n"]:
         return NOTHING
@@ -167,7 +158,7 @@ def p_text(p: float) -> str:
 
 def _provenance(group: Group) -> list[str]:
     """Hardware, versions, epochs, rates and dates of the finished runs, and how they differ."""
-    runs = group.finished
+    runs = group.every[group.every.status == "finished"]
     if runs.empty:
         return []
     named = [name for name in ("hardware", "commit") if runs[name].any()]
@@ -175,7 +166,7 @@ def _provenance(group: Group) -> list[str]:
     versions = pd.DataFrame(list(runs.versions)).fillna("none")
     of_all = [f"{name} {_counted(versions[name])}" for name in sorted(versions)]
     lines += [f"versions: {', '.join(of_all)}", f"epochs: {_counted(runs.epochs)}"]
-    for rate, arms in runs.groupby("learning_rate").arm:
+    for rate, arms in runs.groupby("learning_rate").plain_arm:
         lines.append(f"learning rate {rate:g}: {', '.join(sorted(map(label, set(arms))))}")
     days = runs.date.str[:10]
     return [*lines, f"dates: {' to '.join(dict.fromkeys((days.min(), days.max())))}"]
@@ -231,10 +222,10 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
 
 
 def _table(cells: pd.DataFrame) -> str:
-    """Text in the first column, and numbers aligned to the right in the others."""
+    """Text in the first column, and numbers aligned to the right in the others; no empty column."""
+    cells = cells.astype(object).replace(["", NOTHING], np.nan).dropna(axis=1, how="all")
+    cells = cells.fillna(NOTHING).map(lambda cell: cell.replace("|", "/"))
     align = ["left", *["right"] * (cells.shape[1] - 1)]
-    cells = cells.astype(object).fillna(NOTHING).replace("", NOTHING)
-    cells = cells.map(lambda cell: cell.replace("|", "/"))
     return f"{cells.to_markdown(index=False, colalign=align, disable_numparse=True)}\n"
 
 

@@ -162,22 +162,26 @@ class Group:
     """The runs of one model on one data set, with the columns of `find_runs`.
 
     Of each arm and seed, at most one run is finished. The first of `references` that has a finished
-    run is the arm to compare with. `margin` is of an equivalence, in the unit of differences.
+    run is the arm to compare with. `margin` is of an equivalence, in the unit of differences. With
+    `over_rates`, `runs` are means over the learning rates of `every` run.
     """
 
     def __init__(
-        self, runs: pd.DataFrame, references: tuple[str, ...], margin: float | None = None
+        self, every: pd.DataFrame, references: Sequence[str], margin: float | None, over_rates: bool
     ) -> None:
-        self.runs, self.references, self.margin = runs, references, margin
+        self.every, self.references, self.margin = every, references, margin
+        self.runs = runs = _mean_over_rates(every) if over_rates else every
         self.model, self.data = runs.model.iloc[0], runs.data.iloc[0]
-        self.title = f"{self.model} on {self.data}"
+        rates = ", ".join(map("{:g}".format, np.unique(every.learning_rate.dropna())))
+        means = f": means over the learning rates {rates}" if over_rates else ""
+        self.title = f"{self.model} on {self.data}{means}"
         self.arms = sorted(set(runs.arm), key=lambda arm: ([*ARM_ORDER, arm].index(arm), arm))
         self.seeds = sorted(set(runs.seed))  # that each arm should have
         self.finished = runs[runs.status == "finished"]  # no other run is averaged
         self.measure: Measure = next(iter(self.finished.measure), ACCURACY)
         self.graphs = set(self.finished.arm[self.finished.graph])  # arms that replayed CUDA graphs
-        done = set(self.finished.arm)
-        self.reference = next((arm for arm in references if arm in done), None)
+        done = {label(arm): arm for arm in self.finished.arm}
+        self.reference = next((done[arm] for arm in map(label, references) if arm in done), None)
 
     def wide(self, field: str) -> pd.DataFrame:
         """A column of the finished runs as a table: a row a seed, a column an arm."""
@@ -280,10 +284,7 @@ class Group:
 
 
 def group_runs(
-    runs: pd.DataFrame,
-    reference: str | None = None,
-    margin: float | None = None,
-    over_rates: bool = False,
+    runs: pd.DataFrame, reference: str | None, margin: float | None, over_rates: bool
 ) -> list[Group]:
     """Group by (model, data). Where an arm has several learning rates, each rate is an arm.
 
@@ -298,23 +299,19 @@ def group_runs(
     runs = runs.sort_values(["done", "date"], kind="stable")
     replaced = runs.duplicated(["model", "data", "arm", "seed"], keep="last")
     runs.loc[replaced, ["status", "error"]] = "replaced", "by a finished or newer run"
-    if over_rates:
-        runs = _mean_over_rates(runs[~replaced])
-    groups = []
-    for _, found in runs.groupby(["model", "data"]):
-        named = [arm for arm in found.arm.unique() if label(arm) == label(reference or "")]
-        wanted = (*named, reference)[:1] if reference else ()
-        groups.append(Group(found, wanted + REFERENCES, margin))
-    return groups
+    wanted = (reference, *REFERENCES) if reference else REFERENCES
+    by_data = runs.groupby(["model", "data"])
+    return [Group(found, wanted, margin, over_rates) for _, found in by_data]
 
 
 def _mean_over_rates(runs: pd.DataFrame) -> pd.DataFrame:
     """A run for each arm and seed; it is finished if the seed has finished with each rate."""
-    keys = ["model", "data", "plain_arm"]
-    rates = runs.groupby(keys).learning_rate.transform("nunique")
-    by_seed = runs.groupby([*keys, "seed"])
-    lacks = runs.done & (by_seed.done.transform("sum") < rates)
+    runs = runs[runs.status != "replaced"]
+    by_seed = runs.groupby(["plain_arm", "seed"])
+    lacks = runs.done & (by_seed.done.transform("sum") < runs.learning_rate.nunique())
     means = {score: by_seed[score].transform("mean") for score in SCORES}
     runs = runs.assign(arm=runs.plain_arm, curve=[[] for _ in runs.index], **means)
     runs.loc[lacks, ["status", "error"]] = "unfinished", "another learning rate has no finished run"
-    return runs.drop_duplicates([*keys, "seed"])  # the first, which has not finished if any has not
+    return runs.drop_duplicates(
+        ["plain_arm", "seed"]
+    )  # the first, which has not finished if any has not
