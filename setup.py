@@ -13,6 +13,12 @@ from setuptools import find_packages, setup
 
 CONFIGS = "normplug.experiment.configs"
 REPOSITORY = os.environ.get("NORMPLUG_REPOSITORY", "").rstrip("/")
+LINKS = {
+    "Documentation": f"{REPOSITORY}/blob/main/docs/README.md",
+    "Source": REPOSITORY,
+    "Issues": f"{REPOSITORY}/issues",
+    "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+}
 
 
 def readme() -> str:
@@ -29,5 +35,5 @@ setup(
     package_dir={CONFIGS: "configs"},
     long_description=readme(),
     long_description_content_type="text/markdown",
-    project_urls={"Source": REPOSITORY, "Issues": f"{REPOSITORY}/issues"} if REPOSITORY else {},
+    project_urls=LINKS if REPOSITORY else {},
 )

@@ -62,15 +62,22 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     done = done[done.batch == 512 * done.gpus]
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.add_subplot(title="ResNet-18, CIFAR-10, 512 images per GPU")
+    figure.suptitle(
+        f"{rows[0]['device'].split(' x ')[-1]}, {rows[0]['date']:.10}", fontsize="small"
+    )
     for graph, runs in done.groupby("graph"):
-        name, colour = ("CUDA graphs", "tab:blue") if graph else ("no graphs", "tab:grey")
+        name, colour = ("CUDA graphs", "tab:blue") if graph else ("no graphs", "tab:orange")
         axes.plot(runs.gpus, runs.images_per_s, ".", color=colour)
         middle = runs.groupby("gpus").images_per_s.median()
         middle.plot(ax=axes, color=colour, label=name, legend=True)
         ideal = middle.iloc[0] / middle.index[0] * middle.index.to_series()
         ideal.plot(ax=axes, style=":", color=colour)
-    axes.set(xticks=sorted(set(done.gpus)), ylim=(0, None), xlabel="GPUs; dotted: in proportion")
-    axes.set_ylabel("images per second")
+    axes.set(
+        xticks=sorted(set(done.gpus)),
+        ylim=(0, None),
+        xlabel="GPUs (lines: medians; dotted: in proportion)",
+    )
+    axes.set_ylabel("images per second, higher is better")
     figure.savefig(path, dpi=150)
 
 

@@ -23,17 +23,19 @@ DOCS = Path(__file__).parents[1] / "docs"
 CASE = ("model", "batch", "op", "direction", "layout", "shape", "dtype")
 ORIGIN = ("device", "torch", "triton", "cuda", "python", "normplug", "torchvision", "transformers")
 ORIGIN += ("diffusers", "liger_kernel", "liger-kernel", "flag_gems", "timm", "commit", "mode")
-SPEED = " (speed over eager)"
+SPEED = ", lower is better (speed over eager, higher is better)"
 TABLES = {  # a row's field -> the caption of its table, and the format of a cell
     "ms": (f"Median time of a training step, ms{SPEED}", "{:.2f}"),
-    "best_ms": (f"Best time of a step, ms{SPEED}", "{:.2f}"),
     "gpu_ms": (f"Time in which the GPU is busy in a step, ms{SPEED}", "{:.2f}"),
     "host_ms": (f"The host's time for a step, ms{SPEED}", "{:.2f}"),
-    "first_step_s": ("Time of the first step, with no compiled kernel on disk, s", "{:.1f}"),
-    "peak_gib": ("Peak memory of a step, GiB", "{:.2f}"),
+    "first_step_s": (
+        "Time of the first step, with no compiled kernel on disk, s, lower is better",
+        "{:.1f}",
+    ),
+    "peak_gib": ("Peak memory of a step, GiB, lower is better", "{:.2f}"),
     "call_us": (f"Median time of a call in calls back to back, microseconds{SPEED}", "{:.0f}"),
     "us": (f"Median GPU time, microseconds{SPEED}", "{:.1f}"),
-    "percent": ("GPU time, as % of the speed of a copy that moves the fewest bytes", "{:.0f}"),
+    "percent": ("Speed, as % of a copy that moves the fewest bytes, higher is better", "{:.0f}"),
     "max_rel": (
         "Largest difference from eager, relative to the largest element of the same output; "
         "normplug in mode standard",
@@ -59,6 +61,42 @@ MODELS = {
     "unet2d": "diffusion UNet, 64x64",
     "nnunet3d": "3d U-Net, 128x128x128",
 }
+# The names of operations and providers in tables and pictures. Results of 0.2 have short names.
+OPS = {
+    "bn": "BatchNorm",
+    "bn_relu": "BatchNorm + ReLU",
+    "bn_add_relu": "BatchNorm + add + ReLU",
+    "ln": "LayerNorm",
+    "ln_stats": "LayerNorm, watched",
+    "add_ln": "add + LayerNorm",
+    "bias_ln": "bias + LayerNorm",
+    "rms": "RMSNorm",
+    "add_rms": "add + RMSNorm",
+    "gn": "GroupNorm",
+    "gn_silu": "GroupNorm + SiLU",
+    "in3d": "InstanceNorm",
+    "batch_norm": "BatchNorm",
+    "batch_norm_relu": "BatchNorm + ReLU",
+    "batch_norm_add_relu": "BatchNorm + add + ReLU",
+    "layer_norm": "LayerNorm",
+    "add_layer_norm": "add + LayerNorm",
+    "rms_norm": "RMSNorm",
+    "add_rms_norm": "add + RMSNorm",
+    "group_norm": "GroupNorm",
+    "group_norm_silu": "GroupNorm + SiLU",
+    "instance_norm": "InstanceNorm",
+}
+PROVIDERS = {
+    "compile": "torch.compile",
+    "cudnn": "cuDNN",
+    "flaggems": "FlagGems",
+    "liger": "Liger-Kernel",
+    "normplug-python": "normplug, through Python",
+    "normplug-triton": 'normplug, backend="triton"',
+    "quack": "QuACK",
+}
+# The arms of the table of training steps in docs/speed.md, if they were measured.
+ARMS = ("eager", "compile", "swap", "swap+fuse", "swap+fuse+compile")
 # The results of the two tables of training steps in docs/speed.md.
 STEPS, COMPILED = "models_h100", "models_arms_h100"
 # The first picture that a reader sees: a few models by name. The second file adds the arms that the
@@ -95,17 +133,30 @@ PICTURES = {
 # The colours of arms and providers, distinct in grey too.
 COLOURS = {
     "torch.compile": "#dbe9f6",
-    "compile": "#dbe9f6",
-    "normplug-python": "#fdc086",
+    "normplug, through Python": "#fdc086",
     "swap": "#fdc086",
     "normplug": "#e6761b",
-    "swap+fuse": "#e6761b",
+    "swap + fuse": "#e6761b",
     "normplug and torch.compile": "#173f5f",
-    "swap+fuse+compile": "#173f5f",
+    "swap + fuse + compile": "#173f5f",
+    "Liger-Kernel": "#3f7d3f",
+    "QuACK": "#c9a0dc",
 }
-OTHER_COLOUR = "#3f7d3f"
+OTHER_COLOUR = "#000000"
+# Providers that no picture shows: they run the same kernels.
+NOT_DRAWN = ("normplug-triton", "golden", "watched")
 # Numbers of an axis of speeds.
 TICKS = (0.25, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def named(rows: Sequence[Row]) -> list[Row]:
+    """Rows with the names that a reader knows in place of those of the scripts."""
+    names = {"op": OPS, "provider": PROVIDERS, "arm": PROVIDERS, "model": MODELS}
+    shown = [dict(row) for row in rows]
+    for row in shown:
+        for key in names.keys() & row.keys():
+            row[key] = names[key].get(row[key], row[key].replace("+", " + "))
+    return shown
 
 
 def pivot(found: pd.DataFrame, values: str) -> pd.DataFrame:
@@ -118,7 +169,7 @@ def pivot(found: pd.DataFrame, values: str) -> pd.DataFrame:
 
 def render(rows: Sequence[Row]) -> str:
     """The tables of a file of results of any of the scripts."""
-    found = pd.DataFrame(rows)
+    found = pd.DataFrame(named(rows))
     parts = [f"{_origin(rows)}.\n"]
     if "copy_gbps" in found:
         parts.append(f"Copy: {found['copy_gbps'].iloc[0]:.0f} GB/s, read and written.\n")
@@ -130,7 +181,8 @@ def render(rows: Sequence[Row]) -> str:
             wide = pivot(found[found[field].notna()], field)
             cells = wide.map(form.format)
             if caption.endswith(SPEED) and "eager" in wide:
-                cells += wide.rdiv(wide["eager"], axis=0).map(" ({:.2f}x)".format)
+                faster = wide.rdiv(wide["eager"], axis=0).map(" ({:.2f}x)".format)
+                cells += faster.assign(eager="")
             parts += [f"{caption}:\n", markdown(cells.where(wide.notna(), "-"))]
     return "\n".join(parts)
 
@@ -160,10 +212,13 @@ def text_of(page: Path) -> str:
 
 
 def steps() -> str:
-    """The lines of the table of training steps in docs/speed.md."""
+    """The table of training steps in docs/speed.md, with the arms of `ARMS` that were measured."""
     found = pd.DataFrame(read_file(DOCS / "results" / f"{STEPS}.json"))
     times, busy = pivot(found, "ms"), pivot(found, "gpu_ms")
-    arms, lines = ("eager", "swap", "swap+fuse"), []
+    arms = [arm for arm in ARMS if arm in times]
+    names = [PROVIDERS.get(arm, arm.replace("+", " + ")) for arm in arms]
+    header = " | ".join(["model, batch", *names, "GPU busy, in this order"])
+    lines = [f"| {header} |", "|---" + "|---:" * (len(arms) + 1) + "|"]
     for model in [model for model in MODELS if model in times.index]:
         for batch in sorted(times.loc[model].index, reverse=True):
             row, gpu = times.loc[model, batch], busy.loc[model, batch]
@@ -171,13 +226,12 @@ def steps() -> str:
             cells += [f"{row[arm]:.2f} ({row['eager'] / row[arm]:.2f}x)" for arm in arms[1:]]
             cells.append(", ".join(f"{gpu[arm]:.1f}" for arm in arms))
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
 
 
 def filled(page: str) -> str:
-    """The text of docs/speed.md, with the lines below the header of its table of steps."""
-    pattern = r"(\| model, batch \|[^\n]*GPU busy[^\n]*\n\|---[^\n]*\n)(?:\|[^\n]*\n)*"
-    return re.sub(pattern, lambda found: f"{found[1]}{steps()}\n", page)
+    """The text of docs/speed.md, with its table of steps."""
+    return re.sub(r"\| model, batch \|[^\n]*GPU busy[^\n]*\n(?:\|[^\n]*\n)*", steps(), page)
 
 
 def speeds(rows: Sequence[Row]) -> pd.DataFrame:
@@ -209,7 +263,8 @@ def draw_speeds(faster: pd.DataFrame, path: Path, title: str, width: float = 9) 
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=4, fontsize="small")
-    figure.suptitle("\n".join(textwrap.wrap(title, int(14 * width))), fontsize="small")
+    lines = [part for line in title.split("\n") for part in textwrap.wrap(line, int(14 * width))]
+    figure.suptitle("\n".join(lines), fontsize="small")
     figure.savefig(path, dpi=150)
 
 
@@ -223,7 +278,8 @@ def draw_door(files: Sequence[Sequence[Row]], path: Path) -> None:
     faster = faster.rename(columns=DOOR_ARMS).sort_values("normplug", ascending=False)
     rows = [row for rows in files for row in rows]
     days = sorted({str(row["date"])[:10] for row in rows})
-    title = f"One {rows[0]['device']}, training steps in bfloat16, {days[0]} to {days[-1]}"
+    when = " to ".join(dict.fromkeys((days[0], days[-1])))
+    title = f"One {rows[0]['device']}, training steps in bfloat16, {when}"
     draw_speeds(faster, path, title, width=6)
 
 
@@ -243,16 +299,24 @@ def main(argv: Sequence[str] | None = None) -> None:
             row
             for row in rows
             if re.match(pattern, " ".join(str(row.get(key)) for key in ("op", "dtype", "shape")))
-            and row.get("provider") != "normplug-triton"
+            and row.get("provider") not in NOT_DRAWN
         ]
+        shown = named(shown)
         picture = DOCS / f"{name}.png"
         if name == "layer_norm_h100":
             draw(shown, picture, _origin(rows))
         else:
             faster = speeds(shown)
-            cases = faster.index.to_flat_index()
-            faster.index = [", ".join(map(str, case)) for case in cases]
-            draw_speeds(faster, picture, _origin(rows))
+            levels = {name: faster.index.unique(name) for name in faster.index.names}
+            same = [name for name, values in levels.items() if len(values) == 1]
+            faster.index = [
+                ", ".join(map(str, case)).replace("`", "")
+                for case in faster.index.droplevel(same).to_flat_index()
+            ]
+            title = [_origin(rows), *(str(levels[name][0]) for name in same if name != "layout")]
+            if "direction" in levels:
+                title.append("F: forward, F+B: forward and backward")
+            draw_speeds(faster, picture, "\n".join([title[0], "; ".join(title[1:])]).strip())
     door = [read_file(DOCS / "results" / f"{name}.json") for name in DOOR_RESULTS]
     draw_door(door, DOCS / f"{DOOR}.png")
 

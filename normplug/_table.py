@@ -9,14 +9,16 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from normplug._checks import needs
 
 Row = TypeVar("Row")
 _WIDTH = 120  # columns of a printed report
-# How many texts an error or a warning lists.
-_MOST = 8
+_wrap = partial(textwrap.wrap, break_on_hyphens=False)
+_NUMBER = re.compile(r"(?:0|[1-9]\d*)(?=\.(?!\.)|$)")  # ends a name; not those of {0..79}
+_MOST = 8  # texts that an error or a warning lists
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Rows(Generic[Row]):
     def __str__(self) -> str:
         columns = self.columns()
         rows = folded([*zip(*columns.values(), strict=True)])
-        return f"{table([tuple(columns), *rows])}\n" + "\n".join(_lines(self.summary(), _WIDTH))
+        return f"{table([tuple(columns), *rows])}\n" + "\n".join(_wrap(self.summary(), _WIDTH))
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -62,54 +64,51 @@ def _cell(value: Any) -> str:
 
 
 def folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Write three rows or more that differ in a number of their path as one.
+    """Write three rows or more that differ in a number as one, such as `layers.{0..79}.norm x80`.
 
-    Such as `layers.{0..79}.norm x80`. The path is the first cell; the others may contain it.
+    The path is the first cell; the others may contain it. What saves most rows is folded first.
     """
     found = [(cells, 1) for cells in rows]
-    for place in range(max((path.count(".") + 1 for path, *_ in rows), default=0)):
-        alike: dict[Any, list[tuple[int, int]]] = {}  # cells without a number -> (number, row)
-        for index, (cells, count) in enumerate(found):
-            *before, number = cells[0].split(".")[: place + 1]
-            if len(before) == place and number.isdecimal():
-                prefix = re.compile(rf"(?<![\w.]){re.escape('.'.join([*before, number]))}(?!\w)")
-                blank = ".".join([*before, "{}"])
-                key = count, *(prefix.sub(blank, cell) for cell in cells)
-                alike.setdefault(key, []).append((int(number), index))
-        joined = dict(enumerate(found))
-        for (count, *blanks), members in alike.items():
-            for _, run in itertools.groupby(enumerate(members), lambda each: each[1][0] - each[0]):
-                (_, (low, first)), *others = run
-                if len(others) >= 2:
-                    numbers = f"{{{low}..{low + len(others)}}}"
-                    cells = tuple(cell.replace("{}", numbers) for cell in blanks)
-                    joined[first] = cells, count * (1 + len(others))
-                    for _, (_, index) in others:
-                        del joined[index]
-        found = list(joined.values())
+    places = range(max((path.count(".") + 1 for path, *_ in rows), default=0))
+    while len(best := min((_fold(found, at) for at in places), key=len, default=[])) < len(found):
+        found = best
     return [(f"{path} x{count}" if count > 1 else path, *cells) for (path, *cells), count in found]
 
 
-def _lines(text: str, width: int) -> list[str]:
-    """A text in lines of at most `width`, without breaking words."""
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+def _fold(found: list[tuple[Any, int]], place: int) -> list[tuple[Any, int]]:
+    """Fold one number of the paths, by its place; found: the cells, and how many rows they are."""
+    alike: dict[Any, list[tuple[int, int]]] = {}  # cells without a number -> (number, row)
+    for index, (cells, count) in enumerate(found):
+        numbers = [*_NUMBER.finditer(cells[0])]
+        if place < len(numbers):
+            head, number = cells[0][: numbers[place].end()], numbers[place][0]
+            blank, pattern = head.removesuffix(number) + "{}", rf"(?<![\w.]){re.escape(head)}(?!\w)"
+            key = count, *(re.sub(pattern, blank, cell) if head in cell else cell for cell in cells)
+            alike.setdefault(key, []).append((int(number), index))
+    joined = dict(enumerate(found))
+    for (count, *blanks), members in alike.items():
+        for _, run in itertools.groupby(enumerate(members), lambda each: each[1][0] - each[0]):
+            (_, (low, first)), *others = run
+            if len(others) >= 2:
+                span = f"{{{low}..{low + len(others)}}}"
+                cells = tuple(cell.replace("{}", span) for cell in blanks)
+                joined[first] = cells, count * (1 + len(others))
+                for _, (_, index) in others:
+                    del joined[index]
+    return list(joined.values())
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Text with aligned columns; long cells of the last one take several lines.
-
-    Args:
-        rows: the header, then the rows; all have the same number of cells.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = max(24, _WIDTH - sum(width + 2 for width in widths[:-1]))
-    widths[-1] = 0
+    """Text with aligned columns, the header first; a long last cell takes several lines."""
+    *widths, longest = (max(map(len, column)) for column in zip(*rows, strict=True))
+    start = sum(width + 2 for width in widths)
+    below = longest > 24 > _WIDTH - start  # the last cell has no room beside the others
+    left, width = " " * (4 if below else start), max(_WIDTH, 0 if below else start + 24)
     lines = []
     for *cells, last in rows:
-        for part in _lines(last, room):
-            line = zip([*cells, part], widths, strict=True)
-            lines.append("  ".join(cell.ljust(width) for cell, width in line).rstrip())
-            cells = [""] * len(cells)
+        line = "".join(cell.ljust(size + 2) for cell, size in zip(cells, widths, strict=True))
+        parts = _wrap(last, width, initial_indent=left if below else line, subsequent_indent=left)
+        lines += [line.rstrip()] * (below or not parts) + parts
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch  # noqa: F401, for the examples
 from torch import Tensor
 
 from normplug import _checks

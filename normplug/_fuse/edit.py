@@ -35,7 +35,7 @@ from normplug._fuse import calls
 from normplug._fuse.source import SCOPES, Untraceable, compiled, definition, is_name
 
 # Why a norm is not edited, for a report.
-REASON = "no plain addition or activation is next to it"
+REASON = "nothing to do: no plain addition or activation is next to it"
 # The functions that edited statements call, under the names in the edited source.
 _CALLED = {
     "_normplug_add_norm": calls.add_norm,

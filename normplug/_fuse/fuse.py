@@ -293,7 +293,7 @@ class _Analysis:
             return None
         left = [name for name in norms if not edited.label(name, module)]
         if untraced:
-            reason = f"{untraced}, and {REASON}"
+            reason = f"{untraced}; to fuse, write the addition or activation right next to the norm"
             self.reasons |= {module._modules[name]: reason for name in left}  # type: ignore[misc]
         return edited if len(left) < len(norms) else None
 
@@ -344,13 +344,13 @@ class _Analysis:
 def _refusal(module: nn.Module) -> str:
     """Why a module may not run the forward of its class; "" if it does."""
     if isinstance(module, (torch.jit.ScriptModule, fx.GraphModule)):
-        return "it is TorchScript or a GraphModule"
+        return "it is TorchScript or a GraphModule: fuse before it is made"
     if is_patched(module):
-        return "its forward was replaced on the instance"
+        return "its forward was replaced on the instance: fuse before that"
     if not has_fused_class(module) and isinstance(module, FusedModule):
-        return "its class derives from one that normplug.fuse made"
+        return "its class derives from one that normplug.fuse made: derive it before"
     if _convert.plain_class(module) is not type(module):
-        return "it is parametrized, or sharded by FSDP"
+        return "it is parametrized, or sharded by FSDP: fuse before that"
     return ""
 
 

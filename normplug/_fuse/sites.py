@@ -96,9 +96,9 @@ def refusal(norm: nn.Module) -> str:
     """Why the calls of a layer cannot be fused; "" if they may be."""
     declared: FusionSites | None = getattr(norm, "_fusion_sites", None)
     if declared is None:
-        return f"no fusion for {type(norm).__name__}"
+        return f"nothing to do: no fusion for {type(norm).__name__}"
     own = all(getattr(type(norm), name) is method for name, method in declared.methods.items())
-    return "" if own else "a subclass with a forward of its own"
+    return "" if own else "nothing to do: a subclass with a forward of its own"
 
 
 def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | None:

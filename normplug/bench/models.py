@@ -109,10 +109,8 @@ def measure(
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
     """The default of `measure`'s `step`."""
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    arguments = batch if isinstance(batch, (tuple, list)) else (batch,)
+    output = model(**batch) if isinstance(batch, Mapping) else model(*arguments)
     if isinstance(loss := getattr(output, "loss", None), Tensor):
         return loss
     leaves = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, Tensor)]

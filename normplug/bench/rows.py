@@ -92,13 +92,15 @@ def draw(rows: Sequence[Row], path: Path, title: str | None = None) -> None:
     grid = figure.subplots(height, min(len(panels), 2), sharex=True, sharey=True, squeeze=False)
     for axes, (panel, part) in zip(grid.flat, panels, strict=False):
         speeds = part.pivot_table("gbps", "width", "provider", aggfunc="median")
-        speeds = speeds.reindex(columns=names)
-        speeds.plot(ax=axes, style=list(STYLES[: len(names)]), title=", ".join(panel))
+        options = {"title": "{}, {} rows, {}, {}".format(*panel), "legend": False}
+        speeds.reindex(columns=names).plot(ax=axes, style=list(STYLES[: len(names)]), **options)
         axes.set_xscale("log", base=2)
-        axes.set(xlabel="width of a row", ylabel="median GB/s", ylim=(0, None))
+        axes.set(xlabel="width of a row", ylabel="median GB/s, higher is better", ylim=(0, None))
         axes.grid(alpha=0.3)
         if "copy_gbps" in part:
-            axes.axhline(part["copy_gbps"].iloc[0], color="black", linestyle="--", linewidth=0.8)
+            axes.axhline(part["copy_gbps"].iloc[0], color="black", linestyle="--", label="a copy")
+    handles = axes.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=len(names) + 1, fontsize="small")
     figure.suptitle(title or ORIGIN.format(**rows[0]), fontsize="small")
     with replace_file(path) as new:
         figure.savefig(new, format="png", dpi=150)

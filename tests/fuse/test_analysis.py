@@ -137,8 +137,8 @@ class AddedBefore(Around):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Around(Toy()), "no fusion for Toy"),
-        (lambda: Around(Further()), "a subclass with a forward of its own"),
+        (lambda: Around(Toy()), "nothing to do: no fusion for Toy"),
+        (lambda: Around(Further()), "nothing to do: a subclass with a forward of its own"),
         (lambda: AddedBefore(Declared()), REASON),
         (lambda: Around(LayerNorm(8)), REASON),
     ],

@@ -11,9 +11,10 @@ from torch import nn
 import normplug
 from fuse_cases import ROWS, Parts, Resnet, X, assert_same_step, swapped, twins
 from normplug import fuse, fusions, swap
-from normplug._fuse.edit import REASON
 from normplug.modules.probe import Probe
 from zoo.check import observe
+
+ADVICE = "to fuse, write the addition or activation right next to the norm"
 
 
 class Mix(nn.Module):
@@ -68,7 +69,7 @@ OPTIONS = {"none": {}, "mask": {"mask": torch.tensor(0.5)}, "context": {"context
 def test_a_block_that_takes_keyword_arguments_and_returns_a_tuple_is_fused(options, calls, traces):
     model, plain = twins(Caller(PreNorm(), PreNorm(nn.RMSNorm), **options))
     found = {row.path: (row.label, row.note) for row in fusions(model)}
-    left = f"PreNorm: its forward takes *args or **kwargs, and {REASON}"
+    left = f"PreNorm: its forward takes *args or **kwargs; {ADVICE}"
     assert found["blocks.1.norm1"] == (None, left)
     assert found["blocks.1.norm2"] == found["blocks.1.norm3"] == ("add before it", "")
     assert traces() == 0
@@ -80,7 +81,7 @@ def test_a_block_that_takes_keyword_arguments_and_returns_a_tuple_is_fused(optio
 
 # How many norms are fused, for each thing that the block does before its second activation.
 WAYS = {"add": 2, "other": 2, "scale": 1, "none": 1}
-NOTE = f"Resnet: its forward takes *args or **kwargs, and {REASON}"
+NOTE = f"Resnet: its forward takes *args or **kwargs; {ADVICE}"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -290,7 +291,7 @@ def test_other_statements_are_left_and_the_reason_is_given(cls, name, calls):
     notes = {row.path: row.note for row in fusions(model)}
     untraced = "Written: its forward takes *args or **kwargs"
     refused = ("other_self", "private_attribute", "try_clause")
-    assert notes["norm"] == (untraced if name in refused else f"{untraced}, and {REASON}")
+    assert notes["norm"] == (untraced if name in refused else f"{untraced}; {ADVICE}")
     assert_same_step(model, plain, cls.X)
     assert calls == []
 
