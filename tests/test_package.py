@@ -18,8 +18,8 @@ UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog
 # The floors: a package or module may import itself and those of the floors before its own.
 LAYERS = [
     {"_activations", "_layouts", "_results", "_torch", "modes", "native", "reference"},
-    {"_checks", "_kernels"},
-    {"_ops", "_table"},
+    {"_checks", "_compare", "_kernels"},
+    {"_ops", "_table", "compare"},
     {"functional", "modules"},
     {"adapters"},
     {"_convert"},
@@ -27,15 +27,14 @@ LAYERS = [
     {"_statistics"},
     {"lightning", "normplug", "transformers"},
     {"__main__", "bench", "experiment"},
-    {"compare"},
 ]
 
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 4960, "experiment": 2805, "_ops": 3455, "_fuse": 2075, "native": 1470,
-    "modules": 1430, "_swap": 1530, "bench": 920, "adapters": 540,
-    "_statistics": 1295, "lightning": 320, "reference.py": 230, "": 2110,
+    "_kernels": 4960, "experiment": 1825, "_compare": 860, "_ops": 3455, "_fuse": 2075,
+    "native": 1470, "modules": 1430, "_swap": 1530, "bench": 920, "adapters": 540,
+    "_statistics": 1295, "lightning": 320, "reference.py": 230, "": 2230,
 }  # fmt: skip
 MOST_FILES = 125
 MOST_LINES_OF_TESTS = 19_945  # without tests/zoo
@@ -121,7 +120,7 @@ def test_training_imports_no_other_tool():
     done = program("import sys, train; print([*sys.modules])")
     assert done.returncode == 0, done.stderr
     assert "normplug.experiment.run" in done.stdout
-    for name in ("normplug.compare", "normplug.bench", "normplug.experiment.compare"):
+    for name in ("normplug.compare", "normplug.bench", "normplug._compare.runs"):
         assert name not in done.stdout
 
 

@@ -20,8 +20,8 @@ from pydantic import ConfigDict, Field, PositiveFloat, TypeAdapter, ValidationEr
 from typing_extensions import NotRequired, TypedDict  # pydantic cannot read Python's before 3.12
 
 import normplug
+from normplug._compare.measure import BASELINE
 from normplug._swap.layer_modes import ByDepth, Schedule
-from normplug.experiment.measure import BASELINE
 
 WHO = "normplug.experiment"
 PLACE = "hydra.run.dir=DIR, or study=NAME for a sweep"

@@ -18,12 +18,12 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
+from normplug._compare.measure import ACCURACY, Measure
 from normplug._ops import peers
 from normplug._swap.inventory import Inventory
 from normplug.experiment.callbacks import say, variance_loggers
 from normplug.experiment.config import WHO, UserError
 from normplug.experiment.data import MODEL, Batch, stream_seed
-from normplug.experiment.measure import ACCURACY, Measure
 from normplug.experiment.models import GPT, Block, heads
 from normplug.modules import SyncBatchNorm
 

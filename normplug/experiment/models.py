@@ -17,8 +17,8 @@ from torchvision.models import VisionTransformer, get_model
 
 import normplug
 from normplug._checks import needs
+from normplug._compare.measure import BASELINE
 from normplug.experiment.config import WHO, Fraction, checked, mode_of
-from normplug.experiment.measure import BASELINE
 
 SMALL_IMAGE = 64  # pixels; up to here, an ImageNet stem (stride 4) would discard too much
 

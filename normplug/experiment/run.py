@@ -32,13 +32,13 @@ from omegaconf import DictConfig, OmegaConf
 
 import normplug
 from normplug import _convert
+from normplug._compare.measure import METRICS, RESULT, VARIANCE, Measure
 from normplug._results import stamp, write_file
 from normplug.experiment import callbacks
 from normplug.experiment.callbacks import say
 from normplug.experiment.config import PLACE, WHO, UserError, arm_name, check, user_sentence
 from normplug.experiment.data import Source
 from normplug.experiment.learner import Diverged, Learner, refuse_graph
-from normplug.experiment.measure import METRICS, RESULT, VARIANCE, Measure
 from normplug.experiment.models import apply_arm
 
 # The packed copy of a wheel, or the directory of a checkout.
@@ -390,7 +390,7 @@ class CompareArms(Callback):
 
     @rank_zero_only
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        from normplug.experiment.compare import main  # which training need not import
+        from normplug.compare import main  # which training need not import
 
         if code := main([str(config.hydra.sweep.dir)]):
             sys.exit(code)

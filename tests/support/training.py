@@ -38,7 +38,7 @@ def run_train(directory, *overrides, draws=False):
         contextlib.redirect_stderr(printed),
     ):
         if not draws:
-            patch.setattr("normplug.experiment.compare.draw", lambda *_: [])
+            patch.setattr("normplug.compare.draw", lambda *_: [])
             patch.setattr("normplug._statistics.heat_map.draw_heat_map", lambda *_: None)
         patch.chdir(directory)
         patch.setattr(sys, "argv", ["train.py", *overrides])

@@ -8,8 +8,7 @@ from itertools import product
 import pandas as pd
 import pytest
 
-from normplug.compare import compare
-from normplug.experiment.compare import main
+from normplug.compare import compare, main
 from programs import ROOT
 
 
@@ -62,7 +61,7 @@ def write_variance(run, steps=30, norms=3):
 @pytest.fixture
 def compared(tmp_path, monkeypatch):
     """Compare the runs in `tmp_path`, without the plots, which take longer than all else."""
-    monkeypatch.setattr("normplug.experiment.compare.draw", lambda *arguments: [])
+    monkeypatch.setattr("normplug.compare.draw", lambda *arguments: [])
     return partial(compare, tmp_path)
 
 
@@ -287,7 +286,7 @@ def test_best_rates_of_a_loss_are_the_lowest_and_unreadable_runs_are_refused(tmp
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*/summary.md")), ids=str)
 def test_a_committed_report_is_that_of_its_committed_runs(page, tmp_path, monkeypatch):
     sources = page.read_text().splitlines()[0].split(" in ")[1].split(" and ")
-    monkeypatch.setattr("normplug.experiment.compare.draw", lambda *arguments: [])
+    monkeypatch.setattr("normplug.compare.draw", lambda *arguments: [])
     found = compare(*(ROOT / "docs" / "results" / each for each in sources), out=tmp_path)
     assert found.markdown == page.read_text()
     files = (tmp_path / "summary.csv", page.with_name("summary.csv"))

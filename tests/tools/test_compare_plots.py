@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from normplug.experiment.compare.plots import VARIANCES, arm_styles, figures
-from normplug.experiment.compare.runs import Result, group_runs
-from normplug.experiment.measure import ACCURACY, Measure
+from normplug._compare.measure import ACCURACY, Measure
+from normplug._compare.plots import VARIANCES, arm_styles, figures
+from normplug._compare.runs import Result, group_runs
 
 
 def a_run(arm, seed, accuracy=0.9, curve=(0.5,), **others):

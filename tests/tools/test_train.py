@@ -19,7 +19,7 @@ from torch import nn
 import normplug
 import train
 from normplug._ops import recompute
-from normplug.experiment.compare import main as compare_arms
+from normplug.compare import main as compare_arms
 from normplug.experiment.config import BY_DEPTH, mode_of
 from normplug.experiment.learner import make_optimizer, make_scheduler
 from normplug.experiment.models import GPT, apply_arm, resnet, vit

@@ -16,8 +16,8 @@ import pandas as pd
 from pydantic import BaseModel, BeforeValidator, TypeAdapter
 from scipy import stats
 
+from normplug._compare.measure import ACCURACY, ARM_ORDER, REFERENCES, RESULT, VARIANCE, Measure
 from normplug._results import write_file
-from normplug.experiment.measure import ACCURACY, ARM_ORDER, REFERENCES, RESULT, VARIANCE, Measure
 
 FAR = 5  # interquartile ranges
 SCORES = ["test_score", "test_bits_per_character", "validation_score"]

@@ -1,0 +1,1 @@
+"""Runs and their measures; their statistics, report and plots: see `normplug.compare`."""
