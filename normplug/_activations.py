@@ -82,13 +82,6 @@ def label(activation: ActivationLike) -> str:
     return "" if name is None else ACTIVATIONS[name].module.__name__
 
 
-def of_label(text: str) -> ActivationLike:
-    """The activation whose `label` is in a text, with the default slope; None if there is none."""
-    words = text.replace(",", "").split()
-    names = (a.name for a in ACTIVATIONS.values() if a.module.__name__ in words)
-    return joined(next(names, None), SLOPE)
-
-
 def is_slope(value: Any) -> bool:
     """Whether kernels can be compiled with this slope."""
     return type(value) in (int, float) and 0 < value < math.inf

@@ -33,8 +33,8 @@ LAYERS = [
 # something to go.
 MOST_LINES = {
     "_kernels": 4960, "experiment": 1825, "_compare": 860, "_ops": 3455, "_fuse": 2075,
-    "native": 1470, "modules": 1430, "_swap": 1530, "bench": 920, "adapters": 540,
-    "_statistics": 1295, "lightning": 320, "reference.py": 230, "": 2230,
+    "native": 1470, "modules": 1430, "_swap": 1525, "bench": 920, "adapters": 540,
+    "_statistics": 1295, "lightning": 320, "reference.py": 230, "": 2225,
 }  # fmt: skip
 MOST_FILES = 125
 MOST_LINES_OF_TESTS = 19_945  # without tests/zoo

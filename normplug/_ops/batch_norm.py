@@ -42,9 +42,7 @@ from normplug.reference import accumulator_dtype, channel_dims, per_channel
 _OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 _LAST = torch.channels_last
 # torch 2.14 deprecated the second name; a build without distributed has neither.
-_all_gather = getattr(dist, "all_gather_single", None) or getattr(
-    dist, "all_gather_into_tensor", None
-)
+_all_gather = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 
 
 class BatchNormSpec(NamedTuple):

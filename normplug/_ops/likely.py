@@ -78,7 +78,9 @@ def _calls(layer: Any, label: str, t: Tensors, spec: Any) -> Iterator[tuple[Tens
     sum, all sums have the branches' dtype.
     """
     adds, adds_bias, row = "add" in label, label.startswith("bias"), layer._affine_shape()
-    activation = _activations.of_label(label)
+    words, known = label.replace(",", "").split(), _activations.ACTIVATIONS.values()
+    names = (each.name for each in known if each.module.__name__ in words)
+    activation = _activations.joined(next(names, None), _activations.SLOPE)
     shared = {name: getattr(spec, name) for name in ("autocast", "join") if hasattr(spec, name)}
     statistics = {name: getattr(t, name) for name in ("running_mean", "running_var", "tracked")}
     branch = shared.get("autocast") or t.x.dtype

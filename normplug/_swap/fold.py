@@ -60,7 +60,7 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
 
 
 def scale(inventory: Inventory, factors: Factors) -> None:
-    """Multiply each weight in place, once even if it is shared.
+    """Multiply each weight + offset in place, once even if the weight is shared.
 
     A layer without a weight gets a frozen one; scaling by the inverse factor removes it.
     """
@@ -79,7 +79,12 @@ def scale(inventory: Inventory, factors: Factors) -> None:
             elif _was_made(module, weight, 1.0 / factor - offset):
                 module.weight = None  # type: ignore[assignment]
             else:
-                _multiply(weight, factor, offset)
+                with writing_to(weight):
+                    if offset == 0.0:
+                        weight.mul_(factor)
+                    else:  # in half precision, weight + offset would round away low bits
+                        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+                        weight.copy_((wide + offset) * factor - offset)
                 done.add(id(weight))
 
 
@@ -90,16 +95,6 @@ def _was_made(module: nn.Module, weight: Tensor, value: float) -> bool:
         return False
     rounding = 2 * torch.finfo(weight.dtype).eps  # of a few scalings
     return torch.allclose(weight, torch.full_like(weight, value), rtol=rounding, atol=0.0)
-
-
-def _multiply(weight: Tensor, factor: float, offset: float) -> None:
-    """Multiply weight + offset by a factor, in place."""
-    with writing_to(weight):
-        if offset == 0.0:
-            weight.mul_(factor)
-        else:  # in half precision, weight + offset would round away the weight's low bits
-            wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-            weight.copy_((wide + offset) * factor - offset)
 
 
 @contextmanager
