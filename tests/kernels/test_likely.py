@@ -11,9 +11,10 @@ torchvision = pytest.importorskip("torchvision")
 
 import normplug  # noqa: E402
 from fuse_cases import skip_if_not_followed  # noqa: E402
-from normplug import functional, native  # noqa: E402
+from normplug import native  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
 from normplug._ops import batch_norm_plan, call, eligible, likely, plans  # noqa: E402
+from normplug.modules import group_norm, row_norms  # noqa: E402
 
 pytestmark = pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -52,7 +53,8 @@ def kernels(monkeypatch):
     monkeypatch.setattr(native, "_extension", None)
     monkeypatch.setattr(native, "_started", True)
     monkeypatch.setattr(eligible, "refusal_of_device", lambda *tensors: None)
-    monkeypatch.setattr(functional, "autocast_dtype", lambda x: torch.bfloat16)
+    for norms in (group_norm, row_norms):
+        monkeypatch.setattr(norms, "autocast_dtype", lambda x: torch.bfloat16)
     monkeypatch.setattr(batch_norm_plan, "machine_of", lambda x, alone=True: (132, True))
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", convolve)
     forget()
