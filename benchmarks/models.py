@@ -2,7 +2,7 @@
 
     python benchmarks/models.py --rows resnet50 gpt2 --arms eager swap swap+fuse --json models.json
 
-Models run under bfloat16 autocast, swapped in mode golden.
+Models run under bfloat16 autocast, swapped in mode standard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from normplug.bench import models
 from normplug.bench.rows import Rows
 from normplug.bench.timing import attempt
 
-MODE = "golden"
+MODE = "standard"
 
 
 def without_norms(net: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
     python benchmarks/turns.py old new --rows resnet50 layer_norm --json turns.json
 
-Each checkout has a process of its own, which holds the model, swapped in mode golden. A step is a
+Each checkout has a process of its own, which holds the model, swapped in mode standard. A step is a
 forward and a backward under bfloat16 autocast; the optimizer is left out, as it does not depend on
 normplug. `--first-step` times first steps instead, also of a single checkout. The arm with warm_up
 calls it in its first step, whose time includes it.
@@ -101,7 +101,7 @@ def _step(name: str, batch: int, arm: str, device: str) -> Callable[[], Any]:
     model = model.to(device).train()
     data = tuple(each.detach().to(device).requires_grad_(each.requires_grad) for each in data)
     if "swap" in arm:
-        model = normplug.swap(model, "golden")
+        model = normplug.swap(model, "standard")
     if "fuse" in arm:
         model = normplug.fuse(model)
     if "compile" in arm:
