@@ -289,7 +289,7 @@ def _of_input(seen: _Seen) -> _Rows:
     dead = int((var <= _DEAD * eps).sum())
     if is_batch_norm and dead and count > 1:
         yield "dead channels", f"{dead} of {len(var)} channels have variance 0"
-    elif var.median() < _DOMINATED * eps and count > 1:
+    elif 0 < var.median() < _DOMINATED * eps and count > 1:  # 0: such as queries that start at 0
         text = f"the median variance is {var.median():.2g}, and eps={eps:g}"
         yield "eps dominates the variance", text
     far = float((mean.abs() > _FAR * var.sqrt()).float().mean())
