@@ -72,8 +72,8 @@ def swap(
         include: take only layers that match; `normplug.plan` lists what a filter may be.
         exclude: leave layers that match, whatever `include` says.
         track_running_stats: whether LayerNorm, RMSNorm and GroupNorm get running statistics to
-            watch; None gives them to LayerNorm only, and updates them in eager steps only, not
-            under torch.compile. BatchNorm and InstanceNorm keep their own setting.
+            watch; None gives them to LayerNorm only, and updates them only where normplug's kernels
+            run, in eager steps. BatchNorm and InstanceNorm keep their own setting.
         preserve_output: True divides each weight by sqrt(tv), so that the model computes what it
             did before and only its parametrisation changes. A layer without a weight gets a frozen
             one, with the dtype and device of its own tensors or of the nearest parameter. False

@@ -326,16 +326,20 @@ class TargetVarianceNorm(nn.Module):
         """The tensors and the spec of a call; `likely` asks with tensors on the meta device."""
         raise NotImplementedError
 
+    def _asks_for_kernels(self, x: Tensor) -> bool:
+        """Whether kernels run on x if they can."""
+        backend = self._normplug.backend
+        return eligible.is_asked_for(_checks.DEFAULT_BACKEND if backend == "auto" else backend, x)
+
     def _runs_torch(self, x: Tensor, weight: Tensor | None) -> bool:
         """Whether a call runs no kernel, so that its forward may call torch's function at once.
 
         The function then takes `_scaled(weight)` in place of this weight.
         """
         own = self._normplug
-        backend = _checks.DEFAULT_BACKEND if own.backend == "auto" else own.backend
         return (
             type(x) is Tensor
-            and not eligible.is_asked_for(backend, x)
+            and not self._asks_for_kernels(x)
             and (weight is not None or own.target_variance == 1.0)
             and (type(own.eps) is float or own.eps is None)
             and not x.is_nested

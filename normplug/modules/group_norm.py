@@ -74,16 +74,9 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
     ) -> tuple[Tensors, GroupNormSpec]:
         own = self._normplug
         t = Tensors(input, None, *self._affine(), None, *self._statistics_to_update(input))
-        spec = GroupNormSpec(
-            self.num_groups,
-            own.eps,
-            own.target_variance,
-            activation,
-            autocast_dtype(input),
-            own.autocast_output,
-            own.momentum,
-        )
-        return t, spec
+        numbers = self.num_groups, own.eps, own.target_variance
+        options = autocast_dtype(input), own.autocast_output, own.momentum
+        return t, GroupNormSpec(*numbers, activation, *options)
 
     _call_reads = (*WatchedRows._call_reads, "num_groups")
 

@@ -124,7 +124,7 @@ class LayerNorm(RowNorm, nn.LayerNorm):
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         backend: "auto", "triton" or "torch".
         track_running_stats: whether to watch statistics of the input; None is True here, but only
-            in eager steps, not under torch.compile.
+            where normplug's kernels run, in eager steps.
         momentum: weight of the new batch in them; None averages over all batches equally.
         autocast_output: "float32" (torch's rule) or "low"; see `normplug.functional.layer_norm`.
         **kwargs: passed to `torch.nn.LayerNorm`.
@@ -163,7 +163,7 @@ class LayerNorm(RowNorm, nn.LayerNorm):
 
     def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         own, shape, weight = self._normplug, self.normalized_shape, self._scaled(weight)
-        if not self.training or "watched_var" not in self._buffers:
+        if not self._updates_in_torch():
             return torch.layer_norm(x, shape, weight, bias, own.eps)
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, own.eps)
         _watch(self._buffers, own.momentum, mean, rstd, own.eps)

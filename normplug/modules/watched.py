@@ -93,10 +93,12 @@ class WatchedRows(TargetVarianceNorm):
             and (weight is None or weight.dtype == x.dtype)
             and self._probe is None
             and not in_autocast()
-            and (
-                not self.training or "watched_var" not in self._buffers or self._gives_statistics(x)
-            )
+            and (not self._updates_in_torch() or self._gives_statistics(x))
         )
+
+    def _updates_in_torch(self) -> bool:
+        """Whether a forward by PyTorch's kernels updates the watched statistics."""
+        return self.training and self._normplug.watches and "watched_var" in self._buffers
 
     def _gives_statistics(self, x: Tensor) -> bool:
         """Whether torch's function also returns what the watched statistics are updated with."""
@@ -110,8 +112,9 @@ class WatchedRows(TargetVarianceNorm):
         # torch.func transforms refuse writes to captured tensors; the stock layer has none.
         if not self.training or "watched_var" not in own or transforms_active():
             return None, None, None
-        # Where a compiler fuses the norm, averages over all rows cost more than the norm gains.
-        if is_compiling() and not self._normplug.watches:
+        asked = isinstance(input, Tensor) and self._asks_for_kernels(input)
+        # Where a compiler or PyTorch's kernels run, averages over all rows cost more than the norm.
+        if not self._normplug.watches and (is_compiling() or not asked):
             return None, None, None
         var, device = own["watched_var"], input.device if isinstance(input, Tensor) else None
         if device is not None and (var is None or var.device != device):

@@ -64,8 +64,8 @@ def swapped_blocks(place, swapped):
     with place:
         model = blocks()
         if swapped == "inside":
-            return normplug.swap(model, "standard")
-    return normplug.swap(model, "standard")
+            return normplug.swap(model, track_running_stats=True)
+    return normplug.swap(model, track_running_stats=True)
 
 
 def assert_started(model, stock):
@@ -86,7 +86,7 @@ def test_a_stock_checkpoint_gives_a_meta_model_fresh_statistics(how, strict, bui
     stock, model = blocks(), swapped_blocks(torch.device("meta"), built)
     stock(torch.randn(9, 4))
     if how == "moved to meta":
-        model = normplug.swap(blocks(), "standard")
+        model = normplug.swap(blocks(), track_running_stats=True)
         model(torch.randn(9, 4))
         model.to("meta")
     if how != "assign":
@@ -103,7 +103,7 @@ def test_a_stock_checkpoint_gives_a_meta_model_fresh_statistics(how, strict, bui
 
 @pytest.mark.parametrize("assign", [True, False])
 def test_loading_a_checkpoint_leaves_the_watched_statistics(assign):
-    trained, stock = normplug.swap(blocks(), "standard"), blocks()
+    trained, stock = normplug.swap(blocks(), track_running_stats=True), blocks()
     trained(torch.randn(9, 4))
     before = [statistics(trained[index]) for index in NORMS]
     trained.load_state_dict(stock.state_dict(), assign=assign)
@@ -111,7 +111,7 @@ def test_loading_a_checkpoint_leaves_the_watched_statistics(assign):
 
 
 def test_statistics_keep_their_values_under_a_change_of_dtype():
-    model = normplug.swap(blocks(), "standard")
+    model = normplug.swap(blocks(), track_running_stats=True)
     model(torch.randn(9, 4))
     before = [statistics(model[index]) for index in (1, 3, 5)]
     assert [statistics(model.double()[index]) for index in (1, 3, 5)] == before
@@ -126,7 +126,7 @@ def test_a_compiled_layer_without_weights_takes_its_inputs_device():
     eager = normplug.LayerNorm(6, **settings)
     eager(x)
     assert statistics(layer) == pytest.approx(statistics(eager))
-    unasked = normplug.LayerNorm(6)  # by default, only eager steps update them
+    unasked = normplug.LayerNorm(6)  # by default, only eager steps on a GPU update them
     torch.compile(unasked, backend="aot_eager")(x)
     assert statistics(unasked) == FRESH
 

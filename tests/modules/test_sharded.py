@@ -247,17 +247,20 @@ def norms_under_sequence_parallel_train_as_in_one_process(rank, world, device):
     mesh, _ = mesh_and_placements(0)
     sharding = {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
     own = Case(LAYER_NORM, ROWS, 1).tensors()[0]
-    x, swapped = distributed(own, "replicated"), trained(swap(Block(), MODE), own)
+    x, swapped = (
+        distributed(own, "replicated"),
+        trained(swap(Block(), MODE, track_running_stats=True), own),
+    )
     for first in ("swap", "parallelize", "never swap"):
         net = Block()
         if first == "swap":
-            swap(net, MODE)
+            swap(net, MODE, track_running_stats=True)
         parallelize_module(net, mesh, sharding)
         if first == "never swap":
             torch.testing.assert_close(trained(net, x), trained(Block(), own))
             continue
         if first == "parallelize":
-            swap(net, MODE)
+            swap(net, MODE, track_running_stats=True)
         assert check(net).summary() == "2 norm layers verified: 2 in mode 0.5"
         net.norm1._probe = Probe() if rank == 0 else None
         *_, y = result = trained(net, x)

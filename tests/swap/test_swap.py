@@ -65,7 +65,7 @@ def test_settings_buffers_and_children_of_a_layer_survive():
 
 
 def test_swapping_twice_changes_nothing_and_another_mode_sets_it(net):
-    swap(net, "golden")
+    swap(net, "golden", track_running_stats=True)
     net(X)
     before = frozen(net)
     swap(net, "golden")
