@@ -161,7 +161,8 @@ class Program:
 
 def accumulator_of(t: Tensors) -> torch.dtype:
     """The dtype of a call's sums: float64 if an input is."""
-    return accumulator_dtype(*(None if a is None else a.dtype for a in t[:_INPUTS]))
+    # torch.compile of torch 2.6 to 2.8 cannot trace a slice of a named tuple.
+    return accumulator_dtype(*(None if a is None else a.dtype for a in (*t,)[:_INPUTS]))
 
 
 def named(t: Tensors) -> dict[str, Tensor]:

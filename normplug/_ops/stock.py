@@ -150,16 +150,16 @@ def update_running(
 
 def with_copies(t: Tensors) -> Tensors:
     """The call, with copies of the running statistics and their counter."""
-    running = (None if each is None else each.clone() for each in t[-3:])
-    return Tensors(*t[:-3], *running)
+    copies = (None if each is None else each.clone() for each in (*t,)[-3:])
+    return Tensors(*(*t,)[:-3], *copies)
 
 
 def take_finite(t: Tensors, new: Tensors) -> None:
     """Take updated running statistics where a channel's are finite; count if the first's are."""
-    values: Any = new[-3:]
-    finite = torch.isfinite(values[0]) & torch.isfinite(values[1])
-    masks = (finite, finite, finite.flatten()[0])
-    for running, value, mask in zip(t[-3:], values, masks, strict=True):
+    *_, mean, var, tracked = new
+    finite: Any = torch.isfinite(mean) & torch.isfinite(var)
+    found = (mean, finite), (var, finite), (tracked, finite.flatten()[0])
+    for running, (value, mask) in zip((*t,)[-3:], found, strict=True):
         if running is not None:
             running.copy_(torch.where(mask, value, running))
 
