@@ -154,10 +154,10 @@ def with_copies(t: Tensors) -> Tensors:
     return Tensors(*(*t,)[:-3], *copies)
 
 
-def take_finite(t: Tensors, new: Tensors) -> None:
+def take_finite(t: Tensors, new: Any) -> None:
     """Take updated running statistics where a channel's are finite; count if the first's are."""
     *_, mean, var, tracked = new
-    finite: Any = torch.isfinite(mean) & torch.isfinite(var)
+    finite = torch.isfinite(mean) & torch.isfinite(var)
     found = (mean, finite), (var, finite), (tracked, finite.flatten()[0])
     for running, (value, mask) in zip((*t,)[-3:], found, strict=True):
         if running is not None:
