@@ -15,13 +15,7 @@ from normplug import _activations, _checks, _convert
 from normplug._convert import FORWARDS, fused_modules, has_fused_class, release, unfused_class
 from normplug._fuse import source
 from normplug._fuse.edit import REASON, Edited, edit
-from normplug._fuse.fusion import (
-    FusedForwards,
-    FusedModule,
-    Guard,
-    Traced,
-    fused_class,
-)
+from normplug._fuse.fusion import FusedForwards, FusedModule, Guard, Traced, fused_class
 from normplug._fuse.sites import compiled, find, recompute_results, refusal, rewrite
 from normplug._fuse.source import Reads, Untraceable
 from normplug._fuse.trace import Trace

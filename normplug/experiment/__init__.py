@@ -1,4 +1,4 @@
-"""Everything that `train.py` runs: data, models, training, results, and the comparison of runs."""
+"""Everything that `train.py` runs: data, models, training and results."""
 
 from importlib.util import find_spec
 

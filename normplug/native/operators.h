@@ -54,7 +54,7 @@ inline Tensor tensor_of(const c10::IValue& value) {
 }
 
 // The kernel of NAME_forward(*tensors, spec) -> (results, state), or of NAME_backward(dy, dtotal,
-// *inputs, *state, spec, flags) -> gradients. flags: see `flags_of` there.
+// *inputs, *state, spec, flags) -> gradients. flags: see `flags_of` in `_ops/operators.py`.
 class Operator : public c10::OperatorKernel {
  public:
   explicit Operator(bool is_backward) : is_backward_(is_backward) {}
