@@ -39,7 +39,7 @@ ARMS: dict[str, tuple[Change, ...]] = {
 }
 COMPILED: dict[str, tuple[Change, ...]] = {
     f"{name}+compile": (*ARMS[name], torch.compile)
-    for name in ("torch", "normplug+fuse", "normplug-local+fuse")
+    for name in ("local", "torch", "normplug+fuse", "normplug-local+fuse")
 }
 
 

@@ -107,15 +107,17 @@ def _step(name: str, batch: int, arm: str, device: str) -> Callable[[], Any]:
     if "compile" in arm:
         model = torch.compile(model)
 
-    warms_up = "warm_up" in arm
+    def warmed_up(*inputs: Any, **named: Any) -> Any:
+        print(normplug.warm_up(model, *inputs, **named), file=sys.stderr)
+        return model(*inputs, **named)
+
+    call: Any = warmed_up if "warm_up" in arm else model
 
     def step() -> None:
-        nonlocal warms_up
+        nonlocal call
         with torch.autocast(device, torch.bfloat16):
-            if warms_up:
-                print(normplug.warm_up(model, *data[:-1]), file=sys.stderr)
-                warms_up = False
-            value = loss(model, data)
+            value = loss(call, data)
+        call = model
         value.backward()
         model.zero_grad()
 

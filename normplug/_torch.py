@@ -49,8 +49,8 @@ current_device_index: Any = getattr(torch._C, "_cuda_getDevice", None)
 # Whether a transform of `torch.func` is active.
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# The active `recording`, if any: a mode of fake tensors, and the jobs of the launches on them.
-recordings: list[tuple[Any, dict[str, Any]]] = []
+# The active `recording`, if any: a mode of fake tensors, and what takes the jobs of their launches.
+recordings: list[tuple[Any, Callable[[Any], None]]] = []
 
 
 def dispatch_modes() -> int:
@@ -62,8 +62,8 @@ def dispatch_modes() -> int:
 
 
 @contextmanager
-def recording(jobs: dict[str, Any]) -> Iterator[Any]:
-    """Inside the block, plans take fake tensors: their launches are added to `jobs`, not run.
+def recording(take: Callable[[Any], None]) -> Iterator[Any]:
+    """Inside the block, plans take fake tensors: launches do not run, but give `take` their jobs.
 
     Yields the active mode of these tensors, which have shapes and no values. Compiled functions run
     uncompiled.
@@ -73,7 +73,7 @@ def recording(jobs: dict[str, Any]) -> Iterator[Any]:
     # Importing the compiler takes seconds. Before that, nothing is compiled.
     is_compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-    recordings.append((mode, jobs))
+    recordings.append((mode, take))
     try:
         with eager, mode:
             yield mode
@@ -81,8 +81,8 @@ def recording(jobs: dict[str, Any]) -> Iterator[Any]:
         recordings.clear()
 
 
-def jobs_of(t: Any) -> dict[str, Any] | None:
-    """The jobs to which launches on this fake tensor are added; None for any other tensor."""
+def recorder_of(t: Any) -> Callable[[Any], None] | None:
+    """What takes the jobs of launches on this fake tensor; None for any other tensor."""
     if recordings and getattr(t, "fake_mode", None) is recordings[0][0]:
         return recordings[0][1]
     return None

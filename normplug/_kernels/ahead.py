@@ -4,11 +4,11 @@ Without this, the first step compiles its kernels one after another, each in one
 But when a forward is set up, its backward's kernel is already known, so a worker can compile it in
 the meantime. The result goes to Triton's cache on disk, where this process finds it.
 
-A worker is a process that runs `ahead_worker` on one kernel. A thread of this process starts it;
-the result is a `concurrent.futures.Future`. The pools of the standard library would import the
-user's script in every worker, and would finish all waiting kernels before this process can exit. If
-a worker fails, this process compiles the kernel itself. If the logger `normplug` is set to DEBUG,
-the workers' tracebacks go to stderr.
+The first kernel starts a process, the server, which runs `ahead_worker` and forks a worker for each
+kernel. A thread of this process waits for the worker; the result is a `concurrent.futures.Future`.
+The pools of the standard library would import the user's script in every worker, and would finish
+all waiting kernels before this process can exit. If a worker fails, this process compiles the
+kernel itself. If the logger `normplug` is set to DEBUG, the workers' tracebacks go to stderr.
 
 The environment variable `NORMPLUG_COMPILE_WORKERS` sets how many kernels are compiled at once; 0
 disables the workers. The default is one less than the number of cores, at most 15. Under torchrun,
@@ -25,10 +25,11 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent import futures
 from functools import cache
 from pathlib import Path
@@ -91,7 +92,9 @@ class Ahead:
         self._settled: dict[str, str | None] = {}  # by job: the kernel's key in Triton's cache
         self._queue: queue.SimpleQueue[tuple[futures.Future[bool], bytes]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._workers: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._to_server: socket.socket | None = None
 
     def expect(self, job: Job) -> bool:
         """Have a worker compile a kernel that will be launched later; False if none has to."""
@@ -105,10 +108,10 @@ class Ahead:
         future = self._expected[key]
         return future is not None and not future.done()
 
-    def compile_now(self, jobs: Sequence[Job]) -> int:
-        """Have workers compile kernels, and wait; return how many they have compiled."""
-        begun = [self._expected[job.key] for job in jobs if self.expect(job)]
-        return sum(future.result() for future in begun if future is not None)
+    def wait(self, keys: Iterable[str]) -> int:
+        """Wait for these kernels; return how many of them workers have compiled."""
+        expected = [self._expected[key] for key in keys]
+        return sum(future.result() for future in expected if future is not None)
 
     def settle(self, job: Job) -> str | None:
         """Wait for a kernel if a worker is compiling it; called before its first launch.
@@ -132,20 +135,39 @@ class Ahead:
             self.counts["here"] += 1
         return name
 
+    def start(self) -> None:
+        """Start the server, which takes seconds to import Triton, before its first kernel."""
+        output = None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL
+        package = str(Path(__file__).parent.parent)
+        command = [sys.executable, "-I", str(ahead_worker.__file__), package, *sys.path]
+        with self._lock:
+            if self._to_server is not None or self._off:
+                return
+            self._to_server, its = socket.socketpair()
+            with its, contextlib.suppress(OSError):
+                # In a new session, Ctrl+C does not reach it, and `stop` kills its workers, too.
+                self._server = subprocess.Popen(
+                    command, start_new_session=True,
+                    stdin=its.fileno(), stdout=output, stderr=output,
+                )  # fmt: skip
+
     def stop(self) -> None:
         """Kill the workers, and compile everything in this process from now on."""
         self._off = True
-        for process in list(self._workers) if self._process == os.getpid() else ():
+        if self._to_server is not None:
+            self._to_server.close()
+        if self._server is not None and self._process == os.getpid():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
 
     def _submit(self, job: Job) -> futures.Future[bool]:
         future: futures.Future[bool] = futures.Future()
         on = triton.runtime.driver.active.get_current_target()
         name = (job.kernel.__module__, job.kernel.__name__, job.kernel.cache_key)
         work = (*name, job[1:4], job.options, (on.backend, on.arch, on.warp_size))
-        package = str(Path(__file__).parent.parent)
-        self._queue.put((future, pickle.dumps((package, sys.path)) + pickle.dumps(work)))
+        self._queue.put((future, pickle.dumps(work)))
+        self.start()
         if len(self._threads) < most_workers():
             self._threads.append(threading.Thread(target=self._run_jobs, daemon=True))
             self._threads[-1].start()
@@ -158,24 +180,20 @@ class Ahead:
                 future.set_result(not self._off and self._is_compiled(job))
 
     def _is_compiled(self, job: bytes) -> bool:
-        """Run a worker on a job; return whether it has compiled the kernel."""
-        output = None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL
-        try:
-            # In a new session, Ctrl+C does not reach it, and `stop` kills what it has started.
-            process = subprocess.Popen(
-                [sys.executable, "-I", ahead_worker.__file__], start_new_session=True,
-                stdin=subprocess.PIPE, stdout=output, stderr=output,
-            )  # fmt: skip
-            self._workers.add(process)
-            process.communicate(job)
-        except Exception:  # it cannot start
-            return False
-        self._workers.discard(process)
-        return process.returncode == 0
+        """Have a worker compile a kernel; return whether it has."""
+        assert self._to_server is not None
+        mine, its = socket.socketpair()
+        with mine, contextlib.suppress(OSError):  # there is no server
+            with its:
+                socket.send_fds(self._to_server, [b"\0"], [its.fileno()])
+            mine.sendall(job)
+            return mine.recv(1) == ahead_worker.DONE
+        return False
 
 
 _ahead = Ahead()
-expect, compile_now, settle, stop = _ahead.expect, _ahead.compile_now, _ahead.settle, _ahead.stop
+expect, wait, settle = _ahead.expect, _ahead.wait, _ahead.settle
+start, stop = _ahead.start, _ahead.stop
 atexit.register(stop)
 native.kernels = _ahead.counts
 

@@ -1,30 +1,56 @@
-"""The process that compiles a kernel for another process: see `ahead`, which runs this file.
+"""The process that forks workers to compile kernels for another process: see `ahead`.
 
-It reads the pickled job from its standard input. It never imports torch, which takes longer to
-import than a kernel takes to compile.
+Its standard input is a socket, from which it receives the socket of each worker. A worker reads a
+pickled job from its socket and answers `DONE`. The process never imports torch, which takes longer
+to import than a kernel takes to compile.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
+import signal
+import socket
 import sys
 import traceback
 from types import ModuleType
 from typing import Any
 
+DONE = b"1"
 
-def main() -> None:
-    """Compile the kernel, or exit with an error."""
-    package, sys.path[:] = pickle.load(sys.stdin.buffer)
+
+def main(package: str, *path: str) -> None:
+    """Fork workers until the other process closes its socket."""
+    sys.path[:] = path
     # An empty `normplug` with the same submodules; the real one would import torch.
     root = sys.modules["normplug"] = ModuleType("normplug")
     root.__path__ = [package]
-    source = compile_now(*pickle.load(sys.stdin.buffer))
+    cache = importlib.import_module("triton.runtime.cache")
+    cache.triton_key()  # a hash of all of Triton, for cache keys: computed here, not by each worker
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
+    with socket.socket(fileno=0) as server:
+        while descriptors := socket.recv_fds(server, 1, 1)[1]:
+            worker = socket.socket(fileno=descriptors[0])
+            if os.fork() == 0:
+                run(worker)
+            worker.close()
+
+
+def run(answers: socket.socket) -> None:
+    """Compile the kernel that is asked for, and exit."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Triton waits for ptxas
     try:
-        build_launcher(source)
-    except Exception:
+        with answers.makefile("rb") as jobs:
+            source = compile_now(*pickle.load(jobs))
+        try:
+            build_launcher(source)
+        finally:
+            answers.sendall(DONE)
+    except BaseException:
         traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def compile_now(
@@ -68,4 +94,4 @@ class _Metadata:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

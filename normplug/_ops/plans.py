@@ -28,7 +28,7 @@ from normplug._torch import (
     applier,
     current_device_index,
     current_raw_stream,
-    jobs_of,
+    recorder_of,
     recordings,
     unwrap_if_dead,
 )
@@ -141,9 +141,9 @@ class Program:
         for slot, shape, stride, dtype in self.empties:
             slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         if self.steps:
-            if recordings and (jobs := jobs_of(slots[self.steps[0].slots[0]])) is not None:
+            if recordings and (take := recorder_of(slots[self.steps[0].slots[0]])) is not None:
                 for job in self.jobs(plan.acc):
-                    jobs.setdefault(job.key, job)
+                    take(job)
                 return
             stream, work = plan.workspace(self.scratch)
             slots[_PARTIAL], slots[_COUNTERS] = work.partial, work.counters

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from normplug import _checks, native
 from normplug._ops import eligible
 from normplug._torch import recording, tree_leaves, tree_map_only
-
-if TYPE_CHECKING:
-    from normplug._kernels.ahead import Job
 
 
 class WarmUp(NamedTuple):
@@ -76,8 +73,9 @@ def warm_up(model: nn.Module, *batch: Any, **named: Any) -> WarmUp:
         return WarmUp(0, time.perf_counter() - start, why[0].upper() + why[1:])
     from normplug._kernels import ahead
 
+    ahead.start()
     jobs, why = _record(model, batch, named)
-    count = ahead.compile_now(list(jobs.values()))
+    count = ahead.wait(key for key, is_new in jobs.items() if is_new)
     return WarmUp(count, time.perf_counter() - start, why)
 
 
@@ -110,11 +108,21 @@ def _refusal_of_model(model: nn.Module) -> str | None:
     return None
 
 
-def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, Job], str]:
-    """The kernels of a step, in the order of use, and why there may be more, or ""."""
-    jobs: dict[str, Job] = {}
+def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, bool], str]:
+    """The kernels of a step, by key, and why there may be more, or "".
+
+    A kernel's value is whether a worker compiles it: one has begun when the kernel was found.
+    """
+    from normplug._kernels import ahead
+
+    jobs: dict[str, bool] = {}
+
+    def take(job: ahead.Job) -> None:
+        if job.key not in jobs:
+            jobs[job.key] = ahead.expect(job)
+
     try:
-        with _restored(model), native.python_way(), recording(jobs) as mode:
+        with _restored(model), native.python_way(), recording(take) as mode:
             named_tensors = chain(model.named_parameters(), model.named_buffers())
             own = {name: mode.from_tensor(t) for name, t in named_tensors}
             batch, named = tree_map_only(Tensor, mode.from_tensor, (batch, named))
@@ -142,7 +150,9 @@ def _restored(model: nn.Module) -> Iterator[None]:
         for now, then in before:
             for name in now.keys() - then.keys():
                 del now[name]
-            now.update(then)
+            for name, value in then.items():
+                if now.get(name) is not value:  # a frozen dictionary takes no value
+                    now[name] = value
 
 
 def _needs(t: Any) -> bool:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -203,22 +204,35 @@ def test_a_negative_number_of_workers_is_an_error(monkeypatch):
 
 def running(mine):
     """The process of the only worker, once it runs."""
-    wait_until(lambda: mine._workers)
-    return next(iter(mine._workers))
+    server = mine._server.pid
+    children = Path(f"/proc/{server}/task/{server}/children")
+    wait_until(children.read_text)
+    return int(children.read_text())
 
 
 def test_a_killed_worker_only_loses_its_kernel(mine):
     first, second = expect(mine, 2)
-    running(mine).kill()
+    os.kill(running(mine), signal.SIGKILL)
     assert not done(mine, first)
     assert done(mine, second)
 
 
+def test_without_the_server_this_process_compiles(mine):
+    (first,), second = expect(mine, 1), a_job(FLAGS[1])
+    assert done(mine, first)
+    mine._server.kill()
+    mine.expect(second)
+    assert not done(mine, second)
+    mine.settle(second)
+    assert mine.counts["here"] == 1
+
+
 def test_stop_ends_the_workers_at_once_and_starts_no_other(mine):
     jobs = expect(mine, 2)
-    process = running(mine)
+    worker = running(mine)
     mine.stop()
-    assert process.wait(2) == -signal.SIGKILL
+    wait_until(lambda: not Path(f"/proc/{worker}").exists())
+    assert mine._server.returncode == -signal.SIGKILL
     assert not any(done(mine, job) for job in jobs)
     assert not mine.expect(a_job(FLAGS[2]))
 

@@ -31,6 +31,7 @@ def kernels_on_cpu(monkeypatch):
 
     monkeypatch.setattr(launch.Launch, "__call__", run)
     monkeypatch.setattr(eligible, "refusal_of_device", lambda *tensors: None)
+    monkeypatch.setattr(ahead, "expect", lambda job: False)
     return launched
 
 
@@ -105,7 +106,8 @@ def test_it_compiles_what_is_not_in_the_cache(kernels_on_cpu, tmp_path, monkeypa
     try:
         for compiled in (2, 0):
             fresh = ahead.Ahead()
-            monkeypatch.setattr(ahead, "compile_now", fresh.compile_now)
+            for name in ("start", "expect", "wait"):
+                monkeypatch.setattr(ahead, name, getattr(fresh, name))
             model = normplug.swap(nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 2)))
             model[0].backend = "triton"
             found = normplug.warm_up(model, torch.randn(64, 16))
@@ -142,12 +144,21 @@ def test_a_model_that_reads_values_says_why_its_kernels_are_not_all_known(kernel
     assert why.startswith("The model cannot run on fake tensors: DataDependent")
 
 
+class Frozen(dict):
+    """A configuration that nobody may change, as in diffusers."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("frozen")
+
+    update = __setitem__
+
+
 class Caching(nn.Module):
     """Stores tensors where its forward finds them again, as rotary embeddings do."""
 
     def __init__(self):
         super().__init__()
-        self.norm, self.by_size = nn.LayerNorm(16), {}
+        self.norm, self.by_size, self.config = nn.LayerNorm(16), {}, Frozen(width=16)
         self.register_buffer("mask", None)
 
     def forward(self, x):
