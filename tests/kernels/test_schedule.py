@@ -248,18 +248,18 @@ def test_tiles_of_groups_cover_a_unit_and_are_written_after_all_of_it_was_read()
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize(("channels", "space"), [(20, 1024), (40, 256), (1, 12_001)])
-def test_one_program_reads_a_group_twice_if_holding_it_wastes_registers(channels, space, itemsize):
+@pytest.mark.parametrize(("channels", "space"), [(20, 1024), (30, 1024), (40, 256), (1, 12_001)])
+def test_one_program_reads_a_group_twice_where_holding_it_is_slower(channels, space, itemsize):
     call = (channels, space, False, itemsize, 132)
-    for n in (9, 16):
+    for n in (7, 16):
         cut = gn.group_norm_forward(n, 32, *call)
         assert cut.solo
         assert cut.grid == 32 * n
         assert cut.k * cut.block <= 1.125 * cut.width
-        assert cut.even == (space != 12_001)
-    assert not gn.group_norm_forward(8, 32, *call).solo  # too few groups for the multiprocessors
+        assert cut.even == (channels in (20, 40))
+    assert not gn.group_norm_forward(6, 32, *call).solo  # too few groups for the multiprocessors
 
 
-@pytest.mark.parametrize(("channels", "space"), [(30, 1024), (32, 1024), (10, 4096), (10, 512)])
+@pytest.mark.parametrize(("channels", "space"), [(60, 256), (1, 12_544), (10, 4096), (10, 512)])
 def test_other_groups_are_not_read_twice_by_one_program(channels, space):
     assert not gn.group_norm_forward(16, 32, channels, space, False, 2, 132).solo

@@ -15,8 +15,9 @@ from normplug._kernels import at_once, floor_2, needs_int64, power_of_2, tile_of
 _HELD_FORWARD, _HELD_BACKWARD = 128 << 10, 64 << 10
 _HELD_HALF_EMPTY = 64 << 10  # bytes up to which a group is held however much is padding
 _HELD_BY_FEW = 16 << 10  # bytes up to which a group is held even if few programs have work
-# Fewest and most bytes, counted likewise with padding, of a group that one program reads twice.
-_SOLO_LEAST, _SOLO_MOST = 64 << 10, 128 << 10
+# Bytes, counted likewise with padding, of a group that one program reads twice; half as many if
+# padding would be a fifth of what it holds.
+_SOLO_GROUP = 128 << 10
 _SMALL_TILE = 4096  # values of several small units that a program holds together
 # Bytes per multiprocessor that are read of later units before a unit is written.
 _LAG_FORWARD, _LAG_BACKWARD = 48 << 10, 24 << 10
@@ -162,13 +163,11 @@ def group_norm_forward(
     held = max(itemsize, 4) * padded
     dense = 5 * width > 4 * padded
     few = held > _HELD_BY_FEW and 4 * units < sms
-    if not dense and _SOLO_LEAST <= held <= _SOLO_MOST and units >= 2 * sms:
-        # A prototype took 24.1 us for 16x640x32x32, where split groups took 26.2, and 14.8 us for
-        # 16x1280x16x16, where held groups took 17.5: bfloat16, SiLU, an H100, 2026-11-27.
-        block, lag, r = tile_of(itemsize) // 2, 0, 1
-        while -(-width // block) * block > width + width // 8:
-            block //= 2
-        warps = max(block // 512, 4)
+    tile = max(padded // 8, 1)
+    fits = -(-width // tile) * tile <= width + width // 8
+    solo = held == _SOLO_GROUP or (2 * held == _SOLO_GROUP and not dense)
+    if solo and fits and 2 * units >= 3 * sms:
+        block, lag, r, warps = tile, 0, 1, tile // 256
     elif held <= _HELD_FORWARD and (dense or held <= _HELD_HALF_EMPTY) and not few:
         block, lag, r = padded, 0, _held_at_once(padded, units, 1, sms)
         warps = _held_warps(r * block, 1)
