@@ -351,18 +351,30 @@ class _SyncBatchNorm(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
         acc, dims = mean.dtype, channel_dims(x)
-        dy = torch.zeros_like(x, dtype=acc) if dy is None else dy.to(acc)
-        centred = x.to(acc) - per_channel(mean, x)
-        sum_dy, sum_dy_centred = dy.sum(dims), (dy * centred).sum(dims)
+        dy = torch.zeros_like(x) if dy is None else dy
+        scale = (torch.ones_like(rstd) if weight is None else weight.to(acc)) * ctx.scale
+        # The kernels of torch's SyncBatchNorm; a compiler fuses torch operations instead.
+        kernels = x.is_cuda and x.numel() > 0 and not torch.compiler.is_compiling()
+        if kernels:
+            x = dense(x)
+            given = laid_out_like(dy, x), x, mean, rstd
+            sums = torch.batch_norm_backward_reduce(*given, None, True, False, False)[:2]
+        else:
+            dy, centred = dy.to(acc), x.to(acc) - per_channel(mean, x)
+            sums = dy.sum(dims), (dy * centred).sum(dims)
+        sum_dy, sum_dy_centred = sums
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            total = torch.cat([sum_dy, sum_dy_centred])
+            total = torch.cat(sums)
             dist.all_reduce(total, group=ctx.group)
-            mean_dy, mean_dy_centred = (total / n.clamp(min=1)).chunk(2)
-            scale = rstd * ctx.scale if weight is None else weight.to(acc) * ctx.scale * rstd
-            slope = per_channel(mean_dy_centred * rstd * rstd, x)
-            dx = dy - per_channel(mean_dy, x) - centred * slope
-            dx = (dx * per_channel(scale, x)).to(x.dtype)
+            if kernels:
+                last = scale, *total.view(2, -1).unbind(), n.to(torch.int32).view(1)
+                dx = torch.batch_norm_backward_elemt(*given, *last)
+            else:
+                mean_dy, mean_dy_centred = (total / n.clamp(min=1)).chunk(2)
+                slope = per_channel(mean_dy_centred * rstd * rstd, x)
+                dx = dy - per_channel(mean_dy, x) - centred * slope
+                dx = (dx * per_channel(scale * rstd, x)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             dweight = (sum_dy_centred * rstd * ctx.scale).to(weight.dtype)
         if ctx.needs_input_grad[2]:
