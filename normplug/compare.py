@@ -51,8 +51,8 @@ def compare(
             run. A file holds the runs that `--collect` wrote to it.
         out: the directory for `summary.md`, `summary.csv` and the plots, created if absent. None
             for the source, if it is one directory.
-        reference: the arm that others are compared with. If it has no finished run, or is None:
-            "baseline", or "standard" if that has none.
+        reference: the arm that others are compared with, or None for "standard". Where it has no
+            finished run, "standard" or else "baseline" stands in, and the report says so.
         margin: also test whether each difference lies within ± this margin, in the unit of
             differences: points of an accuracy, or the unit of a loss.
         over_rates: average the runs of an arm and seed over their learning rates. Otherwise each
@@ -61,8 +61,8 @@ def compare(
 
     Raises:
         OSError: a source cannot be read.
-        ValueError: a source is not there, or holds no run; no run has `rate`; `out` is None, and
-            `sources` is not a single directory.
+        ValueError: a source is not there, or holds no run; no run has `rate` or `reference`; `out`
+            is None, and `sources` is not a single directory.
     """
     paths = [Path(source) for source in sources]
     runs, unusable = find_runs(paths)
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("sources", metavar="RUNS", nargs="+", type=Path, help="directories of runs, or files")
     add("--out", metavar="DIR", help="directory for tables and plots (default: the only RUNS)")
-    add("--reference", metavar="ARM", help="compare with this arm, not baseline or standard")
+    add("--reference", metavar="ARM", help="compare with this arm, not standard")
     add("--margin", metavar="M", type=float, help="test whether differences are within ± M (TOST)")
     add("--over-rates", action="store_true", help="average an arm's runs over learning rates")
     add("--rate", metavar="LR", type=float, help="compare only the runs with this learning rate")

@@ -31,9 +31,9 @@ VARIANCES = {
 TARGETS = {"standard": 1.0, "golden": (math.sqrt(5) - 1) / 2}  # other arms are named by it
 Styles: TypeAlias = Mapping[str, dict[str, Any]]  # arm -> options of `Axes.plot`
 # Okabe and Ito's palette, safe for every common colour blindness. Marker and dash identify an arm
-# without colour. The baseline is drawn first and wide: a mode that equals it would hide it.
+# without colour. The baseline is wide and below the others: a mode that equals it would hide it.
 FIXED: dict[str, dict[str, Any]] = {
-    "baseline": {"color": "#9A9A9A", "marker": "s", "linewidth": 4.0},
+    "baseline": {"color": "#9A9A9A", "marker": "s", "linewidth": 4.0, "zorder": 1.9},
     "standard": {"color": "#0072B2", "marker": "o"},
     "golden": {"color": "#E69F00", "marker": "D"},
 }

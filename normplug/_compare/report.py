@@ -36,13 +36,13 @@ def render(groups: Sequence[Group], unusable: Mapping[str, str], where: str) -> 
 
 def _section(group: Group) -> str:
     measure, texts = group.measure, group.finished.text_sha256
-    parts = [f"## {group.title}\n"]
+    parts = [f"## {group.title}\n", f"{about_reference(group)}.\n"]
     if texts[texts != ""].nunique() > 1:
         parts.append(
             "**Warning: the runs have different texts, so their losses cannot be compared**, by "
             f"SHA-256: {_counted(texts.str[:12])}.\n"
         )
-    parts += [_outcomes(group), f"{about_reference(group)}.\n"]
+    parts.append(_outcomes(group))
     without = group.runs[(group.runs.status != "finished") | group.runs.test_score.isna()]
     if len(without):
         lines = [
@@ -60,10 +60,9 @@ def _section(group: Group) -> str:
 
 
 def about_reference(group: Group) -> str:
-    """Which arm is the reference, in words."""
-    if group.reference is not None:
-        return f"Reference: {label(group.reference)}"
-    return f"No reference: no finished run of {' or '.join(map(label, group.references))}"
+    """Which arm is the reference, in words, and in place of which others."""
+    why = f", since no arm named {group.lacking} has a finished run" if group.lacking else ""
+    return f"Reference: {label(group.reference or 'none')}{why}"
 
 
 def _outcomes(group: Group) -> str:
@@ -130,9 +129,8 @@ def _costs(group: Group) -> str:
         "peak, MiB": rows.peak_memory_mib_median.map(_rounded, na_action="ignore"),
         "norms swapped": rows.norms_swapped.map("{:d}".format, na_action="ignore"),
     }
-    others = set(rows.speed_reference.dropna()) - {group.reference}
-    names = " and ".join(label(arm) for arm in sorted(others))
-    note = f"\nThe arms with CUDA graphs have the speed ratio to {names}.\n" if names else ""
+    twin = next(iter(set(rows.speed_reference.dropna()) - {group.reference}), None)
+    note = f"\nThe arms with CUDA graphs have the speed ratio to {label(twin)}.\n" if twin else ""
     return _table(pd.DataFrame(cells)) + note
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -16,10 +17,9 @@ import pandas as pd
 from pydantic import BaseModel, BeforeValidator, TypeAdapter
 from scipy import stats
 
-from normplug._compare.measure import ACCURACY, ARM_ORDER, REFERENCES, RESULT, VARIANCE, Measure
+from normplug._compare.measure import ACCURACY, REFERENCES, RESULT, VARIANCE, Measure
 from normplug._results import write_file
 
-FAR = 5  # interquartile ranges
 SCORES = ["test_score", "test_bits_per_character", "validation_score"]
 QUANTITIES = ["target_variance", "input_variance", "output_variance", "affine_variance"]
 # The folders of an absolute path in a JSON text, where a line may end in \\n.
@@ -152,36 +152,37 @@ def equivalence_ps(paired: pd.DataFrame, margin: float) -> pd.Series[float]:
 
 
 def far_off(values: pd.DataFrame) -> pd.DataFrame:
-    """Which values are more than `FAR` interquartile ranges outside the quartiles of all."""
+    """Which values are more than 5 interquartile ranges outside the quartiles of all."""
     low, high = pd.Series(values.to_numpy().ravel()).quantile([0.25, 0.75])
-    reach = FAR * (high - low)
+    reach = 5 * (high - low)
     return ((values < low - reach) | (values > high + reach)) & (reach > 0)
 
 
 class Group:
     """The runs of one model on one data set, with the columns of `find_runs`.
 
-    Of each arm and seed, at most one run is finished. The first of `references` that has a finished
-    run is the arm to compare with. `margin` is of an equivalence, in the unit of differences. With
-    `over_rates`, `runs` are means over the learning rates of `every` run.
+    Of each arm and seed, at most one run is finished. The first of `wanted` that has a finished run
+    is the reference, and those before it are `lacking`. `margin` is of an equivalence, in the unit
+    of differences. With `over_rates`, `runs` are means over the learning rates of `every` run.
     """
 
     def __init__(
-        self, every: pd.DataFrame, references: Sequence[str], margin: float | None, over_rates: bool
+        self, every: pd.DataFrame, wanted: Sequence[str], margin: float | None, over_rates: bool
     ) -> None:
-        self.every, self.references, self.margin = every, references, margin
+        self.every, self.margin = every, margin
         self.runs = runs = _mean_over_rates(every) if over_rates else every
         self.model, self.data = runs.model.iloc[0], runs.data.iloc[0]
         rates = ", ".join(map("{:g}".format, np.unique(every.learning_rate.dropna())))
         means = f": means over the learning rates {rates}" if over_rates else ""
         self.title = f"{self.model} on {self.data}{means}"
-        self.arms = sorted(set(runs.arm), key=lambda arm: ([*ARM_ORDER, arm].index(arm), arm))
+        self.arms = sorted(set(runs.arm))
         self.seeds = sorted(set(runs.seed))  # that each arm should have
         self.finished = runs[runs.status == "finished"]  # no other run is averaged
         self.measure: Measure = next(iter(self.finished.measure), ACCURACY)
         self.graphs = set(self.finished.arm[self.finished.graph])  # arms that replayed CUDA graphs
         done = {label(arm): arm for arm in self.finished.arm}
-        self.reference = next((done[arm] for arm in map(label, references) if arm in done), None)
+        self.lacking = " or ".join(takewhile(lambda name: name not in done, map(label, wanted)))
+        self.reference = next((done[name] for name in map(label, wanted) if name in done), None)
 
     def wide(self, field: str) -> pd.DataFrame:
         """A column of the finished runs as a table: a row a seed, a column an arm."""
@@ -299,9 +300,16 @@ def group_runs(
     runs = runs.sort_values(["done", "date"], kind="stable")
     replaced = runs.duplicated(["model", "data", "arm", "seed"], keep="last")
     runs.loc[replaced, ["status", "error"]] = "replaced", "by a finished or newer run"
-    wanted = (reference, *REFERENCES) if reference else REFERENCES
+    wanted = [*dict.fromkeys(filter(None, (reference, *REFERENCES)))]
     by_data = runs.groupby(["model", "data"])
-    return [Group(found, wanted, margin, over_rates) for _, found in by_data]
+    groups = [Group(found, wanted, margin, over_rates) for _, found in by_data]
+    names = sorted({label(arm) for group in groups for arm in group.arms})
+    if reference is not None and groups and label(reference) not in names:
+        raise ValueError(
+            f"normplug.compare: the reference must be an arm of the runs; got {reference!r}. "
+            f"Choose one of these: --reference {', '.join(map(repr, names))}."
+        )
+    return groups
 
 
 def _mean_over_rates(runs: pd.DataFrame) -> pd.DataFrame:
@@ -312,6 +320,5 @@ def _mean_over_rates(runs: pd.DataFrame) -> pd.DataFrame:
     means = {score: by_seed[score].transform("mean") for score in SCORES}
     runs = runs.assign(arm=runs.plain_arm, curve=[[] for _ in runs.index], **means)
     runs.loc[lacks, ["status", "error"]] = "unfinished", "another learning rate has no finished run"
-    return runs.drop_duplicates(
-        ["plain_arm", "seed"]
-    )  # the first, which has not finished if any has not
+    # Where a rate has not finished, the first run of the seed has not.
+    return runs.drop_duplicates(["plain_arm", "seed"])

@@ -39,7 +39,6 @@ Group: TypeAlias = dict[str, dict | None] | list | None
 # Decorates what the configuration builds: its arguments must match their annotations.
 checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True))
 
-
 # A value of `mode` that sets a target variance per block -> the schedule of `by_depth`.
 BY_DEPTH: dict[str, str | Schedule] = {
     "inverse_depth": "1/l",

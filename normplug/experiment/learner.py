@@ -212,10 +212,8 @@ class Learner(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         step: int = self.trainer.global_step
         is_measured = any(each.logged_step == step for each in variance_loggers(self.trainer))
-        if self._graphed is None or is_measured:
-            loss = self._smoothed(*batch)
-        else:
-            loss = self._graphed(*batch)
+        of_batch = self._smoothed if is_measured else self._graphed or self._smoothed
+        loss = of_batch(*batch)
         # Each call of `log` costs the host as much as dozens of launches, and a value for the bar
         # makes it wait for the GPU. So it is called only where the value is written or displayed.
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]

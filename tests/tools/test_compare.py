@@ -76,7 +76,7 @@ def difference(row, what="difference_to_reference"):
 
 def test_differences_are_paired_by_seed_for_the_test_and_the_validation(compared, tmp_path):
     values = {
-        "baseline": {0: (0.90, 0.8), 1: (0.92, 0.7), 2: (0.94, None), 4: (0.9, 0.9)},
+        "standard": {0: (0.90, 0.8), 1: (0.92, 0.7), 2: (0.94, None), 4: (0.9, 0.9)},
         "golden": {0: (0.92, 0.81), 1: (0.92, 0.73), 3: (0.50, 0.9), 4: (None, math.nan)},
     }
     for arm, of_arm in values.items():
@@ -94,13 +94,13 @@ def test_differences_are_paired_by_seed_for_the_test_and_the_validation(compared
 
 
 def test_runs_with_a_loss_are_compared_in_its_unit_beside_runs_with_an_accuracy(compared, tmp_path):
-    for arm, loss in {"baseline": 1.5, "standard": 1.75, "golden": 1.25}.items():
+    for arm, loss in {"standard": 1.5, "baseline": 1.75, "golden": 1.25}.items():
         for seed, text in enumerate("ab"):
             bits = {"test_bits_per_character": 2.25 + seed, "text_sha256": 20 * text}
             write_run(tmp_path, arm, seed, **a_loss(loss, model="gpt", data="text", **bits))
             write_run(tmp_path, arm, seed)
     comparison = compared()
-    assert list(comparison.table.arm)[:3] == ["baseline", "golden", "standard"]  # lower is better
+    assert list(comparison.table.arm)[:3] == ["standard", "golden", "baseline"]  # lower is better
     rows = {(row.model, row.arm): row for row in comparison.table.itertuples()}
     assert difference(rows["gpt", "golden"]) == (2, -0.25, 0)
     text, digits = comparison.markdown.split("## resnet18 on digits")
@@ -110,7 +110,7 @@ def test_runs_with_a_loss_are_compared_in_its_unit_beside_runs_with_an_accuracy(
         " test loss, nats/byte |",
         " bits per character |",
         " 2.7500 ± 6.3531 |",
-        " minus baseline, nats/byte |",
+        " minus standard, nats/byte |",
         " -0.2500 ± 0.0000 (2 pairs) |",
         "Test loss is on the test set, after the last epoch; lower is better.",
         " tokens/s |",
@@ -124,11 +124,11 @@ def test_runs_with_a_loss_are_compared_in_its_unit_beside_runs_with_an_accuracy(
 def test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms(compared, tmp_path):
     # Differences of 1, 2 and 3 points: t = 2 / (1 / sqrt(3)), and p = 0.0742 with 2 degrees.
     gains = {"golden": (1, 2, 3), "0.5": (1, 1, 1), "2.0": (0, 0, 0), "1.5": (-1, 0, 1)}
-    gains["baseline"] = (0, 0, 0)
+    gains["standard"] = (0, 0, 0)
     write_runs(tmp_path, {arm: [(50 + g) / 100 for g in of_arm] for arm, of_arm in gains.items()})
     comparison = compared()
     ps = {row.arm: row.difference_to_reference_p_holm for row in comparison.table.itertuples()}
-    assert math.isnan(ps["baseline"])
+    assert math.isnan(ps["standard"])
     assert ps["golden"] == pytest.approx(3 * 0.0741799, rel=1e-5)
     assert ps["0.5"] == pytest.approx(0, abs=1e-12)
     assert ps["1.5"] == ps["2.0"] == 1
@@ -183,20 +183,18 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
     assert cells == ["90.00", "90.00", "-", "0.1", "0.00", "at the end of the range: extend it"]
     assert "has the best mean validation accuracy after the last epoch" in printed
     # Without a choice, each rate is an arm.
-    comparison = compared()
-    arms = set(comparison.table.arm)
-    assert {"golden lr=0.1", "golden lr=0.2", "golden lr=0.4", "0.5"} < arms
+    assert {"golden lr=0.1", "golden lr=0.2", "golden lr=0.4", "0.5"} < set(compared().table.arm)
 
 
 def test_a_margin_adds_the_p_of_an_equivalence(compared, tmp_path, capsys):
     # Differences of -0.1, 0 and 0.1 points: t = 0.2 / (0.1 / sqrt(3)), and one-sided p = 0.0371.
-    gains = {"baseline": (0, 0, 0), "golden": (-0.1, 0, 0.1), "0.5": (1, 1.1, 1.2)}
+    gains = {"standard": (0, 0, 0), "golden": (-0.1, 0, 0.1), "0.5": (1, 1.1, 1.2)}
     write_runs(tmp_path, {arm: [(50 + g) / 100 for g in of_arm] for arm, of_arm in gains.items()})
     rows = by_arm(compared(margin=0.2))
     ps = {arm: row.difference_to_reference_p_equivalent for arm, row in rows.items()}
     assert ps["golden"] == pytest.approx(0.0370908, rel=1e-4)
     assert ps["0.5"] > 0.99
-    assert math.isnan(ps["baseline"])
+    assert math.isnan(ps["standard"])
     assert main([str(tmp_path), "--margin", "0.2"]) == 0
     assert " p (TOST, within ± 0.2 points) |" in capsys.readouterr().out
     assert "TOST" not in compared().markdown
@@ -295,12 +293,12 @@ def test_a_committed_report_is_that_of_its_committed_runs(page, tmp_path, monkey
 
 
 def test_only_finished_runs_are_averaged_and_all_others_are_listed(compared, tmp_path):
-    write_runs(tmp_path, {"baseline": 4 * [0.9], "golden": [0.8]})
+    write_runs(tmp_path, {"standard": 4 * [0.9], "golden": [0.8]})
     write_run(tmp_path, "golden", 1, test_accuracy=0.1, status="failed", error="out of\nmemory")
     write_run(tmp_path, "golden", 2, test_accuracy=0.1, status="running")
-    write_run(tmp_path, "standard", 1, test_accuracy=None)
-    write_run(tmp_path, "standard", 2, test_accuracy=0.7)
-    write_run(tmp_path, "standard", 3, test_accuracy=0.7)
+    write_run(tmp_path, "baseline", 1, test_accuracy=None)
+    write_run(tmp_path, "baseline", 2, test_accuracy=0.7)
+    write_run(tmp_path, "baseline", 3, test_accuracy=0.7)
     cut = tmp_path / "cut"
     cut.mkdir()
     (cut / "result.json").write_text('{"arm": "golden", ')
@@ -309,11 +307,11 @@ def test_only_finished_runs_are_averaged_and_all_others_are_listed(compared, tmp
     rows = by_arm(comparison)
     assert (rows["golden"].n_finished, rows["golden"].n_expected) == (1, 4)
     assert difference(rows["golden"], "test")[:2] == (1, 0.8)
-    assert difference(rows["standard"], "test") == (2, 0.7, 0)
+    assert difference(rows["baseline"], "test") == (2, 0.7, 0)
     for line in (
         "golden, seed 1: failed: out of memory (",
         "golden, seed 2: running: no test accuracy (",
-        "standard, seed 1: finished: no test accuracy (",
+        "baseline, seed 1: finished: no test accuracy (",
         "cut/result.json: ",
         "| 1 of 4 |",
         "70.00 ± 0.00 |",
@@ -334,28 +332,29 @@ def test_of_the_runs_of_a_seed_the_newest_finished_one_counts(compared, tmp_path
 
 def test_arms_are_sorted_by_effect_under_their_plain_names_and_columns_line_up(compared, tmp_path):
     write_runs(tmp_path, {"standard-gamma0_0.786": [0.81], "golden": [0.83], "0.5": [0.82]})
-    write_runs(tmp_path, {"baseline": [0.8], "standard": [0.79]})
+    write_runs(tmp_path, {"standard": [0.8], "baseline": [0.79]})
     write_run(tmp_path, "2.0", 0, status="failed")
     comparison = compared()
-    expected = ["baseline", "golden", "0.5", "standard-gamma0_0.786", "standard", "2.0"]
+    expected = ["standard", "golden", "0.5", "standard-gamma0_0.786", "baseline", "2.0"]
     assert list(comparison.table.arm) == expected
     blocks = comparison.markdown.split("\n\n")
     outcomes, _, costs = (block.splitlines() for block in blocks if block.startswith("|"))
     names = [line.split("|")[1].strip() for line in outcomes[2:]]
-    plain = ["golden", "target 0.5", "standard gamma0=0.786", "standard", "target 2.0"]
-    assert names == ["baseline", *plain]
+    plain = ["golden", "target 0.5", "standard gamma0=0.786", "baseline", "target 2.0"]
+    assert names == ["standard", *plain]
     for half in (outcomes, costs):
         assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in half}) == 1
 
 
-def test_standard_stands_in_for_a_baseline_without_finished_runs(compared, tmp_path):
-    write_runs(tmp_path, {"standard": [0.9], "golden": [0.92]})
-    write_run(tmp_path, "baseline", 0, test_accuracy=0.1, status="failed")
+def test_baseline_stands_in_for_a_standard_without_finished_runs(compared, tmp_path):
+    write_runs(tmp_path, {"baseline": [0.9], "golden": [0.92]})
+    write_run(tmp_path, "standard", 0, test_accuracy=0.1, status="failed")
     for arm in ("baseline", "standard"):  # each group has its own reference
         write_run(tmp_path, arm, 0, model="other", test_accuracy=0.5)
-    other, ours = compared().markdown.split("## resnet18 on digits")
-    assert "Reference: standard.\n" in ours
-    assert "Reference: baseline.\n" in other
+    other, ours = compared().markdown.split("## resnet18 on digits\n\n")
+    unfinished = "since no arm named standard has a finished run"
+    assert ours.startswith(f"Reference: baseline, {unfinished}.\n")
+    assert "## other on digits\n\nReference: standard.\n" in other
     # One seed has a mean and no interval.
     line, *_ = [line for line in ours.splitlines() if line.startswith("| golden")]
     assert "| 92.00 | +2.00 (1 pair) |" in " ".join(line.split())
@@ -367,39 +366,47 @@ def test_any_arm_can_be_the_reference(compared, tmp_path):
         rows = by_arm(compared(reference=name))
         assert rows["golden"].difference_to_reference_mean == 0.7 - 0.6
         assert rows["baseline"].reference == "standard-gamma0_0.786"
+    assert by_arm(compared(reference="baseline"))["golden"].reference == "baseline"
+    # Known, but not to each model: the default stands in there.
+    write_runs(tmp_path, {"standard": [0.9]}, model="vit")
+    absent = "since no arm named golden has a finished run"
+    assert f"Reference: standard, {absent}.\n" in compared(reference="golden").markdown
+    known = "'baseline', 'golden', 'standard', 'standard gamma0=0.786'"
+    with pytest.raises(ValueError, match=f"got 'glden'. Choose one of these: --reference {known}."):
+        compared(reference="glden")
 
 
 def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(compared, tmp_path):
-    write_runs(tmp_path, {"baseline": 3 * [100.0], "golden": [200.0, 800.0]}, "images_per_s")
+    write_runs(tmp_path, {"standard": 3 * [100.0], "golden": [200.0, 800.0]}, "images_per_s")
     write_run(tmp_path, "golden", 2, images_per_s=1.0, hardware="A100")
     # No ratio is stated within the spread of the reference's own runs.
-    speeds = {"baseline": [100.0, 150.0], "golden": [140.0, 210.0], "0.5": [200.0, 300.0]}
+    speeds = {"standard": [100.0, 150.0], "golden": [140.0, 210.0], "0.5": [200.0, 300.0]}
     write_runs(tmp_path, speeds, "images_per_s", model="vit")
     markdown = compared().markdown
     assert "| 4.000 (2.000 to 8.000, 2 pairs) |" in markdown
     assert "- hardware: H100 (5 runs), A100 (1 run)\n" in markdown
-    assert "| unclear: baseline varies by 50.0% |" in markdown
+    assert "| unclear: standard varies by 50.0% |" in markdown
     assert " 2.000 (2.000 to 2.000, 2 pairs) |" in markdown
     assert "1.400" not in markdown
 
 
 def test_arms_with_graphs_have_a_speed_ratio_to_a_reference_with_graphs(compared, tmp_path):
-    speeds = {"baseline": 100.0, "golden": 150.0, "baseline-graph": 200.0, "golden-graph": 220.0}
+    speeds = {"standard": 100.0, "golden": 150.0, "standard-graph": 200.0, "golden-graph": 220.0}
     for (arm, speed), seed in product(speeds.items(), range(2)):
         write_run(tmp_path, arm, seed, images_per_s=speed, graph="graph" in arm)
     comparison = compared()
-    assert list(comparison.table.arm) == ["baseline", "golden", "baseline-graph", "golden-graph"]
+    assert list(comparison.table.arm) == ["standard", "golden", "standard-graph", "golden-graph"]
     rows = by_arm(comparison)
     assert rows["golden"].speed_ratio_geometric_mean == pytest.approx(1.5)
     assert rows["golden-graph"].speed_ratio_geometric_mean == pytest.approx(1.1)
-    assert rows["golden-graph"].speed_reference == "baseline-graph"
-    assert rows["golden-graph"].reference == "baseline"
-    assert "with CUDA graphs have the speed ratio to baseline graph.\n" in comparison.markdown
+    assert rows["golden-graph"].speed_reference == "standard-graph"
+    assert rows["golden-graph"].reference == "standard"
+    assert "with CUDA graphs have the speed ratio to standard graph.\n" in comparison.markdown
 
 
 def test_diverged_seeds_have_a_column_of_their_own(compared, tmp_path):
     near = [0.9 + seed / 1000 for seed in range(8)]
-    write_runs(tmp_path, {"baseline": near, "golden": [*near[:7], 0.1]})
+    write_runs(tmp_path, {"standard": near, "golden": [*near[:7], 0.1]})
     assert "diverged |" in (markdown := compared().markdown)
     assert "| 8 of 8 |  1 far off |" in markdown
     write_run(tmp_path, "0.5", 0, status="diverged", error="the training loss is nan")
@@ -423,14 +430,14 @@ BAD = [
 def test_a_wrong_result_is_one_line_and_the_other_runs_are_compared(
     compared, tmp_path, content, words
 ):
-    good = write_run(tmp_path, "baseline", 0) / "result.json"
+    good = write_run(tmp_path, "standard", 0) / "result.json"
     bad = tmp_path / "bad"
     bad.mkdir()
     if isinstance(content, dict):
         content = json.dumps(json.loads(good.read_text()) | content)
     (bad / "result.json").write_text(content)
     comparison = compared()
-    assert list(comparison.table.arm) == ["baseline"]
+    assert list(comparison.table.arm) == ["standard"]
     assert not comparison.complete
     (line,) = [line for line in comparison.markdown.splitlines() if "bad/result.json" in line]
     assert words in line
@@ -464,17 +471,16 @@ def test_without_a_finished_run_there_is_a_table_and_no_plot(tmp_path):
     assert {path.name for path in comparison.paths} == {"summary.md", "summary.csv"}
     rows = [row for row in comparison.markdown.splitlines() if row.startswith("| golden")]
     assert [" ".join(row.split()) for row in rows] == ["| golden | 0 of 1 |", "| golden |"]
-    assert "No reference: no finished run of baseline or standard.\n" in comparison.markdown
+    lacking = "since no arm named standard or baseline has a finished run"
+    assert f"Reference: none, {lacking}.\n" in comparison.markdown
 
 
 def test_every_file_is_written_and_printed_and_none_is_blank(tmp_path, capsys):
-    for arm, seed in product(("baseline", "golden"), range(2)):
+    for arm, seed in product(("standard", "golden"), range(2)):
         write_variance(write_run(tmp_path / "runs", arm, seed, test_accuracy=0.9 + seed / 100))
     assert main([str(tmp_path / "runs"), "--out", str(out := tmp_path / "new" / "out")]) == 0
-    plots = {
-        f"{name}_resnet18_digits.png"
-        for name in ("accuracy", "gap", "seeds", "speed", "variance_by_depth")
-    }
+    names = ("accuracy", "gap", "seeds", "speed", "variance_by_depth")
+    plots = {f"{name}_resnet18_digits.png" for name in names}
     assert {path.name for path in out.iterdir()} == plots | {"summary.md", "summary.csv"}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in plots)
     assert all((out / name).stat().st_size > 15_000 for name in plots)
@@ -482,7 +488,7 @@ def test_every_file_is_written_and_printed_and_none_is_blank(tmp_path, capsys):
     assert printed.startswith((out / "summary.md").read_text("utf-8"))
     assert {*map(str, out.iterdir())} < set(printed.splitlines())
     summary = pd.read_csv(out / "summary.csv").set_index("arm")
-    assert summary.test_mean.to_dict() == pytest.approx({"baseline": 0.905, "golden": 0.905})
+    assert summary.test_mean.to_dict() == pytest.approx({"standard": 0.905, "golden": 0.905})
 
 
 @pytest.mark.parametrize("name", ["", "nowhere", "object.json", "empty.json"])

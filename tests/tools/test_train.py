@@ -470,4 +470,4 @@ def test_runs_of_a_sweep_side_by_side_are_compared_as_one_after_another(trains, 
     baseline, standard = results(tmp_path)
     assert baseline["status"] == standard["status"] == "finished"
     assert baseline["accuracy_by_epoch"] == standard["accuracy_by_epoch"]
-    assert "Reference: baseline" in output
+    assert "Reference: standard" in output
