@@ -15,6 +15,7 @@ from normplug._ops import parts
 from normplug._ops.batch_norm import channel_stats
 from normplug._ops.peers import group_to_join
 from normplug._statistics import runs
+from normplug._swap.fold import write
 from normplug._table import Rows
 from normplug._torch import InstanceNormBase
 
@@ -179,7 +180,7 @@ class _Measured:
         for buffer, value, error in zip(buffers, new, errors, strict=True):
             distance = (buffer.to(value) - value) / error.clamp(min=_NO_COUNT)
             moved.append(distance.square().mean().sqrt().item())
-            runs.write(buffer, value)
+            write(buffer, value)
         return Recalibrated(path, calls, *moved)
 
 
@@ -231,8 +232,8 @@ def sync_buffers(model: nn.Module) -> nn.Module:
         moments.append(own)
     _merge_processes(moments)
     for layer, merged in zip(layers, moments, strict=True):
-        runs.write(layer.running_mean, merged.mean)
-        runs.write(layer.running_var, merged.m2 / merged.count)
+        write(layer.running_mean, merged.mean)
+        write(layer.running_var, merged.m2 / merged.count)
         if layer.num_batches_tracked is not None:
-            runs.write(layer.num_batches_tracked, (merged.count / dist.get_world_size()).round())
+            write(layer.num_batches_tracked, (merged.count / dist.get_world_size()).round())
     return model

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from normplug._checks import must
 from normplug._ops.peers import group_to_join
 from normplug._swap.check import arguments, generators_kept
+from normplug._swap.fold import write
 from normplug._torch import BatchNormBase, InstanceNormBase, tree_map_only
 
 
@@ -80,9 +81,3 @@ def untouched(model: nn.Module) -> Iterator[None]:
             module.training = training
         for buffer, value in buffers:
             write(buffer, value)
-
-
-def write(buffer: Tensor, value: Tensor) -> None:
-    """Copy a value into a buffer, which may have been made in inference mode."""
-    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-        buffer.copy_(value)

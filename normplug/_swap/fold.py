@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import TypeAlias
 
@@ -79,12 +77,12 @@ def scale(inventory: Inventory, factors: Factors) -> None:
             elif _was_made(module, weight, 1.0 / factor - offset):
                 module.weight = None  # type: ignore[assignment]
             else:
-                with writing_to(weight):
-                    if offset == 0.0:
-                        weight.mul_(factor)
-                    else:  # in half precision, weight + offset would round away low bits
-                        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-                        weight.copy_((wide + offset) * factor - offset)
+                if offset == 0.0:
+                    scaled = weight * factor
+                else:  # in half precision, weight + offset would round away low bits
+                    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+                    scaled = (wide + offset) * factor - offset
+                write(weight, scaled)
                 done.add(id(weight))
 
 
@@ -97,12 +95,11 @@ def _was_made(module: nn.Module, weight: Tensor, value: float) -> bool:
     return torch.allclose(weight, torch.full_like(weight, value), rtol=rounding, atol=0.0)
 
 
-@contextmanager
-def writing_to(weight: Tensor) -> Iterator[None]:
-    """Allow in-place writes to a weight, whether or not it is an inference tensor."""
+def write(tensor: Tensor, value: Tensor) -> None:
+    """Copy a value into a weight or a buffer, which may have been made in inference mode."""
     # `inference_mode` sets the grad mode too, so `no_grad` comes after it.
-    with torch.inference_mode(weight.is_inference()), torch.no_grad():
-        yield
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(value)
 
 
 def neighbour(inventory: Inventory, layer: nn.Module) -> Tensor:

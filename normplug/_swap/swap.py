@@ -17,7 +17,6 @@ from normplug import _checks, _convert
 from normplug._swap import fold as _fold
 from normplug._swap import plan as _plan
 from normplug._swap import record as _record
-from normplug._swap.fold import writing_to
 from normplug._swap.inventory import Filters, Inventory
 from normplug._swap.layer_modes import ModesLike, assign, read
 from normplug._table import counts, shown, some
@@ -337,8 +336,7 @@ def _all_or_nothing(layers: Sequence[nn.Module]) -> Iterator[None]:
             vars(module).clear()
             vars(module).update(state)
         for weight, value in values:
-            with writing_to(weight):
-                weight.copy_(value)
+            _fold.write(weight, value)
         raise
 
 
