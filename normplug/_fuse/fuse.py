@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +45,6 @@ class Row(NamedTuple):
     note: str
 
 
-@dataclass(frozen=True)
 class Report(Rows[Row]):
     """Every norm layer of a model, in order; `print` it for a table."""
 

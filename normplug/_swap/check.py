@@ -47,7 +47,6 @@ class CheckedLayer:
     tested: str
 
 
-@dataclass(frozen=True)
 class Report(Rows[CheckedLayer]):
     """The layers that `check` verified; `print` it for a table."""
 

@@ -46,7 +46,6 @@ class PlanRow:
         return name_of(self.module)
 
 
-@dataclass(frozen=True)
 class Plan(Rows[PlanRow]):
     """Every norm layer of a model, in order; `print` it for a table."""
 
