@@ -168,11 +168,6 @@ _number_of_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 most_channels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class _Agreement(NamedTuple):
-    peers: Peers | None
-    why: str
-
-
 _agreed: dict[tuple[Any, torch.device], Peers | None] = {}
 
 
@@ -189,11 +184,12 @@ def of(group: Any, device: torch.device) -> Peers | None:
     return _agreed[group, device]
 
 
-def _agree(group: Any, device: torch.device) -> _Agreement:
+def _agree(group: Any, device: torch.device) -> tuple[Peers | None, str]:
+    """The peers, or None and why there are none; all processes get the same."""
     if device.type != "cuda":
-        return _Agreement(None, f"the tensors are on {device.type}")
+        return None, f"the tensors are on {device.type}"
     if dist.get_backend(group) == "gloo":
-        return _Agreement(None, "the group's backend is gloo")
+        return None, "the group's backend is gloo"
     facts = (_host(), str(torch.cuda.get_device_properties(device).uuid))
     facts_of_all = _gather(group, (_refusal(group), *facts))
     why = next((each for each, *_ in facts_of_all if each), None) or _apart(facts_of_all, device)
@@ -204,7 +200,9 @@ def _agree(group: Any, device: torch.device) -> _Agreement:
         except Exception as error:  # whatever private code of torch raises
             why = f"symmetric memory failed on rank {group.rank()}: {error}"
         why = next(filter(None, _gather(group, why)), None)
-    return _Agreement(None, why or "another rank refused") if why else _Agreement(peers, "")
+    if peers is None or why:
+        return None, why or "another rank refused"
+    return peers, ""
 
 
 def _refusal(group: Any) -> str | None:

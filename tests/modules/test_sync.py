@@ -99,7 +99,7 @@ def three_processes(*where):
 
 def by_collectives(*where):
     """GPUs whose kernels cannot exchange statistics."""
-    peers._agree = lambda group, device: peers._Agreement(None, "the GPUs count as two hosts'")
+    peers._agree = lambda group, device: (None, "the GPUs count as two hosts'")
     sync_cases.process(*where, [numbers], on_gpu=True)
 
 
@@ -227,6 +227,8 @@ def test_the_processes_of_a_group_agree_on_one_way(others, why, monkeypatch):
     told = {tuple: others, str: None, type(None): None}
     monkeypatch.setattr(peers, "_gather", lambda group, own: [told[type(own)], own])
     assert peers._agree(group, device) == (None if why else "the peers", why)
+    told[type(None)] = "its GPU cannot read the memory of another"
+    assert peers._agree(group, device) == (None, why or "another rank refused")
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
     assert peers._agree(group, device) == (None, "the group's backend is gloo")
 
@@ -242,7 +244,7 @@ def test_a_group_falls_back_where_a_waiting_kernel_could_block_it(monkeypatch):
 
 def test_the_status_and_a_plan_say_how_a_group_is_joined(monkeypatch):
     monkeypatch.setattr(normplug.native, "groups", [])
-    monkeypatch.setattr(peers, "_agree", lambda *_: peers._Agreement(None, "the hosts differ"))
+    monkeypatch.setattr(peers, "_agree", lambda *_: (None, "the hosts differ"))
     group = type("Group", (), {"size": lambda self: 4})()
     assert peers.of(group, torch.device("cpu")) is None
     text = "SyncBatchNorm of 4 processes: collectives, as the hosts differ."

@@ -333,7 +333,7 @@ def _stand_in(group, device):
     timeout = 60.0 if len(SPARE) == 4 else 1.0
     inboxes = SPARE.pop()
     addresses = [each.data_ptr() for each in inboxes]
-    return peers._Agreement(peers.Peers(group.rank(), addresses, device, timeout, inboxes), "")
+    return peers.Peers(group.rank(), addresses, device, timeout, inboxes), ""
 
 
 # Allocated before the processes are forked, so that it has the same address in each.

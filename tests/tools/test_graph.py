@@ -135,18 +135,17 @@ def test_a_graph_is_refused_where_it_cannot_be(refuses):
             refuse_graph(trainer)
 
 
-def joined_loss(monkeypatch, layer, agreement):
-    """A loss of a net with a layer that two processes join in this way."""
+def joined_loss(monkeypatch, layer, agreed):
+    """A loss of a net with a layer that two processes join by these peers, or by collectives."""
     monkeypatch.setattr(SyncBatchNorm, "group_to_join", lambda layer: "the group")
-    monkeypatch.setattr(peers, "_agreed", {("the group", torch.device("cpu")): agreement.peers})
+    monkeypatch.setattr(peers, "_agreed", {("the group", torch.device("cpu")): agreed})
     net = nn.Sequential(nn.Linear(3, 3), layer)
     return GraphedLoss(lambda x, y: (net[0](x).mean(1) - y).square().mean(), net)
 
 
 @pytest.mark.parametrize("layer", [SyncBatchNorm(3), nn.SyncBatchNorm(3)])
 def test_layers_that_send_collectives_are_refused(layer, monkeypatch, replays):
-    agreement = peers._Agreement(None, "the group spans several hosts")
-    graphed = joined_loss(monkeypatch, layer, agreement)
+    graphed = joined_loss(monkeypatch, layer, None)
     with pytest.raises(UserError, match="but 1 sends collectives"):
         graphed(torch.randn(4, 3), torch.zeros(4))
 
@@ -157,7 +156,7 @@ def test_a_replay_says_which_process_has_stopped(monkeypatch, replays):
             if len(replays) == 2:
                 raise RuntimeError("rank 1 has stopped")
 
-    graphed = joined_loss(monkeypatch, SyncBatchNorm(3), peers._Agreement(Others(), ""))
+    graphed = joined_loss(monkeypatch, SyncBatchNorm(3), Others())
     for _ in range(2):
         graphed(torch.randn(4, 3), torch.zeros(4))
     with pytest.raises(RuntimeError, match="rank 1 has stopped"):
