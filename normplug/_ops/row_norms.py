@@ -233,13 +233,10 @@ class LayerNormSpec(NamedTuple):
         pays = self.centred and large and (has_rows or t.input_bias is not None)
         return self._automatic if pays else None
 
-    def operator(self, t: Tensors) -> Any:
-        return self._operator(t, automatic=False)
-
     def _automatic(self, t: Tensors) -> Any:
-        return self._operator(t, automatic=True)
+        return self.operator(t, automatic=True)
 
-    def _operator(self, t: Tensors, automatic: bool) -> Any:
+    def operator(self, t: Tensors, automatic: bool = False) -> Any:
         x, residual, *rest = t
         shape, row_dims = x.shape, len(self.normalized_shape)
         if _is_grid_of_rows(x, row_dims) and (
