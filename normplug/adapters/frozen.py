@@ -57,15 +57,8 @@ class Adapted(TargetVarianceNorm):
     def _statistics(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self._buffers["running_mean"], self._buffers["running_var"], None
 
-    def _by_torch(self, *reading: Any) -> Tensor | None:
-        return None
-
     def _call(
-        self,
-        input: Tensor,
-        residual: Tensor | None = None,
-        input_bias: None = None,
-        *options: Any,
+        self, input: Tensor, residual: Tensor | None, input_bias: None, *options: Any
     ) -> tuple[Tensors, BatchNormSpec]:
         t = Tensors(input, residual, *self._affine(), None, *self._statistics())
         own = self._normplug

@@ -72,11 +72,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         return torch.batch_norm(x, weight, bias, mean, var, *numbers)
 
     def _call(
-        self,
-        input: Tensor,
-        residual: Tensor | None = None,
-        input_bias: None = None,
-        *options: Any,
+        self, input: Tensor, residual: Tensor | None, input_bias: None, *options: Any
     ) -> tuple[Tensors, BatchNormSpec]:
         """Options: the fields of the spec from `activation` to `join`."""
         self._check_input_dim(input)

@@ -66,11 +66,7 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
             return None
 
     def _call(
-        self,
-        input: Tensor,
-        residual: None = None,
-        input_bias: None = None,
-        activation: ActivationLike = None,
+        self, input: Tensor, residual: None, input_bias: None, activation: ActivationLike = None
     ) -> tuple[Tensors, GroupNormSpec]:
         own = self._normplug
         t = Tensors(input, None, *self._affine(), None, *self._statistics_to_update(input))
@@ -138,11 +134,7 @@ class _InstanceNorm(_Groups, InstanceNormBase):
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
 
     def _call(
-        self,
-        input: Tensor,
-        residual: None = None,
-        input_bias: None = None,
-        activation: ActivationLike = None,
+        self, input: Tensor, residual: None, input_bias: None, activation: ActivationLike = None
     ) -> tuple[Tensors, GroupNormSpec | BatchNormSpec]:
         """The tensors and the spec of a call: with running statistics, a BatchNorm's spec."""
         self._check_input_dim(input)

@@ -92,9 +92,6 @@ class RowNorm(WatchedRows):
         y: tuple[Tensor, Tensor] = self._run(input, residual, None)
         return y
 
-    def _by_torch(self, *reading: Any) -> None:
-        """None: PyTorch has no function for a fused call."""
-
     def _call(
         self, input: Tensor, residual: Tensor | None, input_bias: Tensor | None
     ) -> tuple[Tensors, LayerNormSpec]:
