@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from normplug import _activations, _checks, native
-from normplug._activations import ActivationLike, backward_reads_input
+from normplug._activations import ActivationLike
 from normplug._layouts import dense, laid_out_like
 from normplug._ops import eligible, peers, stock
 from normplug._ops.call import call, key_of, made_once
@@ -210,16 +210,6 @@ class BatchNormSpec(NamedTuple):
                 if self.safe:
                     stock.take_finite(t, new)
         return y
-
-    @property
-    def reads_residual(self) -> bool:
-        """Whether the backward reads the residual."""
-        return backward_reads_input(self.activation)
-
-    @property
-    def passes_dy(self) -> bool:
-        """Whether the residual's gradient is dy itself, which an operator must not return."""
-        return self.activation is None
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
         n, c, *space = t.x.shape

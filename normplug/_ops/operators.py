@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from normplug import native
+from normplug._activations import backward_reads_input
 from normplug._ops.call import plan_of
 from normplug._ops.spec import Tensors
 from normplug._torch import is_matmul_output
@@ -174,7 +175,8 @@ class _Differentiable(torch.autograd.Function):
         x, residual, *vectors = arguments[:_INPUTS]
         ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
         ctx.has_residual = residual is not None and not operators.has_total
-        kept = residual if ctx.has_residual and ctx.spec.reads_residual else None
+        reads = ctx.has_residual and backward_reads_input(ctx.spec.activation)
+        kept = residual if reads else None
         constant = state = outputs[operators.results :]
         if operators.has_total:
             x = outputs[1]
@@ -189,7 +191,8 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         operators = ctx.operators
         for_x, for_residual, *rest = needs = ctx.needs_input_grad[1 : 1 + _INPUTS]
-        dtotal, alias = None, ctx.has_residual and ctx.spec.passes_dy
+        # Without an activation, the residual's gradient is dy, which an operator must not return.
+        dtotal, alias = None, ctx.has_residual and ctx.spec.activation is None
         if operators.has_total:
             dtotal = others[0]
             asked = [for_x or for_residual, False, *rest]

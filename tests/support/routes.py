@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from normplug import native, target_variance
+from normplug._activations import backward_reads_input
 from normplug._ops import batch_norm as batch_norms
 from normplug._ops import call as calls
 from normplug._ops import eligible, recompute, row_norms
@@ -244,9 +245,9 @@ def check_operators(cases: Any, case: Any, device: str, compiles: bool = True) -
     if operators.has_total:
         x, *state = state
         needs[0], needs[1], has_residual = needs[0] or needs[1], False, False
-    elif has_residual and spec.passes_dy:  # the residual's gradient would be dy itself
+    elif has_residual and spec.activation is None:  # the residual's gradient would be dy itself
         needs[1] = False
-    kept = residual if has_residual and spec.reads_residual else None
+    kept = residual if has_residual and backward_reads_input(spec.activation) else None
     dys = tensors.dy, tensors.dtotal
     arguments = (*dys, x, kept, *vectors, *state, text, flags_of(has_residual, needs))
     torch.library.opcheck(operators.backward, arguments, test_utils=INNER_RULES)
