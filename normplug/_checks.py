@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from normplug import _activations
 
 BACKENDS = ("auto", "triton", "torch")
+_CHOICES = {"autocast_output": ("low", "float32"), "statistics": ("torch", "safe")}
 _LAYOUTS = (torch.strided, torch.jagged)
 # The tensors of a call after its input, in order: see `_ops.spec.Tensors`.
 _OTHERS = (
@@ -91,9 +92,12 @@ def backend(caller: str, name: str) -> str:
     return _one_of(caller, "backend", name, BACKENDS)
 
 
-def autocast_output(caller: str, name: str) -> None:
-    """Reject an unknown rule for the output's dtype under autocast."""
-    _one_of(caller, "autocast_output", name, ("low", "float32"))
+def option(caller: str, name: str, value: Any) -> None:
+    """Reject an unknown value of `backend`, `autocast_output` or `statistics`."""
+    if name == "backend":
+        backend(caller, value)
+    else:
+        _one_of(caller, name, value, _CHOICES[name])
 
 
 def activation(caller: str, chosen: _activations.ActivationLike) -> None:
@@ -137,20 +141,11 @@ def filters(role: str, given: Any) -> list[Any]:
     return listed
 
 
-def statistics(caller: str, value: Any) -> None:
-    """Reject anything but "torch" and "safe"."""
-    _one_of(caller, "statistics", value, ("torch", "safe"))
-
-
 def swap_options(caller: str, **options: Any) -> None:
     """Reject options of `normplug.swap` that are wrong for every model."""
     for name, value in options.items():
-        if name == "autocast_output":
-            autocast_output(caller, value)
-        elif name == "backend":
-            backend(caller, value)
-        elif name == "statistics":
-            statistics(caller, value)
+        if name == "backend" or name in _CHOICES:
+            option(caller, name, value)
         elif name in ("track_running_stats", "preserve_output") and value is None:
             continue
         elif name not in ("include", "exclude"):

@@ -62,7 +62,7 @@ class GroupNormSpec(NamedTuple):
             _checks.scalars(caller, **statistics, num_batches_tracked=t.tracked)
             _checks.groups(caller, t.x, self.groups)
         _checks.activation(caller, self.activation)
-        _checks.autocast_output(caller, self.autocast_output)
+        _checks.option(caller, "autocast_output", self.autocast_output)
 
     # PyTorch's kernels.
 

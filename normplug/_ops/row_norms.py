@@ -96,7 +96,7 @@ class LayerNormSpec(NamedTuple):
         statistics = {"running_mean": t.running_mean, "running_var": t.running_var}
         _checks.scalars(caller, **statistics, num_batches_tracked=t.tracked)
         _checks.momentum(caller, self.momentum, t.tracked, t.running_var is not None)
-        _checks.autocast_output(caller, self.autocast_output)
+        _checks.option(caller, "autocast_output", self.autocast_output)
         _checks.same_shape(caller, t.x, residual=t.residual)
         vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
         rows = t.x.unbind() if parts.is_nested(t.x) else (t.x,)

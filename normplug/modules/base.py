@@ -40,14 +40,14 @@ class Settings(NamedTuple):
     watches: bool = False  # statistics that are only watched, in a compiled step too
 
 
-def _setting(name: str, check: Callable[[str, Any], object]) -> Any:
-    """A property for one of the `Settings`; `check` takes the layer's class name and a value."""
+def _setting(name: str) -> Any:
+    """A property for one of the `Settings`, which a user may assign."""
 
     def read(layer: TargetVarianceNorm) -> Any:
         return getattr(layer._normplug, name)
 
     def write(layer: TargetVarianceNorm, value: Any) -> None:
-        check(type(layer).__name__, value)
+        _checks.option(type(layer).__name__, name, value)
         layer._set(**{name: value})
 
     return property(read, write, doc=f"The `{name}` of `normplug.functional`.")
@@ -184,9 +184,9 @@ class TargetVarianceNorm(nn.Module):
         self.backend = backend
         self.target_variance = mode
 
-    backend = _setting("backend", _checks.backend)
-    autocast_output = _setting("autocast_output", _checks.autocast_output)
-    statistics = _setting("statistics", _checks.statistics)
+    backend = _setting("backend")
+    autocast_output = _setting("autocast_output")
+    statistics = _setting("statistics")
     eps = eps_property("eps")
 
     @property
