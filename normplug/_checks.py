@@ -258,9 +258,7 @@ def floating(caller: str, x: Any, name: str = "input") -> None:
         raise TypeError(must(caller, name, rule, str(x.dtype), way_out))
 
 
-def momentum(
-    caller: str, value: float | None, counter: Tensor | None, updates: bool = True
-) -> None:
+def momentum(caller: str, value: float | None, counter: Tensor | None, updates: bool) -> None:
     """Reject a momentum that is not a number, and a cumulative average without a counter.
 
     updates: whether there are running statistics to update.

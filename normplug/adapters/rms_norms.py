@@ -120,10 +120,7 @@ def _forward(cls: type[nn.Module], x: Tensor, weight: Tensor | None) -> Tensor:
     layer = object.__new__(cls)
     nn.Module.__init__(layer)
     vars(layer).update(_EPS | _OPTIONS)
-    if weight is None:
-        vars(layer)["weight"] = None
-    else:
-        layer.weight = nn.Parameter(weight.clone())
+    layer.register_parameter("weight", None if weight is None else nn.Parameter(weight.clone()))
     y: Tensor = cls.forward(layer, x.clone())
     return y
 
