@@ -8,14 +8,12 @@ Forward, an all-gather collects n_r, mean_r and var_r of each process r. With w_
 
     mean = sum_r w_r * mean_r        var = sum_r w_r * (var_r + (mean_r - mean)^2)
 
-This is Chan's merge. All processes add the same numbers in the order of the ranks, so they get the
-same bits. A process without data takes part with n_r = 0.
+All processes add the same numbers in the order of the ranks, so they get the same bits. A process
+without data takes part with n_r = 0. Source of the merge: Chan, Golub and LeVeque 1983,
+doi:10.1080/00031305.1983.10483115.
 
 Backward, an all-reduce sums sum(dy) and sum(dy * (x - mean)) over the processes; the rest is the
-formula of `normplug.reference` with the n of the joined batch. The gradients of weight and bias
-stay sums over the process's own batch, which DDP averages, as in `torch.nn.SyncBatchNorm`.
-
-Source of the merge: Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115.
+formula of `normplug.reference` with the n of the joined batch.
 """
 
 from __future__ import annotations

@@ -137,16 +137,11 @@ class GroupNormSpec(NamedTuple):
         self._update(t, mean, stock.variance_of(rstd, self.eps))
 
     def _update(self, t: Tensors, mean: Tensor, var: Tensor) -> None:
-        """Update a call's running statistics by mean and biased var of its groups, (N, groups).
-
-        An InstanceNorm takes each channel's mean and *unbiased* variance, averaged over the
-        samples, like torch's. A GroupNorm's statistics are scalars that are only watched: they
-        take the mean and biased variance, averaged over all groups.
-        """
-        if self.instance:
+        """Update a call's running statistics by mean and biased var of its groups, (N, groups)."""
+        if self.instance:  # with the *unbiased* variance of each channel, like torch's
             values = t.x.numel() // mean.numel()
             mean, var = mean.mean(0), var.mean(0) * (values / (values - 1))
-        else:
+        else:  # scalars, which are only watched
             mean, var = mean.mean(), var.mean()
         stock.update_running(t, self.momentum, mean, var)
 

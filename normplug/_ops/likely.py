@@ -39,10 +39,6 @@ def record(layer: Any, label: str = "") -> None:
 def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
     """The kernels of the calls that are likely to follow a call, which has this plan.
 
-    The layers' forwards come first, in order, and then their backwards, from the last layer to the
-    first. Kernels that only one guess needs come last, since most of these guesses are wrong. Each
-    layer is guessed once for each kind of first call: its norm, its dtype and `keep`.
-
     keep: whether calls save tensors for a backward. Without it there are no backwards.
     """
     forwards, backwards, known = list["Job"](), list["Job"](), set[Any]()
@@ -66,6 +62,7 @@ def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
                 forwards += forward
                 backwards += backward
     jobs = [*forwards, *reversed(backwards)]
+    # Kernels that only one guess needs come last, since most of these guesses are wrong.
     times = Counter(job.key for job in jobs)
     return sorted(jobs, key=lambda job: times[job.key] == 1)
 

@@ -300,11 +300,7 @@ def _as_taken(model: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[An
 
 
 def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model gets of a loader's batch.
-
-    A mapping gives keywords, of which those that the forward does not name are left out. Of a tuple
-    or a list, as of input and labels, the first element is the input.
-    """
+    """What a model gets of a loader's batch: the input of a pair, or keywords that it names."""
     if isinstance(batch, Mapping):
         parameters = inspect.signature(model.forward).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

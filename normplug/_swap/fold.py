@@ -103,14 +103,10 @@ def write(tensor: Tensor, value: Tensor) -> None:
 
 
 def neighbour(inventory: Inventory, layer: nn.Module) -> Tensor:
-    """Find the tensor whose dtype and device new tensors of a layer take.
-
-    It is one of the layer's own; else the nearest parameter before the layer in the order of
-    `named_modules`, since what comes before a layer produces its input; else the nearest parameter
-    after it; else a buffer; else a new tensor.
-    """
+    """Find the tensor whose dtype and device new tensors of a layer take."""
     modules = list(inventory.names)
     place = modules.index(layer)
+    # The nearest first, and those before the layer first of all: they produce its input.
     others = [*reversed(modules[:place]), *modules[place + 1 :]]
     parameters = (p for m in others for p in m.parameters(recurse=False))
     buffers = (b for m in others for b in m.buffers(recurse=False))

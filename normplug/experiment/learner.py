@@ -82,10 +82,9 @@ class GraphedLoss:
     `torch.cuda.make_graphed_callables` captures them as one autograd node: the rest of Lightning's
     optimisation works as usual, and `DistributedDataParallel` averages gradients after each replay.
 
-    The first call captures the graphs. It runs the step a few times to warm up, and then restores
-    buffers and the GPU's random state. From then on, weights and buffers must keep their addresses.
-    Inputs of another shape run without a graph. In several processes, all must capture at the same
-    step, because SyncBatchNorms exchange statistics.
+    The first call captures the graphs, which changes no buffer and no random state. From then on,
+    weights and buffers must keep their addresses. Inputs of another shape run without a graph. In
+    several processes, all must capture at the same step: SyncBatchNorms exchange statistics.
     """
 
     def __init__(self, loss: Loss, net: nn.Module) -> None:
