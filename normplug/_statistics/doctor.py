@@ -167,12 +167,11 @@ class _Examination(TorchFunctionMode):
                 if isinstance(module, TargetVarianceNorm):  # nothing to compile
                     undo.callback(setattr, module, "backend", module.backend)
                     module.backend = "torch"
+                before, after = partial(self._before, path), partial(self._after, path)
                 if path in self.seen:
-                    hook = module.register_forward_pre_hook(partial(self._before, path))
-                    undo.callback(hook.remove)
+                    undo.callback(module.register_forward_pre_hook(before).remove)
                 if path in self.seen or isinstance(module, _LINEAR):
-                    hook = module.register_forward_hook(partial(self._after, path))
-                    undo.callback(hook.remove)
+                    undo.callback(module.register_forward_hook(after).remove)
             for parameter in self.model.parameters():
                 undo.callback(setattr, parameter, "grad", parameter.grad)
                 parameter.grad = None

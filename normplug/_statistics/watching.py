@@ -141,12 +141,11 @@ class Watch:
         joined = dist.is_available() and dist.is_initialized()
         place = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         known = []
-        probes: list[Any] = []
+        probes: list[Any] = [layer._probe for _, layer, _ in self._measuring]
         for depth, (path, layer, _) in enumerate(self._measuring):
             kind = _convert.plain_class(layer).__name__
             head = step, epoch, path, depth, kind, layer.target_variance
             known.append((head, (*place, layer._measure)))
-            probes.append(layer._probe)
         values = averages(probes)
         self._pending.append((known, [values, *(p.details for p in probes if self._details)]))
         self.release(swapped=False)

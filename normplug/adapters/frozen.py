@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from normplug import reference
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.spec import Tensors
-from normplug.modules.base import FusionSites, TargetVarianceNorm
+from normplug.modules.base import TargetVarianceNorm
 from normplug.modules.batch_norm import _BatchNorm
 
 _BUFFERS = ("weight", "bias", "running_mean", "running_var")
@@ -37,7 +37,7 @@ class Adapted(TargetVarianceNorm):
     _fused = _BatchNorm._fused
     _variance = _BatchNorm._variance
     _plain_variance = _BatchNorm._plain_variance
-    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
+    _fusion_sites = _BatchNorm._fusion_sites
 
     @classmethod
     def _refusal(cls, module: nn.Module) -> str | None:
