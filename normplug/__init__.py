@@ -68,7 +68,6 @@ __all__ = [
     "watch",
 ]
 
-
 # Imported on first use, which saves a quarter of import time: name -> module.
 _LATE = {
     "doctor": "_statistics.doctor",

@@ -47,7 +47,6 @@ _RESULT = "_normplug_result"
 # After an exception, the second of two statements may not run. `except*` came with Python 3.11.
 _REFUSED = (ast.Try, getattr(ast, "TryStar", ast.Try), ast.Match)
 
-
 # (name, kind) of each child that `edit` needs. The kinds: "sum", a norm that may be fused with an
 # addition before it; "norm", a norm that may be fused with an activation after it; "activation".
 Children = tuple[tuple[str, str], ...]

@@ -29,7 +29,6 @@ BUILDS = VERSION >= (3, 3)  # the compiler of 3.2 crashes the process on some of
 COOPERATIVE = BUILDS and torch.version.hip is None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes", "y")
 
-
 # Formats of kernel parameters for `struct`, by Triton's name of their type.
 _LAYOUTS = {"*": "<Q", "i32": "<i", "i64": "<q", "fp32": "<f"}
 # Triton's names of tensor dtypes.

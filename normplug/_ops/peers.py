@@ -167,7 +167,6 @@ def most_channels(number: int) -> int:
 _number_of_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 most_channels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-
 _agreed: dict[tuple[Any, torch.device], Peers | None] = {}
 
 

@@ -31,7 +31,6 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # Layer -> its mode, and the number of its block if that decides the mode.
 Modes: TypeAlias = dict[nn.Module, tuple[NormMode, int | None]]
 
-
 ModesLike: TypeAlias = (
     "ModeLike | Mapping[Any, ModeLike] | Callable[[str, nn.Module], ModeLike] | ByDepth"
 )

@@ -22,7 +22,6 @@ _EARLIER = ("running_mean", "running_var", "num_batches_tracked")
 # torch 2.9 and 2.10 do not compile a module that writes to a buffer which is a DTensor.
 _REFUSES_DTENSORS = torch.__version__.startswith(("2.9.", "2.10."))
 
-
 # What torch raises for tensors that it refuses. `_ops.call` then says why, or computes the norm.
 REFUSALS = (RuntimeError, TypeError, IndexError)
 
