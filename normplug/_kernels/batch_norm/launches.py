@@ -21,14 +21,10 @@ class Flags:
 
     given: without training, mean and rstd are passed in. running, cumulative, tracked, safe: the
     kernels' constants of these names. normalize: without it, only statistics are computed.
-    variance: they are saved as (mean, var), not as (mean, rstd).
-
-    world, peers: how many processes join their batches, and the address of this process's table:
-    see `exchange`.
-
-    share: a backward without dx saves the terms by which another kernel computes it.
-
-    constant: only dx and the residual's gradient are ever wanted, and training is off.
+    variance: they are saved as (mean, var), not as (mean, rstd). share: a backward without dx saves
+    the terms by which another kernel computes it. constant: only dx and the residual's gradient are
+    ever wanted, and training is off. world, peers: how many processes join their batches, and the
+    address of this process's table: see `exchange`.
     """
 
     training: bool = True
