@@ -117,12 +117,6 @@ def every_kernel(dtype):
         yield from row_launches(4096, width, dtype.itemsize, accumulator_dtype(dtype), width)
 
 
-TRITONS = {
-    torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64,
-    torch.int64: tl.int64,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_a_job_is_the_kernel_that_triton_compiles_for_the_call(dtype, monkeypatch):
     wanted = []
@@ -144,7 +138,8 @@ def test_a_job_is_the_kernel_that_triton_compiles_for_the_call(dtype, monkeypatc
         monkeypatch.setattr(kernel, "compile", compile_nothing)
         given = {"tracked": torch.int64, "counters": torch.int64}
         dtypes = [given.get(name, dtype) for name in made.pointers]
-        tensors = [triton.MockTensor(TRITONS[each], [16]) for each in dtypes]
+        names = [str(each).removeprefix("torch.") for each in dtypes]
+        tensors = [triton.MockTensor(getattr(tl, name), [16]) for name in names]
         kernel.warmup(*tensors, *made._numbers, grid=(1,), **made._constants)
         job = made.job(dtypes)
         assert hashes(ASTSource(*job[:4]), job.options) == wanted[-1]

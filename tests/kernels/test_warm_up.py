@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.fx.immutable_collections import immutable_dict
 from torch.testing._internal.two_tensor import TwoTensor
 
 pytest.importorskip("triton")
@@ -144,21 +145,12 @@ def test_a_model_that_reads_values_says_why_its_kernels_are_not_all_known(kernel
     assert why.startswith("The model cannot run on fake tensors: DataDependent")
 
 
-class Frozen(dict):
-    """A configuration that nobody may change, as in diffusers."""
-
-    def __setitem__(self, key, value):
-        raise TypeError("frozen")
-
-    update = __setitem__
-
-
 class Caching(nn.Module):
     """Stores tensors where its forward finds them again, as rotary embeddings do."""
 
     def __init__(self):
         super().__init__()
-        self.norm, self.by_size, self.config = nn.LayerNorm(16), {}, Frozen(width=16)
+        self.norm, self.by_size, self.config = nn.LayerNorm(16), {}, immutable_dict(width=16)
         self.register_buffer("mask", None)
 
     def forward(self, x):
