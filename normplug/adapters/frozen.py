@@ -36,7 +36,7 @@ class Adapted(TargetVarianceNorm):
     forward = _BatchNorm.forward
     _fused = _BatchNorm._fused
     _variance = _BatchNorm._variance
-    _plain_variance = _BatchNorm._plain_variance
+    _by_channel = True
     _fusion_sites = _BatchNorm._fusion_sites
 
     @classmethod

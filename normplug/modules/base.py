@@ -172,6 +172,8 @@ class TargetVarianceNorm(nn.Module):
     _weight_offset: ClassVar[float] = 0.0
     # What the mode sets and `_variance` measures: "variance", or "second moment" if not centred.
     _measure: ClassVar[str] = "variance"
+    # Whether each value of `_variance` is of one channel, with one weight and one bias.
+    _by_channel: ClassVar[bool] = False
     # Its synchronised class, which `swap(sync=True)` and `SyncNorms` assign; not inherited.
     _synchronised: ClassVar[type[TargetVarianceNorm] | None] = None
 
@@ -247,10 +249,10 @@ class TargetVarianceNorm(nn.Module):
         """The `_measure` of each channel, row or group of x, for `normplug.watch`."""
         raise NotImplementedError
 
-    def _plain_variance(self, y: Tensor, output: Tensor, weight: Tensor) -> Tensor:
-        """The `_variance` of the output y with weight and bias undone; output: that of y."""
+    def _plain_variance(self, y: Tensor, weight: Tensor) -> Tensor:
+        """The `_variance` of the output y with weight and bias undone."""
         bias: Tensor | None = getattr(self, "bias", None)
-        plain = y.to(output.dtype)
+        plain = y.to(accumulator_dtype(y.dtype))
         if bias is not None:
             plain = plain - self._spread(parts.own_part(bias.detach()), y)
         return self._variance(plain / self._spread(weight, y))
@@ -415,7 +417,7 @@ class TargetVarianceNorm(nn.Module):
                 if self._weight_offset:
                     weight += self._weight_offset
                 probe.weight = weight
-                probe.plain = self._plain_variance(own, probe.output, weight)
+                probe.plain = None if self._by_channel else self._plain_variance(own, weight)
             probe.look(self, x, y)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

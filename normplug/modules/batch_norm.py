@@ -112,11 +112,10 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         affine = self.weight, self.bias
         return reference.batch_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
 
+    _by_channel = True
+
     def _variance(self, x: Tensor) -> Tensor:
         return channel_stats(x)[1]
-
-    def _plain_variance(self, y: Tensor, output: Tensor, weight: Tensor) -> Tensor:
-        return output / weight.square()
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):

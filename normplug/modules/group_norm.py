@@ -171,8 +171,7 @@ class _InstanceNorm(_Groups, InstanceNormBase):
         x = self._batched(x).to(reference.accumulator_dtype(x.dtype))
         return x.flatten(2).var(-1, correction=0)
 
-    def _plain_variance(self, y: Tensor, output: Tensor, weight: Tensor) -> Tensor:
-        return output / weight.square()
+    _by_channel = True
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):

@@ -17,8 +17,8 @@ class Probe:
     """
 
     input: Tensor | None = None  # the `_measure` of each channel, row or group; None: has not run
-    plain: Tensor | None = None  # that of the output, with weight and bias undone
-    output: Tensor | None = None
+    output: Tensor | None = None  # that of the output
+    plain: Tensor | None = None  # with weight and bias undone; None: output / weight ** 2
     weight: Tensor | None = None  # a copy, with its offset; None without weight
 
     def look(self, layer: Any, x: Tensor, y: Tensor) -> None:
@@ -48,14 +48,20 @@ def averages(probes: Sequence[Probe]) -> Tensor:
 
 def _averages(probes: list[Probe]) -> Tensor:
     """The averages of probes of one kind, (probes, 4)."""
-    means = [_joined(probes, name) for name in ("input", "plain", "output")]
+    inputs, outputs = _joined(probes, "input"), _joined(probes, "output")
     if probes[0].weight is None:
-        square = torch.ones_like(means[0][:, :1])
+        square = outputs.new_ones(len(probes), 1)
     else:
         square = _joined(probes, "weight").square()
-    found = [means[0].mean(1), means[1].nanmean(1), means[2].mean(1), square.mean(1).sqrt()]
+    if probes[0].plain is None:  # channels stand last
+        plain = outputs / square.reshape(len(probes), *(1,) * (outputs.dim() - 2), -1)
+    else:
+        plain = _joined(probes, "plain")
+    values = (inputs, plain, outputs, square)
+    inputs, plain, outputs, square = (each.reshape(len(probes), -1) for each in values)
+    found = [inputs.mean(1), plain.nanmean(1), outputs.mean(1), square.mean(1).sqrt()]
     return torch.stack([each.to(found[0].dtype) for each in found], 1)
 
 
 def _joined(probes: list[Probe], name: str) -> Tensor:
-    return torch.stack([getattr(probe, name) for probe in probes]).reshape(len(probes), -1)
+    return torch.stack([getattr(probe, name) for probe in probes])
