@@ -33,7 +33,7 @@ LAYERS = [
 # something to go.
 MOST_LINES = {
     "_kernels": 5000, "experiment": 1820, "_compare": 860, "_ops": 3455, "_fuse": 2065,
-    "native": 1470, "modules": 1420, "_swap": 1510, "bench": 920, "adapters": 530,
+    "native": 1470, "modules": 1425, "_swap": 1510, "bench": 920, "adapters": 530,
     "_statistics": 1285, "lightning": 320, "reference.py": 230, "": 2215,
 }  # fmt: skip
 MOST_FILES = 125

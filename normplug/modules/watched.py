@@ -155,7 +155,8 @@ class WatchedRows(TargetVarianceNorm):
                     self.register_buffer(name, t, persistent=False)
 
     def _shown(self) -> list[str]:
-        watches = "watched_var" in self._buffers
+        # None: where kernels run.
+        watches = "watched_var" in self._buffers and (self._normplug.watches or None)
         watched = [f"momentum={self._normplug.momentum}", f"track_running_stats={watches}"]
         return [*watched, *super()._shown()]
 
