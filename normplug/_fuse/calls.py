@@ -159,6 +159,10 @@ def _may_run(norm: Any, x: Any, operation: str, *modules: Any) -> bool:
     sites: FusionSites | None = getattr(cls, "_fusion_sites", None)
     if sites is None or not (operation in sites.before or operation in sites.after):
         return False
+    if not isinstance(x, Tensor):
+        return False
+    if not x.is_cuda and not eligible.has_kernels("fuse", norm.backend, x):
+        return False
     for name, method in sites.methods.items():  # inline: calling a function is slower
         if getattr(cls, name) is not method:
             return False
@@ -167,7 +171,7 @@ def _may_run(norm: Any, x: Any, operation: str, *modules: Any) -> bool:
     for module in (norm, *modules):
         if isinstance(module, nn.Module) and has_hooks(module):
             return False
-    return isinstance(x, Tensor) and (x.is_cuda or eligible.has_kernels("fuse", norm.backend, x))
+    return True
 
 
 def _alike(x: Tensor, residual: Any) -> bool:
