@@ -13,7 +13,8 @@ without data takes part with n_r = 0. Source of the merge: Chan, Golub and LeVeq
 doi:10.1080/00031305.1983.10483115.
 
 Backward, an all-reduce sums sum(dy) and sum(dy * (x - mean)) over the processes; the rest is the
-formula of `normplug.reference` with the n of the joined batch.
+formula of `normplug.reference` with the n of the joined batch. The gradients of weight and bias
+stay sums over the process's own batch, which DDP averages, as in `torch.nn.SyncBatchNorm`.
 """
 
 from __future__ import annotations
@@ -340,7 +341,6 @@ class _SyncBatchNorm(torch.autograd.Function):
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
         acc, dims = mean.dtype, channel_dims(x)
         dy = torch.zeros_like(x) if dy is None else dy
-        scale = (torch.ones_like(rstd) if weight is None else weight.to(acc)) * ctx.scale
         # The kernels of torch's SyncBatchNorm; a compiler fuses torch operations instead.
         kernels = x.is_cuda and x.numel() > 0 and not torch.compiler.is_compiling()
         if kernels:
@@ -355,6 +355,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             total = torch.cat(sums)
             dist.all_reduce(total, group=ctx.group)
+            scale = (torch.ones_like(rstd) if weight is None else weight.to(acc)) * ctx.scale
             if kernels:
                 last = scale, *total.view(2, -1).unbind(), n.to(torch.int32).view(1)
                 dx = torch.batch_norm_backward_elemt(*given, *last)

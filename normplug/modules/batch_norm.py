@@ -19,6 +19,7 @@ from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_ch
 
 class _BatchNorm(TargetVarianceNorm, BatchNormBase):
     _function = "functional.batch_norm"
+    _by_channel = True
 
     forward = forward_of_channels
 
@@ -111,8 +112,6 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         mean, var = (None, None) if training else (self.running_mean, self.running_var)
         affine = self.weight, self.bias
         return reference.batch_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
-
-    _by_channel = True
 
     def _variance(self, x: Tensor) -> Tensor:
         return channel_stats(x)[1]

@@ -96,6 +96,7 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
 
 class _InstanceNorm(_Groups, InstanceNormBase):
     _function = "functional.instance_norm"
+    _by_channel = True
     # The result of torch's method, since torch.export of torch 2.6 cannot trace a call of it.
     _no_batch_dim: ClassVar[int]
 
@@ -170,8 +171,6 @@ class _InstanceNorm(_Groups, InstanceNormBase):
     def _variance(self, x: Tensor) -> Tensor:
         x = self._batched(x).to(reference.accumulator_dtype(x.dtype))
         return x.flatten(2).var(-1, correction=0)
-
-    _by_channel = True
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):

@@ -297,9 +297,24 @@ def test_the_samples_of_torchs_own_tests_give_the_results_of_torch(name, eps):
             torch.testing.assert_close(*statistics, equal_nan=True)
 
 
+NUMBER = torch.tensor(0.5)
+
+
 @pytest.mark.parametrize("call", FUNCTIONS)
 def test_an_eps_may_be_a_tensor_of_no_dimensions(call):
-    torch.testing.assert_close(call(eps=torch.tensor(0.5)), call(eps=0.5))
+    torch.testing.assert_close(call(eps=NUMBER), call(eps=0.5))
+
+
+def test_a_momentum_may_be_a_tensor_of_no_dimensions():
+    layers = [nn.BatchNorm1d(6, momentum=0.5), normplug.BatchNorm1d(6, momentum=NUMBER)]
+    watched = [normplug.LayerNorm(6, track_running_stats=True, momentum=m) for m in (0.5, NUMBER)]
+    for pair in (layers, watched):
+        for layer in pair:
+            layer(X)
+        torch.testing.assert_close(*(list(layer.buffers()) for layer in pair))
+    mean, var = MEAN.clone(), VAR.clone()
+    functional.batch_norm(X, mean, var, training=True, momentum=NUMBER)
+    torch.testing.assert_close([mean, var], list(layers[0].buffers())[:2])
 
 
 def test_numpy_scalars_iterators_and_other_equivalents_are_accepted():

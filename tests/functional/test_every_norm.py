@@ -237,8 +237,7 @@ def test_an_empty_batch_leaves_the_statistics_unchanged_and_gives_zero_gradients
 
 
 @pytest.mark.parametrize(
-    ("cls", "size"),
-    [(normplug.LayerNorm, 16), (normplug.RMSNorm, 16), (normplug.BatchNorm1d, 5)],
+    ("cls", "size"), [(normplug.LayerNorm, 16), (normplug.RMSNorm, 16), (normplug.BatchNorm1d, 5)]
 )
 def test_one_compiled_graph_serves_every_batch_size(cls, size):
     layer, eager = (cls(size, track_running_stats=True) for _ in range(2))

@@ -34,8 +34,7 @@ def test_only_what_dx_needs_is_saved_and_gradients_are_right(shape, layout, acti
     r = r if adds else None
     made = []
     size = saved_bytes(
-        lambda: made.append(layer._fused(x, r, activation)),
-        besides=[layer.weight, layer.bias],
+        lambda: made.append(layer._fused(x, r, activation)), besides=[layer.weight, layer.bias]
     )
     y = made[0]
     statistics = 2 * shape[1] * 4

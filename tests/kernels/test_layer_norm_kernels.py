@@ -22,16 +22,7 @@ from normplug._kernels import power_of_2
 from normplug._kernels.layer_norm.schedule import Rows, Wide
 from normplug._ops.call import call as call_spec
 from normplug._ops.row_norms import LayerNormSpec
-from row_cases import (
-    INPUTS,
-    LAYOUTS,
-    Case,
-    assert_accurate,
-    call,
-    check_recomputed,
-    make,
-    run,
-)
+from row_cases import INPUTS, LAYOUTS, Case, assert_accurate, call, check_recomputed, make, run
 
 pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402

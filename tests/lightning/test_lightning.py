@@ -129,9 +129,7 @@ class Forward(lightning_cases.Module):
 
 
 @pytest.mark.parametrize(
-    "example",
-    [IMAGES[:8], (IMAGES[:8], 2.0), {"x": IMAGES[:8]}],
-    ids=["tensor", "tuple", "dict"],
+    "example", [IMAGES[:8], (IMAGES[:8], 2.0), {"x": IMAGES[:8]}], ids=["tensor", "tuple", "dict"]
 )
 def test_swap_norms_warms_up_on_the_modules_example(tmp_path, monkeypatch, caplog, example):
     warmed, found = [], normplug.warm_up

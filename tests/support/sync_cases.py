@@ -96,11 +96,7 @@ FLAGS = [
     Case((5, 0), (), offset=1e3),
     Case((1, 1), (), mode="standard"),
 ]
-LAYOUTS = {
-    "contiguous": [(), (4, 3)],
-    "strided": [(7,)],
-    "channels_last": [(4, 3), (2, 3, 2)],
-}
+LAYOUTS = {"contiguous": [(), (4, 3)], "strided": [(7,)], "channels_last": [(4, 3), (2, 3, 2)]}
 OFFSETS = [
     *((3.0, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
     *((1e3, dtype) for dtype in (torch.float32, torch.float64)),
