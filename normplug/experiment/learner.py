@@ -211,8 +211,8 @@ class Learner(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         step: int = self.trainer.global_step
         is_measured = any(each.logged_step == step for each in variance_loggers(self.trainer))
-        of_batch = self._smoothed if is_measured else self._graphed or self._smoothed
-        loss = of_batch(*batch)
+        graphed = None if is_measured else self._graphed
+        loss = (graphed or self._smoothed)(*batch)
         # Each call of `log` costs the host as much as dozens of launches, and a value for the bar
         # makes it wait for the GPU. So it is called only where the value is written or displayed.
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
