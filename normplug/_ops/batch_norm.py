@@ -341,12 +341,14 @@ class _SyncBatchNorm(torch.autograd.Function):
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
         acc, dims = mean.dtype, channel_dims(x)
         dy = torch.zeros_like(x) if dy is None else dy
-        # The kernels of torch's SyncBatchNorm; a compiler fuses torch operations instead.
+        # The kernels of torch's SyncBatchNorm; a compiler fuses torch operations instead. That for
+        # contiguous tensors rounds each product to the dtype of x before it adds.
         kernels = x.is_cuda and x.numel() > 0 and not torch.compiler.is_compiling()
         if kernels:
             x = dense(x)
             given = laid_out_like(dy, x), x, mean, rstd
-            sums = torch.batch_norm_backward_reduce(*given, None, True, False, False)[:2]
+            added = (v.to(acc) if x.is_contiguous() else v for v in given)
+            sums = torch.batch_norm_backward_reduce(*added, None, True, False, False)[:2]
         else:
             dy, centred = dy.to(acc), x.to(acc) - per_channel(mean, x)
             sums = dy.sum(dims), (dy * centred).sum(dims)
