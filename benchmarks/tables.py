@@ -32,6 +32,11 @@ TABLES = {  # a row's field -> the caption of its table, and the format of a cel
         "Time of the first step, with no compiled kernel on disk, s, lower is better",
         "{:.1f}",
     ),
+    "compile_s": (
+        "Time of the first compiled step, with an empty cache and beside other models, s, lower "
+        "is better",
+        "{:.0f}",
+    ),
     "peak_gib": ("Peak memory of a step, GiB, lower is better", "{:.2f}"),
     "call_us": (f"Median time of a call in calls back to back, microseconds{SPEED}", "{:.0f}"),
     "us": (f"Median GPU time, microseconds{SPEED}", "{:.1f}"),
@@ -47,34 +52,29 @@ MODELS = {
     "resnet50": "ResNet-50",
     "vit_b_16": "ViT-B/16",
     "convnext_tiny": "ConvNeXt-T",
+    "convnextv2_tiny": "ConvNeXtV2-T",
     "swin_t": "Swin-T",
+    "deit3_small": "DeiT3-S",
     "efficientnet_b0": "EfficientNet-B0",
     "mobilenet_v3_large": "MobileNetV3-L",
     "regnet_y_1_6gf": "RegNetY-1.6GF",
     "densenet121": "DenseNet-121",
+    "inception_v3": "Inception-v3",
+    "cspdarknet53": "CSPDarkNet-53",
+    "r2plus1d_18": "R(2+1)D-18",
+    "segformer_b2": "SegFormer-B2",
     "resnet18-cifar": "ResNet-18 for CIFAR",
     "encoder_6x256": "`nn.TransformerEncoder`, 6 x 256",
     "bert_base": "BERT-base",
     "gpt2": "GPT-2",
     "llama_16x1024": "Llama-style, 16 x 1024",
+    "qwen3": "Qwen3-style",
     "t5_small": "T5-small",
     "unet2d": "diffusion UNet, 64x64",
     "nnunet3d": "3d U-Net, 128x128x128",
 }
-# The names of operations and providers in tables and pictures. Results of 0.2 have short names.
+# The names of operations and providers in tables and pictures.
 OPS = {
-    "bn": "BatchNorm",
-    "bn_relu": "BatchNorm + ReLU",
-    "bn_add_relu": "BatchNorm + add + ReLU",
-    "ln": "LayerNorm",
-    "ln_stats": "LayerNorm, watched",
-    "add_ln": "add + LayerNorm",
-    "bias_ln": "bias + LayerNorm",
-    "rms": "RMSNorm",
-    "add_rms": "add + RMSNorm",
-    "gn": "GroupNorm",
-    "gn_silu": "GroupNorm + SiLU",
-    "in3d": "InstanceNorm",
     "batch_norm": "BatchNorm",
     "batch_norm_relu": "BatchNorm + ReLU",
     "batch_norm_add_relu": "BatchNorm + add + ReLU",
@@ -92,40 +92,37 @@ PROVIDERS = {
     "flaggems": "FlagGems",
     "liger": "Liger-Kernel",
     "normplug-python": "normplug, through Python",
-    "normplug-triton": 'normplug, backend="triton"',
     "quack": "QuACK",
 }
 # The arms of the table of training steps in docs/speed.md, if they were measured.
 ARMS = ("eager", "compile", "swap", "swap+fuse", "swap+fuse+compile")
-# The results of the two tables of training steps in docs/speed.md.
-STEPS, COMPILED = "models_h100", "models_arms_h100"
-# The first picture that a reader sees: a few models by name. The second file adds the arms that the
-# first one lacks.
+BUSY = 0.9  # a step in which the GPU is busy for a smaller share waits for the host, and is marked
+# The results of training steps; the second file has the compiled arms.
+STEPS = ("models_h100", "compiled_h100")
+# The first picture that a reader sees: a few models by name.
 DOOR = "door_h100"
-DOOR_RESULTS = (STEPS, COMPILED)
 DOOR_MODELS = {
     ("resnet50", 256): "ResNet-50",
-    ("mobilenet_v3_large", 256): "MobileNetV3-L",
     ("convnext_tiny", 128): "ConvNeXt-T",
     ("vit_b_16", 128): "ViT-B/16",
     ("bert_base", 32): "BERT-base",
     ("gpt2", 16): "GPT-2",
     ("llama_16x1024", 8): "Llama-style",
     ("unet2d", 16): "diffusion UNet",
+    ("nnunet3d", 2): "3d U-Net",
 }
 DOOR_ARMS = {
     "compile": "torch.compile",
     "swap+fuse": "normplug",
     "swap+fuse+compile": "normplug and torch.compile",
 }
-# The name of a picture -> its file of results, and a pattern of its rows. Results of 0.2 have short
-# names of operations.
+# The name of a picture -> its file of results, and a pattern of its rows.
 PICTURES = {
     "models_h100": ("models_h100", ""),
-    "batch_norm_h100": ("kernels_h100", r"(bn|batch_norm)\S* bfloat16"),
-    "layer_norm_h100": ("layer_norm_h100", r"(ln|layer_norm) b?float(16|32) 4096x"),
-    "rms_norm_h100": ("families_h100", r"(add_)?rms\S* bfloat16"),
-    "group_norm_h100": ("families_h100", r"(gn|in3d|group_norm|instance_norm)\S* bfloat16"),
+    "batch_norm_h100": ("kernels_h100", r"batch_norm\S* bfloat16"),
+    "layer_norm_h100": ("layer_norm_h100", r"layer_norm b?float(16|32) 4096x"),
+    "rms_norm_h100": ("families_h100", r"(add_)?rms_norm bfloat16"),
+    "group_norm_h100": ("families_h100", r"(group|instance)_norm\S* bfloat16"),
     "host_h100": ("host_h100", ""),
 }
 
@@ -143,8 +140,8 @@ COLOURS = {
     "QuACK": "#c9a0dc",
 }
 OTHER_COLOUR = "#000000"
-# Providers that no picture shows: they run the same kernels.
-NOT_DRAWN = ("normplug-triton", "golden", "watched")
+# Providers that no picture shows, since they run the same kernels, and arms of few models.
+NOT_DRAWN = {"provider": ("golden", "watched"), "arm": ("swap+fuse+recompute", "liger")}
 # Numbers of an axis of speeds.
 TICKS = (0.25, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
@@ -206,14 +203,20 @@ def _origin(rows: Sequence[Row]) -> str:
     return ", ".join([*words, " to ".join(dict.fromkeys(days[:1] + days[-1:]))])
 
 
+def rows_of(name: str) -> list[Row]:
+    """The rows of a page of tables or a picture, from the results of the same name."""
+    names = STEPS if name == STEPS[0] else (name,)
+    return [row for each in names for row in read_file(DOCS / "results" / f"{each}.json")]
+
+
 def text_of(page: Path) -> str:
-    """What a page of tables must hold, from the results of the same name."""
-    return render(read_file(DOCS / "results" / f"{page.stem}.json"))
+    """What a page of tables must hold."""
+    return render(rows_of(page.stem))
 
 
 def steps() -> str:
     """The table of training steps in docs/speed.md, with the arms of `ARMS` that were measured."""
-    found = pd.DataFrame(read_file(DOCS / "results" / f"{STEPS}.json"))
+    found = pd.DataFrame(rows_of(STEPS[0]))
     times, busy = pivot(found, "ms"), pivot(found, "gpu_ms")
     arms = [arm for arm in ARMS if arm in times]
     names = [PROVIDERS.get(arm, arm.replace("+", " + ")) for arm in arms]
@@ -222,9 +225,12 @@ def steps() -> str:
     for model in [model for model in MODELS if model in times.index]:
         for batch in sorted(times.loc[model].index, reverse=True):
             row, gpu = times.loc[model, batch], busy.loc[model, batch]
-            cells = [f"{MODELS[model]}, {batch}", f"{row['eager']:.2f}"]
-            cells += [f"{row[arm]:.2f} ({row['eager'] / row[arm]:.2f}x)" for arm in arms[1:]]
-            cells.append(", ".join(f"{gpu[arm]:.1f}" for arm in arms))
+            cells = [f"{MODELS[model]}, {batch}"]
+            for arm in arms:
+                waits = "*" if gpu[arm] < BUSY * row[arm] else ""
+                over = "" if arm == "eager" else f" ({row['eager'] / row[arm]:.2f}x)"
+                cells.append(f"{row[arm]:.2f}{waits}{over}" if row[arm] > 0 else "-")
+            cells.append(", ".join(f"{gpu[arm]:.1f}".replace("nan", "-") for arm in arms))
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
@@ -268,18 +274,14 @@ def draw_speeds(faster: pd.DataFrame, path: Path, title: str, width: float = 9) 
     figure.savefig(path, dpi=150)
 
 
-def draw_door(files: Sequence[Sequence[Row]], path: Path) -> None:
+def draw_door(rows: Sequence[Row], path: Path) -> None:
     """Draw the models of `DOOR_MODELS`, the fastest with normplug first."""
-    first, *others = map(speeds, files)
-    for other in others:
-        first = first.combine_first(other)
-    faster = first.reindex(index=list(DOOR_MODELS), columns=list(DOOR_ARMS))
+    faster = speeds(rows).reindex(index=list(DOOR_MODELS), columns=list(DOOR_ARMS))
     faster.index = list(DOOR_MODELS.values())
     faster = faster.rename(columns=DOOR_ARMS).sort_values("normplug", ascending=False)
-    rows = [row for rows in files for row in rows]
     days = sorted({str(row["date"])[:10] for row in rows})
     when = " to ".join(dict.fromkeys((days[0], days[-1])))
-    title = f"One {rows[0]['device']}, training steps in bfloat16, {when}"
+    title = f"{rows[0]['device']}, training steps in bfloat16, {when}"
     draw_speeds(faster, path, title, width=6)
 
 
@@ -294,17 +296,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_file(page, text_of(page))
     write_file(DOCS / "speed.md", filled((DOCS / "speed.md").read_text()))
     for name, (results, pattern) in PICTURES.items():
-        rows = read_file(DOCS / "results" / f"{results}.json")
+        rows = rows_of(results)
         shown = [
             row
             for row in rows
             if re.match(pattern, " ".join(str(row.get(key)) for key in ("op", "dtype", "shape")))
-            and row.get("provider") not in NOT_DRAWN
+            and not any(row.get(series) in names for series, names in NOT_DRAWN.items())
         ]
         shown = named(shown)
         picture = DOCS / f"{name}.png"
         if name == "layer_norm_h100":
-            draw(shown, picture, _origin(rows))
+            draw(shown, picture, "\n".join(textwrap.wrap(_origin(rows), 120)))
         else:
             faster = speeds(shown)
             levels = {name: faster.index.unique(name) for name in faster.index.names}
@@ -317,8 +319,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if "direction" in levels:
                 title.append("F: forward, F+B: forward and backward")
             draw_speeds(faster, picture, "\n".join([title[0], "; ".join(title[1:])]).strip())
-    door = [read_file(DOCS / "results" / f"{name}.json") for name in DOOR_RESULTS]
-    draw_door(door, DOCS / f"{DOOR}.png")
+    draw_door(rows_of(STEPS[0]), DOCS / f"{DOOR}.png")
 
 
 if __name__ == "__main__":

@@ -95,10 +95,10 @@ def draw(rows: Sequence[Row], path: Path, title: str | None = None) -> None:
         options = {"title": "{}, {} rows, {}, {}".format(*panel), "legend": False}
         speeds.reindex(columns=names).plot(ax=axes, style=list(STYLES[: len(names)]), **options)
         axes.set_xscale("log", base=2)
-        axes.set(xlabel="width of a row", ylabel="median GB/s, higher is better", ylim=(0, None))
         axes.grid(alpha=0.3)
         if "copy_gbps" in part:
             axes.axhline(part["copy_gbps"].iloc[0], color="black", linestyle="--", label="a copy")
+        axes.set(xlabel="width of a row", ylabel="median GB/s, higher is better", ylim=(0, None))
     handles = axes.get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=len(names) + 1, fontsize="small")
     figure.suptitle(title or ORIGIN.format(**rows[0]), fontsize="small")
