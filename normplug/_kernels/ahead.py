@@ -164,8 +164,9 @@ class Ahead:
     def _submit(self, job: Job) -> futures.Future[bool]:
         future: futures.Future[bool] = futures.Future()
         on = triton.runtime.driver.active.get_current_target()
-        name = (job.kernel.__module__, job.kernel.__name__, job.kernel.cache_key)
-        work = (*name, job[1:4], job.options, (on.backend, on.arch, on.warp_size))
+        keys = triton.runtime.cache.triton_key(), job.kernel.cache_key
+        place = job.kernel.__module__, job.kernel.__name__, keys
+        work = (*place, job[1:4], job.options, (on.backend, on.arch, on.warp_size))
         self._queue.put((future, pickle.dumps(work)))
         self.start()
         if len(self._threads) < most_workers():

@@ -26,8 +26,7 @@ def main(package: str, *path: str) -> None:
     # An empty `normplug` with the same submodules; the real one would import torch.
     root = sys.modules["normplug"] = ModuleType("normplug")
     root.__path__ = [package]
-    cache = importlib.import_module("triton.runtime.cache")
-    cache.triton_key()  # a hash of all of Triton, for cache keys: computed here, not by each worker
+    importlib.import_module("triton")  # here, not in each worker
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
     with socket.socket(fileno=0) as server:
         while descriptors := socket.recv_fds(server, 1, 1)[1]:
@@ -54,19 +53,21 @@ def run(answers: socket.socket) -> None:
 
 
 def compile_now(
-    module: str, name: str, key: str, arguments: tuple[Any, ...], options: Any, on: Any
+    module: str, name: str, keys: tuple[str, str], arguments: tuple[Any, ...], options: Any, on: Any
 ) -> Any:
     """Compile the kernel `module.name` into Triton's cache; return its `ASTSource`.
 
-    key: the hash of the kernel's source in the other process, which goes into cache keys. Before
-    Triton 3.9 it depends on which kernels a process has hashed before it. arguments: signature,
-    constants and attributes. options: the compiler's. on: backend, architecture and warp size.
+    keys: two hashes of the other process, which go into cache keys: of Triton, which takes a second
+    to compute, and of the kernel's source, which before Triton 3.9 depends on which kernels a
+    process has hashed before it. arguments: signature, constants and attributes. options: the
+    compiler's. on: backend, architecture and warp size.
     """
     import triton
     from triton.backends.compiler import GPUTarget
 
     kernel = getattr(importlib.import_module(module), name)
-    kernel.hash = key
+    triton_key, kernel.hash = keys
+    triton.runtime.cache.triton_key = lambda: triton_key
     source = triton.compiler.ASTSource(kernel, *arguments)
     triton.compile(source, target=GPUTarget(*on), options=options)
     return source
