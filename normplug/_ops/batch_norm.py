@@ -347,8 +347,9 @@ class _SyncBatchNorm(torch.autograd.Function):
         if kernels:
             x = dense(x)
             given = laid_out_like(dy, x), x, mean, rstd
-            added = (v.to(acc) if x.is_contiguous() else v for v in given)
-            sums = torch.batch_norm_backward_reduce(*added, None, True, False, False)[:2]
+            values = (given[0].to(acc), x.to(acc)) if x.is_contiguous() else given[:2]
+            which = True, False, False  # the sums, and not the gradients of weight and bias
+            sums = torch.batch_norm_backward_reduce(*values, mean, rstd, None, *which)[:2]
         else:
             dy, centred = dy.to(acc), x.to(acc) - per_channel(mean, x)
             sums = dy.sum(dims), (dy * centred).sum(dims)
