@@ -1,5 +1,4 @@
 import copy
-import csv
 import math
 import warnings
 from functools import partial
@@ -19,6 +18,7 @@ from normplug import target_variance
 from normplug._convert import fused_modules
 from normplug.lightning import SwapNorms, VarianceLogger
 from normplug.modules.probe import Probe, averages
+from statistics_cases import rows_of
 
 STEPS = 6
 IMAGES = torch.randn(48, 3, 6, 6) * 3 + 5
@@ -39,11 +39,6 @@ Module = partial(lightning_cases.Module, make_net)
 
 def loader():
     return DataLoader(TensorDataset(IMAGES, LABELS), 8)
-
-
-def rows_of(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("late", [False, True])

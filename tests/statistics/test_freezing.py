@@ -1,4 +1,7 @@
-"""`freeze`, `thaw`, and frozen batch norms of other libraries."""
+"""`freeze`, `thaw`, and frozen batch norms of other libraries.
+
+A number is that of PyTorch's issue, whose fault the stock model shows.
+"""
 
 import copy
 import pickle
@@ -7,12 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from calls import saved_bytes
 from normplug import check, freeze, fuse, plan, swap, thaw, unswap
-from statistics_cases import images, net, statistics
-
-
-def assert_unmoved(model, before):
-    assert all(torch.equal(value, before[key]) for key, value in statistics(model).items())
+from statistics_cases import equal, images, net, statistics
 
 
 @pytest.mark.filterwarnings("ignore:normplug. a fused model is pickled")
@@ -27,7 +27,7 @@ def test_a_frozen_norm_survives_train_swap_and_copies(kind, change):
         each(images(4)).sum().backward()
         assert each.training
         assert not each[1].training
-        assert_unmoved(each, before)
+        assert equal(before, statistics(each))
     assert twin[1].train.layer is twin[1]
 
 
@@ -85,9 +85,8 @@ def test_a_frozen_class_is_swapped_fused_and_given_back(cls):
     fuse(swap(model))
     assert all(isinstance(model[i], cls) and not list(model[i].parameters()) for i in (1, 4))
     assert list(model.state_dict()) == keys
-    assert [row.tested for row in check(model, x.detach())] == [
-        "train, eval, eval under no_grad"
-    ] * 2
+    tested = [row.tested for row in check(model, x.detach())]
+    assert tested == 2 * ["train, eval, eval under no_grad"]
     for each in (model, pickle.loads(pickle.dumps(unswap(copy.deepcopy(model)))).train()):
         y = each(x)
         torch.testing.assert_close(y, expected)
@@ -108,3 +107,20 @@ def test_a_frozen_class_with_another_function_stays():
     (row,) = plan(nn.Sequential(FrozenBatchNormTwice(3)))
     assert row.becomes is None
     assert "it uses stored statistics, so there is no variance to set" in row.note
+
+
+def test_66073_train_undoes_eval_but_not_a_freeze():
+    for model, stays in ((net(), False), (freeze(swap(net())), True)):
+        before = statistics(model)
+        model[1].eval()
+        model.train()
+        model(images(4))
+        assert equal(before, statistics(model)) is stays
+
+
+def test_133566_a_frozen_norm_saves_an_input_that_it_does_not_need():
+    """On the CPU; `test_constant_kernels.py` shows that the kernels save no input."""
+    pytest.importorskip("triton")
+    stock, x = nn.BatchNorm2d(3).eval(), images(4).requires_grad_()
+    stock.requires_grad_(False)
+    assert saved_bytes(lambda: stock(x)) > x.numel() * 4

@@ -1,4 +1,7 @@
-"""`swap(statistics="safe")`: bad batches, and forwards inside a backward."""
+"""`swap(statistics="safe")`: bad batches, and forwards inside a backward.
+
+A number is that of PyTorch's issue, whose fault the stock model shows.
+"""
 
 import pytest
 import torch
@@ -8,11 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import statistics_cases
 import sync_cases
 from normplug import swap, swapped
-from statistics_cases import images, net, statistics
-
-
-def equal(a, b):
-    return all(torch.equal(a[key], b[key]) for key in a)
+from statistics_cases import equal, images, net, statistics
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
@@ -40,14 +39,17 @@ def test_an_empty_batch_changes_nothing():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
-def test_checkpointing_counts_a_batch_once_with_the_same_gradients(kind, reentrant):
-    plain, ours = net(kind), swap(net(kind), statistics="safe")
+def test_96136_checkpointing_counts_a_batch_twice_in_stock_layers_only(kind, reentrant):
+    plain, stock, ours = net(kind), net(kind), swap(net(kind), statistics="safe")
     x = images(4).requires_grad_()
     plain(x).square().sum().backward()
     expected, x.grad = x.grad, None
     checkpoint(ours, x, use_reentrant=reentrant).square().sum().backward()
     torch.testing.assert_close(x.grad, expected)
     torch.testing.assert_close(statistics(ours), statistics(plain))
+    checkpoint(stock, x, use_reentrant=reentrant).sum().backward()
+    # Twice the same batch, with a momentum of 0.1.
+    torch.testing.assert_close(stock[1].running_mean, 1.9 * plain[1].running_mean)
 
 
 def test_two_processes_leave_joined_statistics_alike(tmp_path):
@@ -74,3 +76,13 @@ def test_a_compiled_layer_is_safe_too():
     assert equal(before, statistics(model))
     model(images(4))
     assert not equal(before, statistics(model))
+
+
+def test_88474_one_inf_poisons_the_statistics_for_good():
+    for model, finite in ((net(), False), (swap(net(), statistics="safe"), True)):
+        bad = images(4)
+        bad[0, 0, 4, 4] = float("inf")
+        for x in (bad, *(images(4, seed) for seed in range(20))):
+            model(x)
+        assert bool(model[1].running_var.isfinite().all()) is finite
+        assert bool(model.eval()(images(4)).isfinite().all()) is finite

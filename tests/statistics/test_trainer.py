@@ -1,10 +1,7 @@
 """`normplug.transformers.NormCallback`."""
 
-import csv
-
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -12,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from normplug import swap  # noqa: E402
 from normplug.transformers import NormCallback  # noqa: E402
+from statistics_cases import rows_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning", "error:normplug:UserWarning")
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
@@ -35,13 +33,11 @@ def make(mode):
 def test_it_logs_keeps_the_modes_of_checkpoints_and_publishes_the_stock_model(tmp_path):
     model, published = make("golden"), tmp_path / "published"
     trainer(model, tmp_path, 3, NormCallback(every=2, publish=published)).train()
-    with (tmp_path / "variance.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(tmp_path / "variance.csv")
     assert [row["step"] for row in rows] == ["0"] * 3 + ["2"] * 3
     assert all(0.5 < float(row["output_variance"]) < 0.63 for row in rows)
     stock, x = LlamaForCausalLM.from_pretrained(published), torch.arange(6)[None]
     torch.testing.assert_close(stock(x).logits, model.eval()(x).logits)
-    assert isinstance(stock.model.norm, nn.Module)
     assert not hasattr(stock.model.norm, "mode")
     resumed = trainer(make("golden"), tmp_path, 4, NormCallback(every=None))
     resumed.train(resume_from_checkpoint=True)

@@ -1,6 +1,5 @@
 """`watch`: what is logged is measured, in any loop."""
 
-import csv
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 import normplug
 from normplug import fuse, swap, watch
 from normplug.modules import batch_norm
-from statistics_cases import Checkpointed, images, net
+from statistics_cases import Checkpointed, images, net, rows_of
 
 GOLDEN = normplug.target_variance("golden")
 
@@ -30,20 +29,16 @@ def test_any_loop_is_measured_on_the_steps_that_are_asked_for(change, tmp_path):
             ready.train()
     assert [type(m) for m in model.modules()] == classes
     assert not any("_probe" in vars(m) or m._forward_hooks for m in model.modules())
-    assert [(row.step, row.layer.split(".")[-1]) for row in w.rows] == [
-        (0, "1"), (0, "4"), (2, "1"), (2, "4"),
-    ]  # fmt: skip
+    found = [(row.step, row.layer.split(".")[-1]) for row in w.rows]
+    assert found == [(0, "1"), (0, "4"), (2, "1"), (2, "4")]
     for row in w.rows:
         scale = 4.0 if row.layer.endswith("1") else 1.0
         assert row.output_variance == pytest.approx(1.0, rel=1e-3)
         assert row.affine_variance == pytest.approx(scale, rel=1e-3)
-    x = net()[0](images(4, 2))
-    assert w.rows[2].input_variance == pytest.approx(
-        x.var((0, 2, 3), correction=0).mean().item(), rel=1e-4
-    )
+    variance = net()[0](images(4, 2)).var((0, 2, 3), correction=0).mean().item()
+    assert w.rows[2].input_variance == pytest.approx(variance, rel=1e-4)
     w.to_csv(tmp_path / "v.csv")
-    with (tmp_path / "v.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 4
+    assert len(rows_of(tmp_path / "v.csv")) == 4
     assert w.table().startswith("variance at step 2\nlayer")
 
 
@@ -79,10 +74,8 @@ def test_details_are_measured_on_the_tensors(change, after, tmp_path):
     assert found == pytest.approx(variances[[0, 2, 3]].tolist(), rel=1e-4)
     assert (first.dead, first.saturated) == (0.25, 0.25)
     assert (second.dead, second.saturated) == (0.0, 0.0)
-    if after == "backward":
-        assert second.gradient == pytest.approx(9.0)
-    else:
-        assert math.isnan(second.gradient)
+    gradient = 9.0 if after == "backward" else math.nan
+    assert second.gradient == pytest.approx(gradient, nan_ok=True)
     w.to_csv(tmp_path / "v.csv")
     assert (tmp_path / "v.csv").read_text().splitlines()[0].endswith("dead,saturated,gradient")
 

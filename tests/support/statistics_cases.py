@@ -1,4 +1,6 @@
-"""What each of two processes checks about running statistics."""
+"""Models, data, and what each of two processes checks about running statistics."""
+
+import csv
 
 import torch
 from torch import nn
@@ -27,8 +29,31 @@ def images(count, seed=1):
     return torch.randn(count, 3, 9, 9) * 2 + 1
 
 
+def healthy():
+    model = net()
+    model[0].bias = model[3].bias = None
+    return model
+
+
+def trained(model=None, steps=30):
+    """The model, by default a healthy one, whose statistics have followed so many batches."""
+    model = healthy() if model is None else model
+    for seed in range(steps):
+        model(images(16, seed))
+    return model
+
+
 def statistics(model):
     return {k: v.clone() for k, v in model.state_dict().items() if "running" in k or "num_" in k}
+
+
+def equal(a, b):
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+def rows_of(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
 def recalibrated(rank, world, device):
@@ -66,10 +91,7 @@ def joined(rank, world, device):
 
 def examined(rank, world, device):
     """Process 1 has other statistics in one layer."""
-    model = net()
-    model[0].bias = model[3].bias = None
-    for seed in range(30):
-        model(images(16, seed))
+    model = trained()
     model[1].running_mean += 0.1 * rank
     before = [tuple(row) for row in doctor(model, images(16))]
     return before, [tuple(row) for row in doctor(sync_buffers(model), images(16))]

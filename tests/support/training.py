@@ -1,7 +1,6 @@
 """How tests call train.py, and the small runs that they share."""
 
 import contextlib
-import csv
 import io
 import json
 import sys
@@ -16,8 +15,7 @@ TINY_IMAGES = ["data.image_size=8", "data.num_images=100"]
 SMALL = [*SMOKE, *TINY_IMAGES, "data.batch_size=16", "trainer.max_epochs=1"]
 PLAIN = "callbacks.variance=null"
 # The sweep of the fixture `sweep`: 5 steps an epoch.
-FIVE_STEPS = [*TINY_IMAGES, "data.batch_size=13"]
-SWEEP = [*SMOKE, *FIVE_STEPS, "model.dropout=0.1", "trainer.max_epochs=3"]
+SWEEP = [*SMOKE, *TINY_IMAGES, "data.batch_size=13", "model.dropout=0.1", "trainer.max_epochs=3"]
 TWO_PROCESSES = ["trainer.accelerator=cpu", "trainer.strategy=ddp", "trainer.devices=2"]
 ARMS = "mode=baseline,standard,golden"
 GOLDEN = Path("logs/sweeps/smoke/vit_tiny/fake/golden/seed_0")  # a run of that sweep
@@ -69,8 +67,3 @@ def results(directory):
 def logged(run, name):
     """What a run has logged under a name."""
     return pd.read_csv(run / "metrics.csv")[name].dropna().tolist()
-
-
-def variance_rows(run):
-    with (run / "variance.csv").open() as file:
-        return list(csv.DictReader(file))

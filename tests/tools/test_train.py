@@ -25,6 +25,7 @@ from normplug.experiment.learner import make_optimizer, make_scheduler
 from normplug.experiment.models import GPT, apply_arm, resnet, vit
 from normplug.experiment.run import CONFIGS
 from programs import program
+from statistics_cases import rows_of
 from training import (
     PLAIN,
     SMALL,
@@ -35,12 +36,9 @@ from training import (
     result_of,
     results,
     run_train,
-    variance_rows,
 )
 
 TINY = [*SMALL, "data.num_images=400", "trainer.max_epochs=2"]
-
-
 MODELS = {path.stem for path in Path(CONFIGS, "model").glob("*.yaml")} - {"timm", "hf_causal_lm"}
 
 
@@ -103,11 +101,10 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     assert events.Scalars("test/accuracy")[-1].value == pytest.approx(result["test_accuracy"])
     assert events.Images("variance")
     assert events.Scalars("hp/test_accuracy")[-1].value == pytest.approx(result["test_accuracy"])
-    rows = variance_rows(directory)
+    rows = rows_of(directory / "variance.csv")
     assert len({row["layer"] for row in rows}) == 9
-    assert all(
-        abs(float(row["output_variance"]) - 0.618) < 0.002 for row in rows if row["depth"] != "8"
-    )
+    inner = [float(row["output_variance"]) for row in rows if row["depth"] != "8"]
+    assert inner == pytest.approx(len(inner) * [0.618], abs=0.002)
     accuracy = f"{100 * result['test_accuracy']:.2f} %"
     variances = ("norms' inputs", "farthest from its target", f"all in {directory}/variance.csv")
     for words in (accuracy, "images/s", "9 swapped", "train.log, variance.csv", *variances):
@@ -125,20 +122,18 @@ losses = partial(logged, name="train/loss")
 
 def test_a_sweep_pairs_its_arms_and_compares_them(sweep):
     root = sweep.directory / "logs/sweeps/smoke"
-    baseline_run, standard_run = (
-        root / f"vit_tiny/fake/{arm}/seed_0" for arm in ("baseline", "standard")
-    )
+    runs = [root / f"vit_tiny/fake/{arm}/seed_0" for arm in ("baseline", "standard")]
     baseline, golden, standard = results(root)
     assert [r["arm"] for r in (baseline, golden, standard)] == ["baseline", "golden", "standard"]
     # The same weights, the same order, the same function: the same numbers.
-    assert losses(baseline_run) == pytest.approx(losses(standard_run))
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]))
     assert baseline["accuracy_by_epoch"] == standard["accuracy_by_epoch"]
     assert baseline["test_accuracy"] == standard["test_accuracy"]
     assert (baseline["norms_swapped"], standard["norms_swapped"]) == (0, 9)
     assert "| standard |" in sweep.output
     for name in ("summary.md", "summary.csv", "seeds_vit_tiny_fake.png"):
         assert (root / name).exists()
-    assert all((run / "variance.csv").exists() for run in (baseline_run, standard_run))
+    assert all((run / "variance.csv").exists() for run in runs)
 
 
 def test_a_sweep_skips_what_is_done_and_refuses_what_has_changed(sweep):
@@ -200,10 +195,8 @@ def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path, monk
     found = results(sweeps)
     assert compare_arms([str(sweeps / "rates"), "--best", str(lines)]) == 0
     for arm, line in zip(("golden", "standard"), lines.read_text().splitlines(), strict=True):
-        best = max(
-            (result for result in found if result["arm"] == f"{arm}-t"),
-            key=lambda result: result["accuracy_by_epoch"][-1],
-        )
+        of_arm = [result for result in found if result["arm"] == f"{arm}-t"]
+        best = max(of_arm, key=lambda result: result["accuracy_by_epoch"][-1])
         given = [*options, "tag=t", f"mode={arm}", f"optimizer.lr={best['learning_rate']}"]
         assert sorted(shlex.split(line)) == sorted(given)
         trains("-m", "study=chosen", "seed=2,3", *shlex.split(line))
@@ -326,7 +319,7 @@ def test_two_processes_train_the_model_that_one_trains(trains, tmp_path):
     one, two = (logged(tmp_path / name, "val/loss")[-1] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-4)
     assert result["hardware"].startswith("CPU")
-    rows = variance_rows(tmp_path / "two")
+    rows = rows_of(tmp_path / "two/variance.csv")
     assert {(row["rank"], row["world_size"]) for row in rows} == {("0", "2")}
     assert len(rows) == 9 * len({row["step"] for row in rows})
 

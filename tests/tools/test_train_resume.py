@@ -9,7 +9,8 @@ import train
 from normplug.experiment.learner import Learner
 from normplug.experiment.run import LAST
 from programs import program
-from training import GOLDEN, PLAIN, SMALL, SWEEP, logged, result_of, run_train, variance_rows
+from statistics_cases import rows_of
+from training import GOLDEN, PLAIN, SMALL, SWEEP, logged, result_of, run_train
 
 TINY = [*SWEEP, PLAIN]  # no variance
 RESULTS = ("accuracy_by_epoch", "test_accuracy", "epochs", "status")
@@ -73,7 +74,7 @@ def test_a_sweep_that_is_killed_goes_on_to_the_same_numbers(trains, sweep, tmp_p
     assert killed.returncode == -signal.SIGKILL
     run = tmp_path / GOLDEN
     assert result_of(run)["status"] == "running"
-    assert variance_rows(run)[-1]["step"] == "8"
+    assert rows_of(run / "variance.csv")[-1]["step"] == "8"
     assert f"resuming: {run / LAST}" in trains(*sweep_of_one)
     assert_same_run(run, sweep.golden)
 
