@@ -2,8 +2,19 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from training import ARMS, GOLDEN, SWEEP, run_train
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Benchmarks repeat little, and compilers generate no code."""
+    for name, value in {"timing.TURN_MS": 0.1, "timing.TURNS": 2, "models.WARM_UPS": 1}.items():
+        monkeypatch.setattr(f"normplug.bench.{name}", value)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

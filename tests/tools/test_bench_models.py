@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import normplug
 from normplug.bench import Rows, measure, models
 from normplug.bench.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("quick")
 FILE = """
 import torch
 from torch import nn
@@ -35,14 +35,6 @@ def with_step(power):
 def nothing():
     return None
 """
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(models, "WARM_UPS", 1)
-    yield
-    torch.compiler.reset()
 
 
 @pytest.fixture
@@ -123,9 +115,8 @@ def test_a_function_of_a_file(file, tmp_path, capsys):
         main([*words, str(path)])
     assert "swapped: 1 BatchNorm2d, of 1 norm layers" in capsys.readouterr().out
     rows = json.loads(path.read_text())
-    assert [(row["model"], row["batch"], row["mode"]) for row in rows] == 10 * [
-        (f"{file}:net", 4, "standard")
-    ]
+    found = [(row["model"], row["batch"], row["mode"]) for row in rows]
+    assert found == 10 * [(f"{file}:net", 4, "standard")]
     main(["table", str(path)])
     table = capsys.readouterr().out
     assert table.split()[:4] == ["model", "batch", "arm", "ms"]

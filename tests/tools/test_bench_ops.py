@@ -1,7 +1,7 @@
 """`python -m normplug.bench op`, `sweep`, `table` and `plot`, and the clocks beneath them."""
 
 import json
-from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -11,16 +11,8 @@ from normplug.bench import __main__, rows, timing
 from normplug.bench.__main__ import main
 from normplug.bench.op import OPS, PROVIDERS, ROWS, Problem, cases, measure_op, ours
 
+pytestmark = pytest.mark.usefixtures("quick")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(timing, "TURN_MS", 0.1)
-    monkeypatch.setattr(timing, "TURNS", 2)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    yield
-    torch.compiler.reset()
 
 
 def a_case(name, dtype="float32"):
@@ -36,9 +28,7 @@ TWO = {name: PROVIDERS[name] for name in ("normplug", "eager")}
 def test_every_operation_is_right_and_compared_with_torchs(name, dtype):
     case = a_case(name, dtype)
     found = measure_op(case, CPU, providers=TWO)
-    assert [(row["direction"], row["provider"]) for row in found] == [
-        (direction, provider) for direction in ("F", "F+B") for provider in ("normplug", "eager")
-    ]
+    assert [(row["direction"], row["provider"]) for row in found] == [*product(("F", "F+B"), TWO)]
     mine, theirs = found[2:]
     assert mine["max_rel"] <= {"float32": 1e-6, "bfloat16": 1e-2}[dtype]
     assert mine["over_eager"] == pytest.approx(theirs["us"] / mine["us"])

@@ -13,14 +13,10 @@ import models
 import nets
 import norms
 import tables
-from normplug.bench import timing
 from normplug.bench.op import cases
 from normplug.bench.rows import add_to_file, read_file
 
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(timing, "TURN_MS", 0.1)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.parametrize("page", sorted(tables.DOCS.glob("*_h100.md")), ids=lambda page: page.stem)

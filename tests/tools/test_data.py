@@ -167,19 +167,15 @@ class TestPixels:
 
 
 @pytest.mark.parametrize(
-    ("device", "runs_on", "free", "on_gpu"),
-    [
-        ("auto", "cuda", 24, True),
-        ("auto", "cuda", 23, False),  # the data are more than a quarter
-        ("cuda", "cuda", 23, True),
-        ("cpu", "cuda", 24, False),
-    ],
+    ("device", "free", "on_gpu"),
+    [("auto", 24, True), ("auto", 23, False), ("cuda", 23, True), ("cpu", 24, False)],
 )
-def test_device_decides_where_data_are_kept(monkeypatch, device, runs_on, free, on_gpu):
+def test_device_decides_where_data_are_kept(monkeypatch, device, free, on_gpu):
+    """auto: on the GPU if they take at most a quarter of its free memory."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free, free))
     data = Fake(device=device)
     data.trainer = Mock()
-    data.trainer.strategy.root_device = torch.device(runs_on)
+    data.trainer.strategy.root_device = torch.device("cuda")
     tensor = Mock(spec=torch.Tensor, nbytes=1, **{"size.return_value": 1})
     tensor.to.return_value = tensor
     data.set_parts(*[Part(tensor, tensor)] * 3)
@@ -188,9 +184,8 @@ def test_device_decides_where_data_are_kept(monkeypatch, device, runs_on, free, 
 
 class TestTrainer:
     def data(self, seed=0):
-        return Fake(
-            seed=seed, image_size=8, num_images=400, batch_size=64, augment={"pad": 2, "flip": True}
-        )
+        augment = {"pad": 2, "flip": True}
+        return Fake(seed=seed, image_size=8, num_images=400, batch_size=64, augment=augment)
 
     def test_seed_decides_augmented_pixels_and_the_global_generator_does_not(self):
         torch.manual_seed(0)

@@ -18,14 +18,11 @@ HAS = "cannot be restored (ValueError: it has"
 
 def test_what_is_no_checkpoint_is_refused_before_anything_starts(refuses, sweep, tmp_path):
     run = tmp_path / "run"
-    for path in (tmp_path / "none.ckpt", sweep.golden):
+    advice = f"A run's checkpoint is {LAST} in its directory; ckpt_path=last looks in"
+    for path in (tmp_path / "none.ckpt", sweep.golden, "last"):
         output = refuses(*SWEEP, f"ckpt_path='{path}'", f"hydra.run.dir={run}")
-        assert f"must be a checkpoint file; got {path}. A run's checkpoint is {LAST} in" in output
+        assert f"must be a checkpoint file; got {path}. {advice}" in output
         assert not (run / "result.json").exists()
-    output = refuses(*SWEEP, "ckpt_path=last", f"hydra.run.dir={run}")
-    assert (
-        f"got last. A run's checkpoint is {LAST} in its directory; ckpt_path=last looks" in output
-    )
 
 
 @pytest.mark.parametrize(
