@@ -14,7 +14,6 @@ PROGRAMS = {
     for name, code in PROGRAM.findall(page.read_text())
 }
 GPU = {"cuda_graph.py"}
-SHARDED = "train_fsdp2.py"
 NEEDS = {"with_transformers.py": "accelerate"}  # beyond what they import
 
 
@@ -26,8 +25,13 @@ def test_a_documented_program_runs(name, tmp_path, monkeypatch, capsys):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     monkeypatch.chdir(tmp_path)
-    if name == SHARDED:
-        as_one_process(monkeypatch)
+    if name == "train_fsdp2.py":
+        if not torch.cuda.is_available() and torch.__version__ < "2.14":
+            pytest.skip("fully_shard before torch 2.14 does not run on the CPU")
+        # As `torchrun --nproc_per_node 1` sets them.
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+        for variable, value in place.items():
+            monkeypatch.setenv(variable, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
@@ -59,12 +63,3 @@ def test_the_first_pages_are_short():
     for text in (speed, study):
         assert len([word for word in text.split() if word.strip("|-:")]) <= 1500
     assert len(re.findall(r"^\|(?!---)", speed, re.M)) <= 67  # 60 rows and 7 headers
-
-
-def as_one_process(monkeypatch):
-    """Set the environment variables that `torchrun --nproc_per_node 1` sets."""
-    if not torch.cuda.is_available() and torch.__version__ < "2.14":
-        pytest.skip("fully_shard before torch 2.14 does not run on the CPU")
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)

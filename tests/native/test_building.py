@@ -116,8 +116,7 @@ if torch.cuda.is_available():
 
 
 def test_it_is_compiled_when_a_kernel_is_needed(compiler, loads, folder, caplog):
-    why = NOT_STARTED
-    assert str(native.status()) == f"normplug: calls run through Python: {why}."
+    assert str(native.status()) == f"normplug: calls run through Python: {NOT_STARTED}."
     status = start()
     assert status.way == "C++"
     assert [status.library] == [*folder.iterdir()]
@@ -365,8 +364,7 @@ def test_the_command_builds_and_prints_the_status(compiler, loads, capsys):
     library = building.library()
 
     def run(command):
-        code = __main__.main([command])
-        return (code, *capsys.readouterr())
+        return (__main__.main([command]), *capsys.readouterr())
 
     assert run("status") == (1, "", f"{library} is not compiled yet\n")
     compiler.does(FAIL)

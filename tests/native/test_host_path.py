@@ -46,8 +46,6 @@ pytestmark = [
 Batch, Row, Group = kernel_cases.Case, row_cases.Case, group_kernel_cases.Case
 HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 IMAGES = (3, 4, 2, 5)
-
-
 CASES = [
     (kernel_cases, Batch((6, 5))),
     (kernel_cases, Batch((6, 5), momentum=None)),
@@ -548,13 +546,12 @@ class Own(torch.Tensor):
     pass
 
 
-WIDE = torch.cat([X, X], 1)
 OTHERS = {
     "eps": (SPEC._replace(eps=1e-3), "triton", ROWS),
     "shape of a row": (SPEC._replace(normalized_shape=(2, 3)), "triton", ROWS),
     "backend": (SPEC, "auto", ROWS),
     "shape": (SPEC, "triton", ROWS._replace(x=X[:3])),
-    "strides": (SPEC, "triton", ROWS._replace(x=WIDE[:, :6])),
+    "strides": (SPEC, "triton", ROWS._replace(x=torch.cat([X, X], 1)[:, :6])),
     "dtype": (SPEC, "triton", ROWS._replace(x=X.double())),
     "dtype of a vector": (SPEC, "triton", ROWS._replace(bias=BIAS.double())),
     "no bias": (SPEC, "triton", ROWS._replace(bias=None)),

@@ -5,7 +5,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -45,29 +46,20 @@ def trainer(directory, *callbacks, **options):
     return Trainer(callbacks=list(callbacks), default_root_dir=directory, **options)
 
 
-class Classes(Callback):
-    """Records the classes of the BatchNorms during training."""
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        self.seen = classes(pl_module)
-
-
 def classes(model):
-    is_norm = nn.modules.batchnorm._BatchNorm
-    return [
-        f"{type(m).__module__}.{type(m).__name__}"
-        for m in model.modules()
-        if isinstance(m, is_norm)
-    ]
+    """The classes of the BatchNorms."""
+    found = [type(m) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return [f"{cls.__module__}.{cls.__name__}" for cls in found]
 
 
 def fit(module, batch, directory, *callbacks, **options):
     """Train; return the classes of the BatchNorms during training, and after."""
-    noted = Classes()
+    seen = []
+    note = LambdaCallback(on_train_batch_end=lambda *_: seen.append(classes(module)))
     data = TensorDataset(sync_cases.IMAGES, sync_cases.LABELS)
-    run = trainer(directory, *callbacks, noted, max_epochs=3, **options)
+    run = trainer(directory, *callbacks, note, max_epochs=3, **options)
     run.fit(module, DataLoader(data, batch))
-    return noted.seen, classes(module)
+    return seen[-1], classes(module)
 
 
 def as_under_torchrun(rank, world):

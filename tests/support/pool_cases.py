@@ -82,8 +82,7 @@ def assert_accurate(case: PoolCase, device: str = "cpu") -> dict[str, Tensor]:
     exact = _Exact(case, replace(tensors, dy=dz))
     truth, terms = exact.results(), exact.terms()
     truth["y"], terms["y"] = pooled, case.pool.of(terms["y"])
-    spare = lambda name, value: 2 * truncation(value)  # noqa: E731
-    assert_all_no_worse(ours, theirs, truth, terms, spare)
+    assert_all_no_worse(ours, theirs, truth, terms, lambda name, value: 2 * truncation(value))
     return ours
 
 

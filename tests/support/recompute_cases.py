@@ -17,9 +17,8 @@ class Feed(PreNorm):
 
     def __init__(self, width=8):
         super().__init__(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
+        layers = nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        self.mlp = nn.Sequential(*layers)
 
 
 class Attend(nn.Module):

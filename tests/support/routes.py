@@ -25,8 +25,6 @@ from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Pool, Tensors
 from normplug.modules import base
 
-__all__ = ["HAS_RECOMPUTE", "NEEDS_RECOMPUTE", "Pool"]
-
 HAS_RECOMPUTE = recompute.AVAILABLE
 NEEDS_RECOMPUTE = pytest.mark.skipif(not HAS_RECOMPUTE, reason="needs torch 2.8")
 # Checks of an operator that is traced within another one, whose own test compiles both.

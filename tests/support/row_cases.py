@@ -125,18 +125,14 @@ def make(case: Case, device: str = "cpu") -> Tensors:
     running = case.running
     return Tensors(
         x=laid_out(x, case.dims, case.layout),
-        residual=None if case.residual is None else laid_out(beside, case.dims, case.residual),
+        residual=laid_out(beside, case.dims, case.residual) if case.residual else None,
         weight=(spread * 1.1).to(params) if "weight" in vectors else None,
         bias=normal(case.row, params, 0.5, 0.0) if case.centred and "bias" in vectors else None,
         input_bias=normal(case.row, params, 1.0, 0.5) if "input_bias" in vectors else None,
-        running_mean=None
-        if running is None or not case.centred
-        else normal((), running, 1.0, case.offset),
-        running_var=None if running is None else normal((), running, 0.1, 3.0),
+        running_mean=normal((), running, 1.0, case.offset) if running and case.centred else None,
+        running_var=normal((), running, 0.1, 3.0) if running else None,
         dy=laid_out(dy, case.dims, case.dy or case.layout),
-        dtotal=None
-        if case.residual is None
-        else laid_out(dtotal, case.dims, case.dtotal or case.layout),
+        dtotal=laid_out(dtotal, case.dims, case.dtotal or case.layout) if case.residual else None,
     )
 
 
@@ -285,16 +281,14 @@ class _Exact:
 
     def results(self) -> dict[str, Tensor]:
         t, case = self.tensors, self.case
-        options = {"eps": self.eps, "target_variance": self.tv}
         dy = t.dy if "y" in case.used else torch.zeros_like(t.dy)
-        options["normalized_shape"] = case.row
-        if case.centred:
-            made = reference.layer_norm(self.h, weight=t.weight, bias=t.bias, **options)
-            gradients = oracle.gradients(reference.layer_norm, dy, self.h, t.weight, **options)
-        else:
+        options = {"eps": self.eps, "target_variance": self.tv, "normalized_shape": case.row}
+        norm, bias = reference.layer_norm, {"bias": t.bias}
+        if not case.centred:
+            norm, bias = reference.rms_norm, {}
             options["weight_offset"] = case.weight_offset
-            made = reference.rms_norm(self.h, weight=t.weight, **options)
-            gradients = oracle.gradients(reference.rms_norm, dy, self.h, t.weight, **options)
+        made = norm(self.h, weight=t.weight, **bias, **options)
+        gradients = oracle.gradients(norm, dy, self.h, t.weight, **options)
         through = gradients.dx
         if t.dtotal is not None and "total" in case.used:
             through = through + t.dtotal
@@ -308,8 +302,7 @@ class _Exact:
             "dbias": gradients.dbias,
         }
         for name, value in self._batch().items():
-            old = getattr(t, name)
-            out[name] = oracle.running_average(old, value, case.momentum, 4)
+            out[name] = oracle.running_average(getattr(t, name), value, case.momentum, 4)
         return out
 
     def terms(self) -> dict[str, Tensor]:
