@@ -1,6 +1,7 @@
 """`watch`: what is logged is measured, in any loop."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,14 +13,15 @@ from normplug.modules import batch_norm
 from statistics_cases import Checkpointed, images, net, rows_of
 
 GOLDEN = normplug.target_variance("golden")
+COMPILE = partial(torch.compile, backend="eager")
 
 
-@pytest.mark.parametrize("change", [lambda m: m, swap, lambda m: fuse(swap(m)), torch.compile])
+@pytest.mark.parametrize("change", [lambda m: m, swap, lambda m: fuse(swap(m)), COMPILE])
 def test_any_loop_is_measured_on_the_steps_that_are_asked_for(change, tmp_path):
     torch.compiler.reset()
     model = net()
     model[1].weight.data.fill_(2.0)
-    ready = change(model) if change is not torch.compile else torch.compile(model, backend="eager")
+    ready = change(model)
     classes, losses = [type(m) for m in model.modules()], []
     with watch(ready, every=2) as w:
         for step in range(4):
