@@ -33,8 +33,8 @@ LAYERS = [
 # something to go.
 MOST_LINES = {
     "_kernels": 5000, "experiment": 1820, "_compare": 860, "_ops": 3460, "_fuse": 2055,
-    "native": 1470, "modules": 1420, "_swap": 1510, "bench": 920, "adapters": 530,
-    "_statistics": 1285, "lightning": 320, "reference.py": 230, "": 2215,
+    "native": 1470, "modules": 1420, "_swap": 1505, "bench": 920, "adapters": 530,
+    "_statistics": 1285, "lightning": 320, "reference.py": 230, "": 2206,
 }  # fmt: skip
 MOST_FILES = 125
 MOST_LINES_OF_TESTS = 19_950  # without tests/zoo
