@@ -127,38 +127,30 @@ def convert(
     module: nn.Module,
     target_variance: float,
     *,
-    backend: str = "auto",
-    autocast_output: str = "float32",
-    statistics: str = "torch",
     track_running_stats: bool | None = False,
     device: Any = None,
+    **options: Any,
 ) -> None:
-    """Convert a stock norm layer, in place; on a normplug layer, only set its options.
+    """Convert a stock norm layer, in place; on a normplug layer, only change its settings.
 
     Another thread may be running the layer: what the new class reads is set before the class, and
     what the old class reads is removed after it. `revert` does the same.
 
-    device: the device of watched statistics if the layer has no weight.
+    device: the device of watched statistics if the layer has no weight. options: other `Settings`.
     """
+    options["target_variance"] = target_variance
     if not isinstance(module, TargetVarianceNorm):
         ours = replacement(module)
         assert ours is not None
         ours._adopt(module, track_running_stats, device)
         eps = as_number(getattr(module, ours._eps_name))
         watches = bool(track_running_stats)
-        settings = Settings(target_variance, backend, autocast_output, eps, watches=watches)
-        vars(module)["_normplug"] = settings
+        vars(module)["_normplug"] = Settings(eps=eps, watches=watches, **options)
         assign_class(module, ours)
         assert isinstance(module, TargetVarianceNorm)
         likely.record(module)
-    before = module._normplug.unsynced_class
-    module._set(
-        target_variance=target_variance,
-        backend=backend,
-        autocast_output=autocast_output,
-        statistics=statistics,
-        unsynced_class=None if before is None else REPLACEMENTS.get(before, before),
-    )
+    before: Any = module._normplug.unsynced_class
+    module._set(unsynced_class=REPLACEMENTS.get(before, before), **options)
 
 
 def settings(module: nn.Module) -> dict[str, Any]:

@@ -464,7 +464,7 @@ def _norm_of_rows(
         except TypeError:
             rule, got = "a sequence of integers, e.g. input.shape[-1:]", _checks.described(shape)
             raise TypeError(_checks.must(caller, "normalized_shape", rule, got)) from None
-    if type(eps) is not float or type(momentum) is not float:
+    if type(momentum) is not float or not (eps is None or type(eps) is float):
         momentum, eps = as_number(momentum), as_number(eps)
     # Autocast leaves torch's RMSNorm alone in some versions.
     is_cast = centred or RMS_NORM_AUTOCASTS or str(autocast_output) == "low"

@@ -32,7 +32,7 @@ from torch import nn
 
 from normplug import _activations
 from normplug._fuse import calls
-from normplug._fuse.source import SCOPES, Untraceable, compiled, definition, is_name
+from normplug._fuse.trace import SCOPES, Untraceable, compiled, definition, is_name
 
 # Why a norm is not edited, for a report.
 REASON = "nothing to do: no plain addition or activation is next to it"
@@ -111,7 +111,7 @@ class _Editor:
     cls: type[nn.Module]  # whose forward it is
     children: dict[str, str]  # name of a child -> its kind
     definition: ast.FunctionDef  # the forward's, which `edit` changes
-    found: dict[str, list[Place]] = field(default_factory=dict)  # as in `Edited`
+    found: dict[str, list[Place]] = field(default_factory=dict)  # norm -> its edited calls
 
     def __post_init__(self) -> None:
         arguments = [*self.definition.args.posonlyargs, *self.definition.args.args]
@@ -239,8 +239,9 @@ class _Editor:
     def _reader(self, following: list[ast.stmt], name: str, activates: bool) -> tuple[Any, Any]:
         """The next call with a side effect, and its statement, if it reads a variable; else Nones.
 
-        name: the variable; its value may be assigned to others before. activates: whether the call
-            must be an activation and the only reader; otherwise it must be a norm.
+        name: the variable. Other variables may get its value, and the call may read one of these.
+        activates: whether the call must be an activation and the only reader; otherwise it must be
+            a norm.
         """
         held = {name}
         for statement in following:
@@ -258,7 +259,7 @@ class _Editor:
         return None, None
 
     def _first_effect(self, node: Any) -> Any:
-        """The first part of an expression that may have a side effect; None if it has none."""
+        """The first part of an expression that may have a side effect; None if no part may."""
         if node is None or isinstance(node, (ast.Name, ast.Constant)) or self._is_stored(node):
             return None
         parts: list[Any] = []

@@ -12,12 +12,10 @@ from torch import fx, nn
 
 from normplug import _activations, _checks, _convert
 from normplug._convert import FORWARDS, fused_modules, has_fused_class, release, unfused_class
-from normplug._fuse import source
 from normplug._fuse.edit import REASON, Edited, edit
 from normplug._fuse.fusion import FusedForwards, FusedModule, Guard, Traced, fused_class
 from normplug._fuse.sites import compiled, find, recompute_results, refusal, rewrite
-from normplug._fuse.source import Reads, Untraceable
-from normplug._fuse.trace import Trace
+from normplug._fuse.trace import Reads, Trace, Untraceable, read
 from normplug._ops import likely
 from normplug._ops import recompute as _recompute
 from normplug._table import Rows, counts, shown
@@ -253,13 +251,13 @@ class _Analysis:
                 called.update(norms)
 
     def _look(self, module: nn.Module, norms: list[TargetVarianceNorm]) -> None:
-        """Find a module's own sites, and fuse them; norms: those that no inner forward calls."""
+        """Find a module's own sites, and fuse them; norms: all that no inner forward calls."""
         name, untraced, traced = unfused_class(module).__name__, "", None
         if why_not := _refusal(module):
             self.reasons |= dict.fromkeys(norms, f"{name}: {why_not}")
             return
         try:
-            self._reads[module] = source.read(module, unfused_class(module))
+            self._reads[module] = read(module, unfused_class(module))
             traced = self._trace(module)
         except Untraceable as why:
             self._reads.pop(module, None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from normplug import _checks, _convert
 from normplug._convert import FORWARDS, has_fused_class, unfused_class
 from normplug._fuse.edit import Edited
-from normplug._fuse.source import Reads
+from normplug._fuse.trace import Reads
 from normplug._torch import GLOBAL_HOOKS, has_hooks
 
 # The fused class of each class that has one; `fused_class` fills it.

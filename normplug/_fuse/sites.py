@@ -54,7 +54,7 @@ class Site:
     # Makes the arguments after the norm. It takes a function: node that calls a module -> node of
     # that module. It is called late, since another site may replace an input.
     arguments: Callable[[Callable[[fx.Node], fx.Node]], tuple[Any, ...]]
-    add: fx.Node | None = None  # the addition of a residual after the norm, if it is a node of it
+    add: fx.Node | None = None  # the addition of a residual after the norm, if the site has one
     label: str = ""  # the operations, for a report
 
 

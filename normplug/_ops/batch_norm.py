@@ -268,10 +268,10 @@ def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
     if eligible.is_asked_for(backend, x) and not (differentiates or torch.compiler.is_compiling()):
         t = Tensors(dense(x.detach()))
         stats = native.call(None, "channel_stats", t)
-        if stats is None and not (interposed() or eligible.refusal_now() or _PLAIN.refusal(t)):
+        if stats is None and not (interposed() or eligible.refusal_now() or _BATCH.refusal(t)):
             from normplug._ops.batch_norm_plan import StatisticsPlan
 
-            run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, _PLAIN).run
+            run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, _BATCH).run
             stats = native.keep(None, "channel_stats", t, t, run)
             stats = run(t) if stats is None else stats
         if stats is not None:
@@ -285,7 +285,7 @@ def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
     return mean, var
 
 
-_PLAIN = BatchNormSpec(True, 0.0, 0.0, 1.0)
+_BATCH = BatchNormSpec(True, 0.0, 0.0, 1.0)
 
 
 def _by_collectives(t: Tensors, spec: BatchNormSpec) -> Tensor:
@@ -320,7 +320,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         backend: str,
         group: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """y; mean, biased variance and number of values per channel of the joined batch."""
+        """Return y, and mean, biased variance and count of each channel of the joined batch."""
         acc = accumulator_dtype(x.dtype)
         mean, var, n = _joined_statistics(x, group)
         scale, shift = (None if v is None else v.to(acc) for v in (weight, bias))
@@ -341,8 +341,8 @@ class _SyncBatchNorm(torch.autograd.Function):
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
         acc, dims = mean.dtype, channel_dims(x)
         dy = torch.zeros_like(x) if dy is None else dy
-        # The kernels of torch's SyncBatchNorm; a compiler fuses torch operations instead. That for
-        # contiguous tensors rounds each product to the dtype of x before it adds.
+        # The kernels of torch's SyncBatchNorm; a compiler fuses torch operations instead. For
+        # contiguous tensors, the first kernel rounds each product to the dtype of x before it adds.
         kernels = x.is_cuda and x.numel() > 0 and not torch.compiler.is_compiling()
         if kernels:
             x = dense(x)
@@ -375,7 +375,7 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 
 def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and number of values per channel of the joined batch."""
+    """Mean, biased variance and count of each channel of the joined batch."""
     acc, channels = accumulator_dtype(x.dtype), x.shape[1]
     if x.numel() == 0:
         own = x.new_zeros(2 * channels + 1, dtype=acc)

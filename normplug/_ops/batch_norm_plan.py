@@ -1,8 +1,8 @@
-"""The launches of a BatchNorm by normplug's kernels, with max pooling too, and of the statistics.
+"""The plans of a BatchNorm: of the norm, of the norm with max pooling, and of its statistics.
 
-With relu and max pooling, for channels_last, a call is two launches forward (statistics, then the
-rest) and two backward (sums by channel, then dx). In eval mode the forward is a single launch. If
-values tie after rounding, the gradient goes to the one that was largest before rounding.
+With relu and max pooling, a call is two launches forward (statistics, then the rest) and two
+backward (sums by channel, then dx). In eval mode the forward is a single launch. If values tie
+after rounding, the gradient goes to the one that was largest before rounding.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _layers: WeakKeyDictionary[Any, tuple[str, set[Any]]] = WeakKeyDictionary()
 
 
 def record(layer: Any, label: str = "") -> None:
-    """Record a layer that may be called. label: what it is fused with, as `fusions` reports it."""
+    """Record a layer that may be called. label: what it is fused with, in the words of a report."""
     _layers[layer] = (label, set())
 
 
@@ -68,11 +68,11 @@ def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
 
 
 def _calls(layer: Any, label: str, t: Tensors, spec: Any) -> Iterator[tuple[Tensors, Any]]:
-    """The likely calls of a layer if it is of the family of `spec`, whose call with t came first.
+    """The likely calls of a layer after a first call of `spec` with t; none for another norm.
 
-    Under autocast the branches of a model have autocast's dtype. The stream that they are added to
-    has the dtype of x, or from the first norm on the branches' dtype. If the first norm follows a
-    sum, all sums have the branches' dtype.
+    Under autocast the branches of a model have autocast's dtype. The stream to which they are added
+    keeps the dtype of x, or takes the branches' dtype at the first norm. If the first norm follows
+    a sum, all sums have the branches' dtype.
     """
     adds, adds_bias, row = "add" in label, label.startswith("bias"), layer._affine_shape()
     words, known = label.replace(",", "").split(), _activations.ACTIVATIONS.values()

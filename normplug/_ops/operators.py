@@ -45,8 +45,8 @@ class NormOperators:
 
     If a norm has a total, the backward takes it as x, without a residual. `spec` is the text of the
     numbers, and `flags_of` makes the flags. If `automatic`, PyTorch's operations run a call unless
-    a matrix multiplication or a convolution makes x or the residual: a compiler fuses them with
-    what does. They also run the forward of a norm without a total, as `traced(t)` of its spec.
+    a matrix multiplication or a convolution makes x or the residual, with which a compiler fuses
+    nothing. In a call without a total, they run the forward even then: `traced(t)` of the spec.
 
     Args:
         name: in the namespace "normplug".

@@ -128,7 +128,7 @@ def is_nested(x: Tensor) -> bool:
 
 
 def rows(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """All rows of a nested tensor, (n, *shape), in the order of its components; a dense x as is."""
+    """All rows of a nested tensor, (n, *shape), component by component; a dense x itself."""
     if not x.is_nested:
         return x
     if x.layout == torch.jagged and x.lengths() is None:  # type: ignore[attr-defined]

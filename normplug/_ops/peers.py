@@ -84,7 +84,7 @@ class Peers:
         self.turn = self._turn.address
 
     def take_turn(self, stream: int) -> None:
-        """Prepare a launch on the current stream, whose handle is given; raises as `check`."""
+        """`check`, then prepare a launch on the current stream; stream: its handle."""
         self.check()
         self._turn.pass_to(stream)
 

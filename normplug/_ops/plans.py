@@ -217,7 +217,7 @@ class Plan:
     def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
         """The program of the gradients that `needs` selects, in the order of `Gradients`.
 
-        given: the saved tensors, dy and dtotal, by slot, without those that are None.
+        given: which of the saved tensors, dy and dtotal are not None, by slot.
         """
         raise NotImplementedError
 
@@ -226,7 +226,7 @@ class Plan:
         raise NotImplementedError
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, Any, Tensor]:
-        """The tensors and the spec of the call whose y has these derivatives, and its dy."""
+        """The call that PyTorch differentiates for `composed_backward`: tensors, spec, and dy."""
         return Tensors(*saved[:_INPUTS]), self.spec._replace(autocast=None), dy
 
     # The programs, each built once. The host path in C++ calls these methods by name, too.

@@ -221,11 +221,11 @@ class LayerNormSpec(NamedTuple):
     def compiled(self, t: Tensors) -> Callable[[Tensors], Any] | None:
         """For a large LayerNorm, its operators, if a matmul or a convolution makes x or residual.
 
-        Inductor fuses any other operator with the norm, and its derivative with the norm's
-        backward. Without one, only Inductor's backward is slow, in the gradients of weight and
-        bias, and a kernel that adds the residual pays in both directions. RMSNorms have no bias:
-        there is nothing to gain. Nor is there over the channels of contiguous images, unless the
-        norm also adds a convolution's bias.
+        Inductor fuses the norm with any other operator that makes x, and the two backwards with
+        each other. If it cannot, its backward of the norm is slow, in the gradients of weight and
+        bias, and a kernel that adds the residual pays in both directions. RMSNorms have no bias,
+        so there is nothing to gain. Over the channels of contiguous images, only a norm that also
+        adds a convolution's bias gains.
         """
         outer = t.x.dim() - len(self.normalized_shape)
         has_rows = is_contiguous(t.x.shape[outer:], t.x.stride()[outer:])

@@ -30,7 +30,7 @@ def scaled(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor | None:
-    """The weight times sqrt(target_variance); if there is no weight, ones of `shape` times it."""
+    """The weight times sqrt(target_variance). A missing weight counts as ones of `shape`."""
     if target_variance == 1.0:
         return weight
     root = math.sqrt(target_variance)
@@ -74,7 +74,7 @@ def prepared(
 
 
 def cast(y: Tensor, dtype: torch.dtype, autocast: torch.dtype | None, output: str) -> Tensor:
-    """The result of a stock norm of an input of `dtype`; autocast, output: see `LayerNormSpec`."""
+    """Cast the result of a stock norm. dtype: of its input; the others: see `LayerNormSpec`."""
     if autocast is None:
         return y if y.dtype == dtype else y.to(dtype)
     return y.to(autocast) if output == "low" else y
@@ -155,7 +155,7 @@ def with_copies(t: Tensors) -> Tensors:
 
 
 def take_finite(t: Tensors, new: Any) -> None:
-    """Take updated running statistics where a channel's are finite; count if the first's are."""
+    """Store the new statistics of finite channels; count the batch if the first one is finite."""
     *_, mean, var, tracked = new
     finite = torch.isfinite(mean) & torch.isfinite(var)
     found = (mean, finite), (var, finite), (tracked, finite.flatten()[0])

@@ -276,13 +276,12 @@ def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> li
         _checks.warn(
             f"normplug.check: in {', '.join(unsteady)}, two calls of {type(model).__name__} with "
             f"this batch differ by {max(unsteady.values())[0]:.3g}, although the generators of "
-            "torch, numpy and random start alike, so its output was not compared with that of the "
-            "unswapped model."
+            "torch, numpy and random start alike, so it was not compared with the unswapped model."
         )
     return [
-        f"the whole model: in {name}, its output differs from that of the unswapped model by "
-        f"{off:.3g}; rounding explains at most {allowed:.1g}. Something reads the norms' weights "
-        "without calling their forward."
+        f"the whole model: in {name}, its output differs from the unswapped model's by {off:.3g}; "
+        f"rounding explains at most {allowed:.1g}. Something reads the norms' weights without "
+        "calling their forward."
         for name, (off, allowed) in far.items()
         if name not in unsteady
     ]

@@ -106,7 +106,7 @@ def neighbour(inventory: Inventory, layer: nn.Module) -> Tensor:
     """Find the tensor whose dtype and device new tensors of a layer take."""
     modules = list(inventory.names)
     place = modules.index(layer)
-    # The nearest first, and those before the layer first of all: they produce its input.
+    # Modules before the layer come first, since they produce its input; then the modules after it.
     others = [*reversed(modules[:place]), *modules[place + 1 :]]
     parameters = (p for m in others for p in m.parameters(recurse=False))
     buffers = (b for m in others for b in m.buffers(recurse=False))

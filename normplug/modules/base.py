@@ -321,7 +321,7 @@ class TargetVarianceNorm(nn.Module):
         return y
 
     def _by_torch(self, *reading: Any) -> Tensor | None:
-        """The result of PyTorch's function; None if a call takes a kernel, or more than that."""
+        """The result of PyTorch's function; None if a call needs a kernel, or other steps too."""
         return None
 
     def _call(self, *reading: Any) -> tuple[Tensors, Any]:

@@ -197,8 +197,8 @@ class SyncBatchNorm(_SyncBatchNorm, nn.SyncBatchNorm):
     `DistributedDataParallel` refuses to wrap any `torch.nn.SyncBatchNorm` on the CPU. There, wrap
     first and then `normplug.swap(model, mode, sync=True)`.
 
-    It takes the arguments of `torch.nn.SyncBatchNorm`, and those that `BatchNorm1d` adds: `backend`
-    is the same in all processes, and "triton" falls back to torch where the kernels cannot run.
+    It takes the arguments of `torch.nn.SyncBatchNorm`, `mode` and `backend`: the backend is the
+    same in all processes, and "triton" falls back to torch where the kernels cannot run.
 
     Shape: (N, C) or (N, C, *space), in and out. A layer converted from a `BatchNorm2d` still takes
     (N, C, H, W) only. Over several processes the gradient cannot be differentiated again.

@@ -36,9 +36,9 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    It takes the arguments of `torch.nn.GroupNorm`, and those that `LayerNorm` adds. The watched
-    statistics, off by default, are scalars: moving averages of the groups' mean and of their biased
-    variance.
+    It takes the arguments of `torch.nn.GroupNorm` and the additional arguments of `LayerNorm`. The
+    watched statistics, off by default, are scalars: moving averages of the groups' mean and of
+    their biased variance.
 
     Shape: (N, C) or (N, C, *space), in and out. Details: `normplug.functional.group_norm`.
 
@@ -178,7 +178,7 @@ class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
 
-    It takes the arguments of `torch.nn.InstanceNorm1d`, and those that `BatchNorm1d` adds. With
+    It takes the arguments of `torch.nn.InstanceNorm1d`, `mode` and `backend`. With
     `track_running_stats`, the running statistics are updated in training as torch's are, and used
     in evaluation.
 

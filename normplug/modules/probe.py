@@ -17,7 +17,7 @@ class Probe:
     """
 
     input: Tensor | None = None  # the `_measure` of each channel, row or group; None: has not run
-    output: Tensor | None = None  # that of the output
+    output: Tensor | None = None  # the same of the output
     plain: Tensor | None = None  # with weight and bias undone; None: output / weight ** 2
     weight: Tensor | None = None  # a copy, with its offset; None without weight
 

@@ -217,9 +217,9 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
     Rows are not centred. So the target variance tv is the target of mean(y^2) where weight is 1;
     it is the variance of y where the mean of y is 0.
 
-    It takes the arguments of `torch.nn.RMSNorm`, and those that `LayerNorm` adds, and raises the
-    same errors. With `track_running_stats`, off by default, `watched_var` is a scalar: a moving
-    average of mean(x^2), the second moment of the input. There is no `watched_mean`.
+    It takes the arguments of `torch.nn.RMSNorm` and the additional arguments of `LayerNorm`, and
+    raises the same errors. With `track_running_stats`, off by default, `watched_var` is a scalar: a
+    moving average of mean(x^2), the second moment of the input. There is no `watched_mean`.
 
     Shape: (*rows, *normalized_shape), in and out. Details: `normplug.functional.rms_norm`.
 
