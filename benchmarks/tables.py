@@ -88,7 +88,6 @@ OPS = {
 }
 PROVIDERS = {
     "compile": "torch.compile",
-    "cudnn": "cuDNN",
     "flaggems": "FlagGems",
     "liger": "Liger-Kernel",
     "normplug-python": "normplug, through Python",

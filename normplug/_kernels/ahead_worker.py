@@ -57,10 +57,10 @@ def compile_now(
 ) -> Any:
     """Compile the kernel `module.name` into Triton's cache; return its `ASTSource`.
 
-    keys: two hashes of the other process, which go into cache keys: of Triton, which takes a second
-    to compute, and of the kernel's source, which before Triton 3.9 depends on which kernels a
-    process has hashed before it. arguments: signature, constants and attributes. options: the
-    compiler's. on: backend, architecture and warp size.
+    keys: two hashes of the other process, which go into cache keys: of Triton, which takes up to
+    a second to compute, and of the kernel's source, which before Triton 3.9 depends on which
+    kernels a process has hashed before it. arguments: signature, constants and attributes.
+    options: the compiler's. on: backend, architecture and warp size.
     """
     import triton
     from triton.backends.compiler import GPUTarget
