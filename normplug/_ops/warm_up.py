@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ def warm_up(model: nn.Module, *batch: Any, **named: Any) -> WarmUp:
 
     ahead.start()
     jobs, why = _record(model, batch, named)
-    count = ahead.wait(key for key, is_new in jobs.items() if is_new)
+    count = ahead.wait(key for key, is_new in jobs.items() if is_new.result())
     return WarmUp(count, time.perf_counter() - start, why)
 
 
@@ -108,21 +109,26 @@ def _refusal_of_model(model: nn.Module) -> str | None:
     return None
 
 
-def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, bool], str]:
+def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, Future[bool]], str]:
     """The kernels of a step, by key, and why there may be more, or "".
 
-    A kernel's value is whether a worker compiles it: one has begun when the kernel was found.
+    A kernel's value is whether a worker compiles it: one begins while the model runs. The thread
+    that asks the workers hashes all of Triton first, a part of each kernel's key.
     """
+    from triton.runtime.cache import triton_key
+
     from normplug._kernels import ahead
 
-    jobs: dict[str, bool] = {}
+    jobs: dict[str, Future[bool]] = {}
+    thread = ThreadPoolExecutor(1)
+    thread.submit(triton_key)
 
     def take(job: ahead.Job) -> None:
         if job.key not in jobs:
-            jobs[job.key] = ahead.expect(job)
+            jobs[job.key] = thread.submit(ahead.expect, job)
 
     try:
-        with _restored(model), native.python_way(), recording(take) as mode:
+        with thread, _restored(model), native.python_way(), recording(take) as mode:
             named_tensors = chain(model.named_parameters(), model.named_buffers())
             own = {name: mode.from_tensor(t) for name, t in named_tensors}
             batch, named = tree_map_only(Tensor, mode.from_tensor, (batch, named))
