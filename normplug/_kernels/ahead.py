@@ -11,8 +11,8 @@ all waiting kernels before this process can exit. If a worker fails, this proces
 kernel itself. If the logger `normplug` is set to DEBUG, the workers' tracebacks go to stderr.
 
 The environment variable `NORMPLUG_COMPILE_WORKERS` sets how many kernels are compiled at once; 0
-disables the workers. The default is one less than the number of cores, at most 15. Under torchrun,
-the processes of a node share its cores.
+disables the workers. The default is one less than the number of cores, at most 15; it is twice that
+for `warm_up`, which guesses nothing. Under torchrun, the processes of a node share its cores.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Job(NamedTuple):
 
 
 @cache
-def most_workers() -> int:
-    """How many kernels to compile at once in other processes."""
+def most_workers(certain: bool = False) -> int:
+    """How many kernels to compile at once in other processes. certain: see `expect`."""
     wanted = os.environ.get("NORMPLUG_COMPILE_WORKERS", "")
     if wanted and not wanted.isdecimal():
         raise ValueError(
@@ -76,7 +76,7 @@ def most_workers() -> int:
         return int(wanted)
     beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
     cores = len(os.sched_getaffinity(0)) // max(int(beside) if beside.isdecimal() else 1, 1)
-    return min(max(cores - 1, 0), _MOST)
+    return min(max(cores - 1, 0), _MOST) * (2 if certain else 1)
 
 
 class Ahead:
@@ -96,15 +96,19 @@ class Ahead:
         self._server: subprocess.Popen[bytes] | None = None
         self._to_server: socket.socket | None = None
 
-    def expect(self, job: Job) -> bool:
-        """Have a worker compile a kernel that will be launched later; False if none has to."""
+    def expect(self, job: Job, certain: bool = False) -> bool:
+        """Have a worker compile a kernel that will be launched later; False if none has to.
+
+        certain: whether it is no guess. It may then share a core with another worker.
+        """
         key = job.key
         # A process that was forked from this one does not have its threads.
         is_off = self._off or most_workers() == 0 or self._process != os.getpid()
         if is_off or key in self._settled:
             return False
         if key not in self._expected:  # at worst, two threads submit one job twice
-            self._expected[key] = None if _is_kept(_name(job)) else self._submit(job)
+            is_kept = _is_kept(_name(job))
+            self._expected[key] = None if is_kept else self._submit(job, most_workers(certain))
         future = self._expected[key]
         return future is not None and not future.done()
 
@@ -161,7 +165,7 @@ class Ahead:
                 os.killpg(self._server.pid, signal.SIGKILL)
             self._server.wait()
 
-    def _submit(self, job: Job) -> futures.Future[bool]:
+    def _submit(self, job: Job, most: int) -> futures.Future[bool]:
         future: futures.Future[bool] = futures.Future()
         on = triton.runtime.driver.active.get_current_target()
         keys = triton.runtime.cache.triton_key(), job.kernel.cache_key
@@ -169,7 +173,7 @@ class Ahead:
         work = (*place, job[1:4], job.options, (on.backend, on.arch, on.warp_size))
         self._queue.put((future, pickle.dumps(work)))
         self.start()
-        if len(self._threads) < most_workers():
+        if len(self._threads) < most:
             self._threads.append(threading.Thread(target=self._run_jobs, daemon=True))
             self._threads[-1].start()
         return future

@@ -13,6 +13,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import traceback
 from types import ModuleType
 from typing import Any
@@ -41,11 +42,8 @@ def run(answers: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Triton waits for ptxas
     try:
         with answers.makefile("rb") as jobs:
-            source = compile_now(*pickle.load(jobs))
-        try:
-            build_launcher(source)
-        finally:
-            answers.sendall(DONE)
+            compile_now(*pickle.load(jobs))
+        answers.sendall(DONE)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -54,8 +52,8 @@ def run(answers: socket.socket) -> None:
 
 def compile_now(
     module: str, name: str, keys: tuple[str, str], arguments: tuple[Any, ...], options: Any, on: Any
-) -> Any:
-    """Compile the kernel `module.name` into Triton's cache; return its `ASTSource`.
+) -> None:
+    """Compile the kernel `module.name` and its launcher into Triton's cache.
 
     keys: two hashes of the other process, which go into cache keys: of Triton, which takes up to
     a second to compute, and of the kernel's source, which before Triton 3.9 depends on which
@@ -69,8 +67,10 @@ def compile_now(
     triton_key, kernel.hash = keys
     triton.runtime.cache.triton_key = lambda: triton_key
     source = triton.compiler.ASTSource(kernel, *arguments)
+    launcher = threading.Thread(target=build_launcher, args=(source,))
+    launcher.start()
     triton.compile(source, target=GPUTarget(*on), options=options)
-    return source
+    launcher.join()
 
 
 def build_launcher(source: Any) -> None:

@@ -102,12 +102,14 @@ class BatchNormSpec(NamedTuple):
 
     def _by_torch(self, t: Tensors) -> Tensor:
         y = _by_collectives(t, self) if self.join else self._normalised(t)
+        # In place if possible: nothing else holds y, nor does the backward need it.
+        in_place = not transforms_active()
         if t.residual is not None:
-            # In place if possible: nothing else holds y, nor does the backward need it.
             same = t.residual.shape == y.shape and t.residual.dtype == y.dtype
-            in_place = same and not transforms_active()
-            y = y.add_(t.residual) if in_place else y + t.residual
-        if self.activation is not None:
+            y = y.add_(t.residual) if in_place and same else y + t.residual
+        if self.activation == "relu" and in_place:
+            y = y.relu_()
+        elif self.activation is not None:
             y = _activations.apply(self.activation, y)
         return y if self.pool is None else self.pool.of(y)
 

@@ -125,7 +125,7 @@ def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, Future[
 
     def take(job: ahead.Job) -> None:
         if job.key not in jobs:
-            jobs[job.key] = thread.submit(ahead.expect, job)
+            jobs[job.key] = thread.submit(ahead.expect, job, certain=True)
 
     try:
         with thread, _restored(model), native.python_way(), recording(take) as mode:

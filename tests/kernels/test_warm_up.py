@@ -32,7 +32,7 @@ def kernels_on_cpu(monkeypatch):
 
     monkeypatch.setattr(launch.Launch, "__call__", run)
     monkeypatch.setattr(eligible, "refusal_of_device", lambda *tensors: None)
-    monkeypatch.setattr(ahead, "expect", lambda job: False)
+    monkeypatch.setattr(ahead, "expect", lambda job, certain: False)
     return launched
 
 
