@@ -68,7 +68,7 @@ def compile_now(
     triton.runtime.cache.triton_key = lambda: triton_key
     source = triton.compiler.ASTSource(kernel, *arguments)
     launcher = threading.Thread(target=build_launcher, args=(source,))
-    launcher.start()
+    launcher.start()  # its C compiler is another process
     triton.compile(source, target=GPUTarget(*on), options=options)
     launcher.join()
 
