@@ -23,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # These import torchvision, or train.py, which needs it.
 if find_spec("torchvision") is None:
-    collect_ignore_glob = ["tools/test_data.py", "tools/test_train*.py"]
+    collect_ignore_glob = ["tools/test_data.py", "tools/test_graph.py", "tools/test_train*.py"]
 
 # The test files that take longest, about half of the time of all.
 LONGEST = (
