@@ -63,7 +63,8 @@ def warm_up(model: nn.Module, *batch: Any, **named: Any) -> WarmUp:
 
     Examples:
         >>> print(warm_up(nn.LayerNorm(8), torch.ones(2, 8)))
-        normplug: compiled 0 kernels in ... s. ...
+        normplug: compiled 0 kernels in ... s. The input is on cpu, and the kernels need a CUDA
+        device.
     """
     _checks.module("warm_up", model)
     start = time.perf_counter()
@@ -111,16 +112,13 @@ def _refusal_of_model(model: nn.Module) -> str | None:
 def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, Future[bool]], str]:
     """The kernels of a step, by key, and why there may be more, or "".
 
-    A kernel's value is whether a worker compiles it: one begins while the model runs. The thread
-    that asks the workers hashes all of Triton first, a part of each kernel's key.
+    A kernel's value is whether a worker compiles it: one begins while the model runs. A thread asks
+    the workers, since the first kernel's key needs a hash of all of Triton.
     """
-    from triton.runtime.cache import triton_key
-
     from normplug._kernels import ahead
 
     jobs: dict[str, Future[bool]] = {}
     thread = ThreadPoolExecutor(1)
-    thread.submit(triton_key)
 
     def take(job: ahead.Job) -> None:
         if job.key not in jobs:

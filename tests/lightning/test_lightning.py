@@ -141,6 +141,7 @@ def test_swap_norms_warms_up_on_the_modules_example(tmp_path, monkeypatch, caplo
     trainer(tmp_path, SwapNorms(warm_up=True), precision="bf16-mixed").fit(module, loader())
     assert [x.shape for x in warmed] == [(8, 3, 6, 6)]
     assert "normplug: compiled 0 kernels" in caplog.text
+    assert "The input is on cpu, and the kernels need a CUDA device." in caplog.text
 
 
 def test_swap_norms_rejects_wrong_options_at_once_and_a_warm_up_without_shapes(tmp_path):
