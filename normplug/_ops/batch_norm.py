@@ -268,14 +268,7 @@ def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """`functional.channel_stats` of a checked x. A kernel reads x once, without gradients."""
     differentiates = x.requires_grad and torch.is_grad_enabled()
     if eligible.is_asked_for(backend, x) and not (differentiates or torch.compiler.is_compiling()):
-        t = Tensors(dense(x.detach()))
-        stats = native.call(None, "channel_stats", t)
-        if stats is None and not (interposed() or eligible.refusal_now() or _BATCH.refusal(t)):
-            from normplug._ops.batch_norm_plan import StatisticsPlan
-
-            run = made_once(key_of(t, None, "channel_stats"), StatisticsPlan, t, _BATCH).run
-            stats = native.keep(None, "channel_stats", t, t, run)
-            stats = run(t) if stats is None else stats
+        stats = _by_kernel("StatisticsPlan", Tensors(dense(x.detach())), _BATCH)
         if stats is not None:
             mean, var = stats.chunk(2)
             return mean, var
@@ -290,6 +283,18 @@ def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
 _BATCH = BatchNormSpec(True, 0.0, 0.0, 1.0)
 
 
+def _by_kernel(plan: str, t: Tensors, spec: BatchNormSpec) -> Tensor | None:
+    """The statistics that a plan of `batch_norm_plan` computes; None if no kernel can."""
+    stats = native.call(spec, plan, t)
+    if stats is None and not (interposed() or eligible.refusal_now() or _BATCH.refusal(t)):
+        from normplug._ops import batch_norm_plan
+
+        run = made_once(key_of(t, spec, plan), getattr(batch_norm_plan, plan), t, spec).run
+        stats = native.keep(spec, plan, t, t, run)
+        stats = run(t) if stats is None else stats
+    return stats
+
+
 def _by_collectives(t: Tensors, spec: BatchNormSpec) -> Tensor:
     """The norm of the batches that `spec` joins, without residual and activation.
 
@@ -298,12 +303,19 @@ def _by_collectives(t: Tensors, spec: BatchNormSpec) -> Tensor:
             would have to wait for the GPU, so y is `bias` instead.
     """
     group, backend, _ = peers.joins[spec.join]
+    gathered = _gathered(t.x.detach(), group)
+    merged = None
+    if eligible.is_asked_for(backend, t.x) and not torch.compiler.is_compiling():
+        running = t.running_mean, t.running_var, t.tracked
+        merged = _by_kernel("MergePlan", Tensors(gathered, *[None] * 4, *running), spec)
+    c = t.x.shape[1]
+    mean, var, n = _merged(gathered) if merged is None else merged.split([c, c, 1])
     numbers = (spec.eps, spec.target_variance)
-    y, mean, var, n = _SyncBatchNorm.apply(t.x, t.weight, t.bias, *numbers, backend, group)
+    y = _SyncBatchNorm.apply(t.x, t.weight, t.bias, mean, var, n, *numbers, backend, group)
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
         whole = f"the joined batch of {dist.get_world_size(group)} processes"
         raise _checks.one_value("SyncBatchNorm", whole)
-    if t.running_mean is not None and t.running_var is not None:
+    if merged is None and t.running_mean is not None:
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
         unbiased = var * (n / (n - 1).clamp(min=1))
         stock.update_running(t, spec.momentum, mean, unbiased, counts=n > 1)
@@ -317,32 +329,31 @@ class _SyncBatchNorm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        n: Tensor,
         eps: float,
         target_variance: float,
         backend: str,
         group: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return y, and mean, biased variance and count of each channel of the joined batch."""
+    ) -> Tensor:
+        """Normalise by mean and biased variance of a joined batch of n values per channel."""
         acc = accumulator_dtype(x.dtype)
-        mean, var, n = _joined_statistics(x, group)
         scale, shift = (None if v is None else v.to(acc) for v in (weight, bias))
         t = Tensors(x, None, scale, shift, None, mean, var)
-        y = call("SyncBatchNorm", t, BatchNormSpec(False, 0.0, eps, target_variance), backend)
+        spec = BatchNormSpec(False, 0.0, eps, target_variance)
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), n)
         ctx.scale, ctx.group = math.sqrt(target_variance), group
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(mean, var, n)
-        ctx.set_materialize_grads(False)
-        return y, mean, var, n
+        return call("SyncBatchNorm", t, spec, backend if x.numel() else "torch")
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, weight and bias."""
         x, weight, mean, rstd, n = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
         acc, dims = mean.dtype, channel_dims(x)
-        dy = torch.zeros_like(x) if dy is None else dy
         # The kernels of torch's SyncBatchNorm; a compiler fuses torch operations instead. For
         # contiguous tensors, the first kernel rounds each product to the dtype of x before it adds.
         kernels = x.is_cuda and x.numel() > 0 and not torch.compiler.is_compiling()
@@ -373,11 +384,11 @@ class _SyncBatchNorm(torch.autograd.Function):
             dweight = (sum_dy_centred * rstd * ctx.scale).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             dbias = sum_dy.to(ctx.bias_dtype)
-        return dx, dweight, dbias, None, None, None, None
+        return (dx, dweight, dbias, *[None] * 7)
 
 
-def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and count of each channel of the joined batch."""
+def _gathered(x: Tensor, group: Any) -> Tensor:
+    """For each process, mean and biased variance of its channels, and the count of values."""
     acc, channels = accumulator_dtype(x.dtype), x.shape[1]
     if x.numel() == 0:
         own = x.new_zeros(2 * channels + 1, dtype=acc)
@@ -389,7 +400,13 @@ def _joined_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
     gathered = own.new_empty(processes * own.shape[0])
     assert _all_gather is not None
     _all_gather(gathered, own, group)
-    means, variances, counts = gathered.view(processes, -1).split([channels, channels, 1], dim=1)
+    return gathered.view(processes, -1)
+
+
+def _merged(gathered: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and count of each channel of the joined batch."""
+    channels = gathered.shape[1] // 2
+    means, variances, counts = gathered.split([channels, channels, 1], dim=1)
     n = counts.sum()
     weights = counts / n.clamp(min=1)
     mean = (weights * means).sum(0)

@@ -1,4 +1,4 @@
-"""The plans of a BatchNorm: of the norm, of the norm with max pooling, and of its statistics.
+"""The plans of a BatchNorm: of the norm, of the norm with max pooling, and of statistics.
 
 With relu and max pooling, a call is two launches forward (statistics, then the rest) and two
 backward (sums by channel, then dx). In eval mode the forward is a single launch. If values tie
@@ -180,6 +180,18 @@ class StatisticsPlan(BatchNormPlan):
 
     def _expect_next(self, *_: Any) -> None:
         """Nothing: a model's layers need not be called next."""
+
+
+class MergePlan(StatisticsPlan):
+    """The launch that merges the processes' statistics; y: mean, var and n of the joined batch."""
+
+    def forward_program(self, t: Tensors, keep: bool) -> Program:
+        (processes, width), numbers = t.x.shape, (self.spec.momentum or 0.0, self.spec.eps)
+        flags = self._flags
+        launch = launches.merge_launch(processes, width // 2, self._dtype, flags, *numbers)
+        empties = {"y": ((width,), (1,), self.acc)}
+        step, counts = (launch, {"stats": "y"}), flags.cumulative
+        return Program(named(t), step, empties=empties, updates=RUNNING, counts=counts)
 
 
 def refusal_to_pool(t: Tensors, pool: Pool) -> str | None:

@@ -20,6 +20,7 @@ from launches import (  # noqa: E402
     Driver,
     batch_norm_launches,
     group_norm_launches,
+    merge_launch,
     pool_launches,
     row_launches,
 )
@@ -112,7 +113,7 @@ def every_kernel(dtype):
         for n in (64, 1 << 14):
             yield from batch_norm_launches((n, 512, 400, channels_last), dtype, False, **joined)
         yield from group_norm_launches((1 << 14, 32, 10, 4096, channels_last), dtype)
-    yield from pool_launches(dtype)
+    yield from (*pool_launches(dtype), merge_launch(dtype))
     for width in (768, 1 << 17):
         yield from row_launches(4096, width, dtype.itemsize, accumulator_dtype(dtype), width)
 
@@ -143,7 +144,7 @@ def test_a_job_is_the_kernel_that_triton_compiles_for_the_call(dtype, monkeypatc
         kernel.warmup(*tensors, *made._numbers, grid=(1,), **made._constants)
         job = made.job(dtypes)
         assert hashes(ASTSource(*job[:4]), job.options) == wanted[-1]
-    assert len(kernels) == 14
+    assert len(kernels) == 15
 
 
 def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import pickle
 import tempfile
 from types import SimpleNamespace
@@ -21,10 +22,14 @@ from normplug.lightning import SwapNorms, SyncNorms
 from sync_cases import CHANNELS, THREE, TWO, assert_joined, assert_passed, make_net, outcome, ran
 
 
-def numbers(rank, world, device):
+def numbers(rank, world, device, backend="auto"):
     """Every case's outcome."""
     cases = TWO if world == 2 else THREE
-    return [outcome(*case.of_rank(rank, device), case.activation) for case in cases]
+    return [outcome(*case.of_rank(rank, device, backend), case.activation) for case in cases]
+
+
+def numbers_by_kernels(rank, world, device):
+    return numbers(rank, world, device, "triton")
 
 
 def one_message_forward_one_backward_and_none_in_eval(rank, world, device):
@@ -98,9 +103,11 @@ def three_processes(*where):
 
 
 def by_collectives(*where):
-    """GPUs whose kernels cannot exchange statistics."""
+    """Processes whose kernels cannot exchange statistics."""
     peers._agree = lambda group, device: (None, "the GPUs count as two hosts'")
-    sync_cases.process(*where, [numbers], on_gpu=True)
+    on_gpu = "TRITON_INTERPRET" not in os.environ
+    checks = [numbers_by_kernels]
+    sync_cases.process(*where, checks, on_gpu=on_gpu, may_warn=checks)
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +125,17 @@ def test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch(case
     assert_joined(case, [result["numbers"][TWO.index(case)] for result in two])
 
 
-@pytest.mark.gpu
-def test_so_are_two_gpus_whose_kernels_cannot_exchange_statistics(tmp_path):
-    if torch.cuda.device_count() < 2:
+@pytest.mark.parametrize("place", ["interpreter", pytest.param("gpus", marks=pytest.mark.gpu)])
+def test_so_are_two_whose_kernels_cannot_exchange_statistics(place, tmp_path, monkeypatch):
+    if place == "gpus" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices")
+    if place == "interpreter":
+        if not pytest.importorskip("interpreted").INTERPRETS:
+            pytest.skip("numpy is too new for this Triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
     results = ran(by_collectives, 2, tmp_path)
     for index, case in enumerate(TWO):
-        assert_joined(case, [result["numbers"][index] for result in results])
+        assert_joined(case, [result["numbers_by_kernels"][index] for result in results])
 
 
 @pytest.mark.parametrize("case", THREE, ids=str)

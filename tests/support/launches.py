@@ -49,6 +49,11 @@ def pool_launches(dtype):
     yield batch_norm.pool_launch(backward, *sizes, JOINED=True, **given)
 
 
+def merge_launch(dtype):
+    flags = batch_norm.Flags(running=True, tracked=True)
+    return batch_norm.merge_launch(3, 512, dtype, flags, 0.1, 1e-5)
+
+
 def row_launches(rows, width, itemsize, dtype, spacing, sms=SMS, shared=SHARED):
     """dtype: of the sums. spacing: of the rows of x and of dy."""
     forward = ln.layer_norm_forward(rows, width, 8, itemsize, True, sms)

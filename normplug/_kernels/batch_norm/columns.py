@@ -152,6 +152,24 @@ def finish_forward(
     mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, HW,
     CHANNELS, PEERS, momentum, eps, BCH, ACC, VARIANCE, RUNNING, CUMULATIVE, TRACKED, SAFE, WORLD,
 ):  # fmt: skip
+    """Join a slab's statistics with the other processes', if any, and save them."""
+    places = tl.arange(0, BCH)
+    channels = slab * CHANNELS + places
+    there = (places < CHANNELS) & (channels < C)
+    n = ROWS.to(ACC) * HW
+    if WORLD > 1:
+        n, mean, m2 = joined_moments(mean, m2, ROWS * HW, channels, there, C, PEERS, WORLD, ACC)
+    _save(
+        n, mean, m2, slab, C, channels, there, running_mean_ptr, running_var_ptr, tracked_ptr,
+        stats_ptr, momentum, eps, BCH, ACC, VARIANCE, RUNNING, CUMULATIVE, TRACKED, SAFE, WORLD > 1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _save(
+    n, mean, m2, slab, C, channels, there, running_mean_ptr, running_var_ptr, tracked_ptr,
+    stats_ptr, momentum, eps, BCH, ACC, VARIANCE, RUNNING, CUMULATIVE, TRACKED, SAFE, JOINED,
+):  # fmt: skip
     """Save a slab's statistics, update its running statistics, and count the batch.
 
     A joined batch with fewer than two values per channel updates nothing, and is not counted. With
@@ -159,13 +177,9 @@ def finish_forward(
     the batch is counted.
     """
     places = tl.arange(0, BCH)
-    channels = slab * CHANNELS + places
-    there = (places < CHANNELS) & (channels < C)
-    n = ROWS.to(ACC) * HW
     updated = there
     counted = 1
-    if WORLD > 1:
-        n, mean, m2 = joined_moments(mean, m2, ROWS * HW, channels, there, C, PEERS, WORLD, ACC)
+    if JOINED:
         updated = there & (n > 1)
         counted = tl.where(tl.max(n, axis=0) > 1, 1, 0)
         tl.store(stats_ptr + 2 * C + 0 * channels, n, mask=channels == 0)
@@ -182,7 +196,7 @@ def finish_forward(
         step = scalar(momentum, ACC)
         if CUMULATIVE:
             step = 1.0 / tl.load(tracked_ptr).to(ACC)
-            if WORLD > 1:
+            if JOINED:
                 if slab == 0:  # the host has counted the batch
                     tl.store(tracked_ptr, tl.load(tracked_ptr) + counted - 1)
         old_mean = tl.load(running_mean_ptr + channels, mask=updated, other=0.0)
@@ -192,6 +206,37 @@ def finish_forward(
     if TRACKED:
         if slab == 0:
             tl.store(tracked_ptr, tl.load(tracked_ptr) + counted)
+
+
+@kernel
+def batch_norm_merge(
+    x_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, C, PROCESSES, momentum, eps,
+    BCH: tl.constexpr, ACC: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
+    TRACKED: tl.constexpr,
+):  # fmt: skip
+    """Merge the statistics of PROCESSES processes: stats = (mean, var, n) of the joined batch.
+
+    x has the mean and var of all channels, and the number of values, of each process in turn.
+    """
+    slab = tl.program_id(0)
+    channels = slab * BCH + tl.arange(0, BCH)
+    there = channels < C
+    n = tl.zeros([BCH], ACC)
+    mean = tl.zeros([BCH], ACC)
+    m2 = tl.zeros([BCH], ACC)
+    for process in range(PROCESSES):
+        own_ptr = x_ptr + process * (2 * C + 1)
+        count = tl.load(own_ptr + 2 * C)
+        fraction = count / tl.maximum(n + count, 1.0)
+        own_mean, own_var = load_both(own_ptr, channels, there, C)
+        difference = own_mean - mean
+        m2 += own_var * count + difference * difference * (n * fraction)
+        mean += difference * fraction
+        n += count
+    _save(
+        n, mean, m2, slab, C, channels, there, running_mean_ptr, running_var_ptr, tracked_ptr,
+        stats_ptr, momentum, eps, BCH, ACC, True, RUNNING, CUMULATIVE, TRACKED, False, True,
+    )  # fmt: skip
 
 
 @triton.jit

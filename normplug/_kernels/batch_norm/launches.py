@@ -112,6 +112,15 @@ def backward_launch(
     return Launch(columns.batch_norm_columns_backward, grid, shape.warps, shape, flags, **given)
 
 
+def merge_launch(
+    processes: int, c: int, dtype: torch.dtype, flags: Flags, momentum: float, eps: float
+) -> Launch:
+    """Set up the kernel that merges the statistics of c channels."""
+    given = {"momentum": momentum, "eps": eps, "ACC": accumulator(dtype), "BCH": 256}
+    sizes = {"C": c, "PROCESSES": processes}
+    return Launch(columns.batch_norm_merge, -(-c // 256), 4, flags, **sizes, **given)
+
+
 def scratch(shape: Geometry) -> tuple[int, int]:
     """How many counters and partial results a launch needs."""
     if isinstance(shape, Planes):
