@@ -29,6 +29,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from concurrent import futures
 from functools import cache
 from pathlib import Path
@@ -96,23 +97,25 @@ class Ahead:
         self._to_server: socket.socket | None = None
 
     def expect(self, job: Job, certain: bool = False) -> bool:
-        """Have a worker compile a kernel that will be launched later; False if none begins now.
+        """Have a worker compile a kernel that will be launched later; False if none has to.
 
         certain: whether it is no guess. It may then share a core with another worker.
         """
         key = job.key
         # A process that was forked from this one does not have its threads.
         is_off = self._off or most_workers() == 0 or self._process != os.getpid()
-        if is_off or key in self._settled or key in self._expected:
+        if is_off or key in self._settled:
             return False
-        # At worst, two threads submit one job twice.
-        is_kept = _is_kept(_name(job))
-        self._expected[key] = None if is_kept else self._submit(job, most_workers(certain))
-        return not is_kept
+        if key not in self._expected:  # at worst, two threads submit one job twice
+            is_kept = _is_kept(_name(job))
+            self._expected[key] = None if is_kept else self._submit(job, most_workers(certain))
+        future = self._expected[key]
+        return future is not None and not future.done()
 
-    def wait(self) -> None:
-        """Wait for all workers."""
-        futures.wait([each for each in self._expected.values() if each is not None])
+    def wait(self, keys: Iterable[str]) -> int:
+        """Wait for these kernels; return how many of them workers have compiled."""
+        expected = [self._expected[key] for key in keys]
+        return sum(future.result() for future in expected if future is not None)
 
     def settle(self, job: Job) -> str | None:
         """Wait for a kernel if a worker is compiling it; called before its first launch.

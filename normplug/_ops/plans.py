@@ -275,7 +275,7 @@ class Plan:
         forward, backward = self.jobs(t, keep)
         jobs = [*forward[1:], *backward]
         begun = [ahead.expect(job) for job in jobs]
-        # If these are all compiled already, or expected by `warm_up`, the others probably are, too.
+        # If these are all compiled already, the others probably are, too.
         if any(begun) or not jobs:
             for job in likely.jobs_after(self, t, keep):
                 ahead.expect(job)

@@ -1,4 +1,4 @@
-"""`normplug.warm_up`: compile what a training step will need while the first step runs."""
+"""`normplug.warm_up`: compile what a training step will need before the first step."""
 
 from __future__ import annotations
 
@@ -19,41 +19,33 @@ from normplug._torch import recording, tree_leaves, tree_map_only
 
 
 class WarmUp(NamedTuple):
-    """What `normplug.warm_up` has found.
+    """What `normplug.warm_up` has done.
 
     Attributes:
-        kernels: how many kernels workers compile. Kernels that Triton's cache has do not count.
-        seconds: how long it took to find them.
-        why: why there are none, or not all that a step will need; "" if there are all.
+        kernels: how many kernels it compiled. Kernels that Triton's cache had do not count.
+        seconds: how long it took.
+        why: why nothing was compiled, or not all that a step will need; "" if all is compiled.
     """
 
     kernels: int
     seconds: float
     why: str = ""
 
-    def wait(self) -> None:
-        """Wait until all are compiled, as before this process ends. A step need not wait."""
-        if self.kernels:
-            from normplug._kernels import ahead
-
-            ahead.wait()
-
     def __str__(self) -> str:
         why = f" {self.why}." if self.why else ""
-        return f"normplug: compiling {self.kernels} kernels in the background.{why}"
+        return f"normplug: compiled {self.kernels} kernels in {self.seconds:.1f} s.{why}"
 
 
 def warm_up(model: nn.Module, *batch: Any, **named: Any) -> WarmUp:
-    """Have worker processes compile the kernels that a training step of a swapped model needs.
+    """Compile the kernels that a training step of a swapped model needs, in parallel.
 
-    It returns when the workers have begun. The first step runs beside them: it waits for a kernel
-    only where it launches it. Without `warm_up`, a step has to guess the kernels.
-
-    It runs the model's forward and backward on fake tensors, which have shapes but no values. No
-    parameter, buffer, gradient, random state or attribute of a module changes, and no GPU memory is
-    used. But Python code of the model and its hooks runs once: what it stores elsewhere, in a
-    global cache for example, is fake. Call it in the mode (`model.train()`), the autocast and the
-    memory format of the step, before `DistributedDataParallel` or FSDP wraps the model.
+    Without it, they are compiled in the first step, where some of them have to be guessed. It runs
+    the model's forward and backward on fake tensors, which have shapes but no values, and has
+    worker processes compile the kernels into Triton's cache. No parameter, buffer, gradient,
+    random state or attribute of a module changes, and no GPU memory is used. But Python code of
+    the model and its hooks runs once: what it stores elsewhere, in a global cache for example, is
+    fake. Call it in the mode (`model.train()`), the autocast and the memory format of the step,
+    before `DistributedDataParallel` or FSDP wraps the model.
 
     Args:
         model: the model, after `swap` and `fuse`, on its device.
@@ -61,19 +53,18 @@ def warm_up(model: nn.Module, *batch: Any, **named: Any) -> WarmUp:
         **named: the keyword arguments of its forward.
 
     Returns:
-        How many `kernels` the workers compile, after how many `seconds` they were found, and `why`
-        not all: without a GPU, or if the model waits for other processes, it does nothing. If the
-        model cannot run on fake tensors, because it reads values or launches kernels of its own,
-        `why` has the error, and only the kernels that were found until then are compiled. `wait()`
-        waits for the workers, and leaves the kernels in Triton's cache for other processes.
+        A named tuple: how many `kernels` it compiled, the `seconds`, and `why` it could not compile
+        all: without a GPU, or if the model waits for other processes, it does nothing. If the model
+        cannot run on fake tensors, because it reads values or launches kernels of its own, `why`
+        has the error, and only the kernels that were found until then are compiled.
 
     Raises:
         TypeError: `model` is not a module.
 
     Examples:
         >>> print(warm_up(nn.LayerNorm(8), torch.ones(2, 8)))
-        normplug: compiling 0 kernels in the background. The input is on cpu, and the kernels need a
-        CUDA device.
+        normplug: compiled 0 kernels in ... s. The input is on cpu, and the kernels need a CUDA
+        device.
     """
     _checks.module("warm_up", model)
     start = time.perf_counter()
@@ -85,7 +76,7 @@ def warm_up(model: nn.Module, *batch: Any, **named: Any) -> WarmUp:
 
     ahead.start()
     jobs, why = _record(model, batch, named)
-    count = sum(begins.result() for begins in jobs.values())
+    count = ahead.wait(key for key, is_new in jobs.items() if is_new.result())
     return WarmUp(count, time.perf_counter() - start, why)
 
 

@@ -112,10 +112,9 @@ def test_it_compiles_what_is_not_in_the_cache(kernels_on_cpu, tmp_path, monkeypa
             model = normplug.swap(nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 2)))
             model[0].backend = "triton"
             found = normplug.warm_up(model, torch.randn(64, 16))
-            found.wait()
             fresh.stop()
             assert (found.kernels, found.why) == (compiled, "")
-            assert str(found) == f"normplug: compiling {compiled} kernels in the background."
+            assert str(found).startswith(f"normplug: compiled {compiled} kernels in ")
     finally:
         ahead.most_workers.cache_clear()
 
