@@ -90,6 +90,7 @@ class Ahead:
         # By job: whether a worker compiles it; None if its kernel was in Triton's cache.
         self._expected: dict[str, futures.Future[bool] | None] = {}
         self._settled: dict[str, str | None] = {}  # by job: the kernel's key in Triton's cache
+        self._launchers: set[tuple[str, ...]] = set()  # by the types of arguments
         self._queue: queue.SimpleQueue[tuple[futures.Future[bool], bytes]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -169,8 +170,12 @@ class Ahead:
         future: futures.Future[bool] = futures.Future()
         on = triton.runtime.driver.active.get_current_target()
         keys = triton.runtime.cache.triton_key(), job.kernel.cache_key
-        place = job.kernel.__module__, job.kernel.__name__, keys
-        work = (*place, job[1:4], job.options, (on.backend, on.arch, on.warp_size))
+        name = f"{job.kernel.__module__}.{job.kernel.__name__}"
+        types = (*job.signature.values(),)
+        is_new = types not in self._launchers
+        self._launchers.add(types)
+        target = on.backend, on.arch, on.warp_size
+        work = name, keys, job[1:4], job.options, target, is_new
         self._queue.put((future, pickle.dumps(work)))
         self.start()
         if len(self._threads) < most:

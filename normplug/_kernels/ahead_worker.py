@@ -51,26 +51,30 @@ def run(answers: socket.socket) -> None:
 
 
 def compile_now(
-    module: str, name: str, keys: tuple[str, str], arguments: tuple[Any, ...], options: Any, on: Any
+    name: str, keys: tuple[str, str], arguments: Any, options: Any, on: Any, launcher: bool
 ) -> None:
-    """Compile the kernel `module.name` and its launcher into Triton's cache.
+    """Compile the kernel of this name into Triton's cache, and its launcher if asked to.
 
     keys: two hashes of the other process, which go into cache keys: of Triton, which takes up to
     a second to compute, and of the kernel's source, which before Triton 3.9 depends on which
     kernels a process has hashed before it. arguments: signature, constants and attributes.
-    options: the compiler's. on: backend, architecture and warp size.
+    options: the compiler's. on: backend, architecture and warp size. launcher: whether no other
+    worker builds a launcher for these types of arguments.
     """
     import triton
     from triton.backends.compiler import GPUTarget
 
-    kernel = getattr(importlib.import_module(module), name)
+    module, _, function = name.rpartition(".")
+    kernel = getattr(importlib.import_module(module), function)
     triton_key, kernel.hash = keys
     triton.runtime.cache.triton_key = lambda: triton_key
     source = triton.compiler.ASTSource(kernel, *arguments)
-    launcher = threading.Thread(target=build_launcher, args=(source,))
-    launcher.start()  # its C compiler is another process
+    beside = threading.Thread(target=build_launcher, args=(source,))
+    if launcher:
+        beside.start()  # its C compiler is another process
     triton.compile(source, target=GPUTarget(*on), options=options)
-    launcher.join()
+    if launcher:
+        beside.join()
 
 
 def build_launcher(source: Any) -> None:

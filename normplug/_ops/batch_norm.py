@@ -306,8 +306,8 @@ def _by_collectives(t: Tensors, spec: BatchNormSpec) -> Tensor:
     gathered = _gathered(t.x.detach(), group)
     merged = None
     if eligible.is_asked_for(backend, t.x) and not torch.compiler.is_compiling():
-        running = t.running_mean, t.running_var, t.tracked
-        merged = _by_kernel("MergePlan", Tensors(gathered, *[None] * 4, *running), spec)
+        own = t._replace(x=gathered, residual=None, weight=None, bias=None)
+        merged = _by_kernel("MergePlan", own, spec)
     c = t.x.shape[1]
     mean, var, n = _merged(gathered) if merged is None else merged.split([c, c, 1])
     numbers = (spec.eps, spec.target_variance)

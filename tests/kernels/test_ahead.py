@@ -208,6 +208,7 @@ def running(mine):
 
 def test_a_killed_worker_only_loses_its_kernel(mine):
     first, second = expect(mine, 2)
+    assert len(mine._launchers) == 1  # built once, as both have the same types of arguments
     os.kill(running(mine), signal.SIGKILL)
     assert not done(mine, first)
     assert done(mine, second)

@@ -116,9 +116,10 @@ def merge_launch(
     processes: int, c: int, dtype: torch.dtype, flags: Flags, momentum: float, eps: float
 ) -> Launch:
     """Set up the kernel that merges the statistics of c channels."""
-    given = {"momentum": momentum, "eps": eps, "ACC": accumulator(dtype), "BCH": 256}
-    sizes = {"C": c, "PROCESSES": processes}
-    return Launch(columns.batch_norm_merge, -(-c // 256), 4, flags, **sizes, **given)
+    return Launch(
+        columns.batch_norm_merge, -(-c // 256), 4, flags, C=c, PROCESSES=processes,
+        momentum=momentum, eps=eps, BCH=256, ACC=accumulator(dtype),
+    )  # fmt: skip
 
 
 def scratch(shape: Geometry) -> tuple[int, int]:
