@@ -35,38 +35,12 @@ if TYPE_CHECKING:
     from normplug._statistics.watching import watch
 
 __all__ = [
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "GroupNorm",
-    "InstanceNorm1d",
-    "InstanceNorm2d",
-    "InstanceNorm3d",
-    "LayerNorm",
-    "NormMode",
-    "RMSNorm",
-    "SyncBatchNorm",
-    "by_depth",
-    "check",
-    "doctor",
-    "freeze",
-    "functional",
-    "fuse",
-    "fusions",
-    "param_groups",
-    "plan",
-    "recalibrate",
-    "set_mode",
-    "swap",
-    "swapped",
-    "sync_buffers",
-    "target_variance",
-    "thaw",
-    "unfuse",
-    "unswap",
-    "warm_up",
-    "watch",
-]
+    "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "InstanceNorm1d",
+    "InstanceNorm2d", "InstanceNorm3d", "LayerNorm", "NormMode", "RMSNorm", "SyncBatchNorm",
+    "by_depth", "check", "doctor", "freeze", "functional", "fuse", "fusions", "param_groups",
+    "plan", "recalibrate", "set_mode", "swap", "swapped", "sync_buffers", "target_variance",
+    "thaw", "unfuse", "unswap", "warm_up", "watch",
+]  # fmt: skip
 
 # Imported on first use, which saves a quarter of import time: name -> module.
 _LATE = {

@@ -20,15 +20,9 @@ from normplug._torch import RMS_NORM_AUTOCASTS
 from normplug.modes import ModeLike, target_variance
 
 __all__ = [
-    "add_layer_norm",
-    "add_rms_norm",
-    "batch_norm",
-    "channel_stats",
-    "group_norm",
-    "instance_norm",
-    "layer_norm",
-    "rms_norm",
-]
+    "add_layer_norm", "add_rms_norm", "batch_norm", "channel_stats", "group_norm",
+    "instance_norm", "layer_norm", "rms_norm",
+]  # fmt: skip
 
 
 def batch_norm(

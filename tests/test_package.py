@@ -32,12 +32,12 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5005, "experiment": 1820, "_compare": 860, "_ops": 3465, "_fuse": 2055,
-    "native": 1470, "modules": 1420, "_swap": 1505, "bench": 920, "adapters": 530,
-    "_statistics": 1285, "lightning": 320, "reference.py": 230, "": 2210,
+    "_kernels": 5055, "experiment": 1820, "_compare": 860, "_ops": 3490, "_fuse": 2055,
+    "native": 1470, "modules": 1405, "_swap": 1505, "bench": 920, "adapters": 530,
+    "_statistics": 1285, "lightning": 320, "reference.py": 230, "": 2175,
 }  # fmt: skip
 MOST_FILES = 125
-MOST_LINES_OF_TESTS = 19_850  # without tests/zoo
+MOST_LINES_OF_TESTS = 19_865  # without tests/zoo
 
 
 def parts_imported(path):

@@ -170,12 +170,10 @@ class Ahead:
         future: futures.Future[bool] = futures.Future()
         on = triton.runtime.driver.active.get_current_target()
         keys = triton.runtime.cache.triton_key(), job.kernel.cache_key
-        name = f"{job.kernel.__module__}.{job.kernel.__name__}"
-        types = (*job.signature.values(),)
-        is_new = types not in self._launchers
-        self._launchers.add(types)
+        name, types = f"{job.kernel.__module__}.{job.kernel.__name__}", (*job.signature.values(),)
         target = on.backend, on.arch, on.warp_size
-        work = name, keys, job[1:4], job.options, target, is_new
+        work = name, keys, job[1:4], job.options, target, types not in self._launchers
+        self._launchers.add(types)
         self._queue.put((future, pickle.dumps(work)))
         self.start()
         if len(self._threads) < most:

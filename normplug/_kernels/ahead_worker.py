@@ -58,8 +58,7 @@ def compile_now(
     keys: two hashes of the other process, which go into cache keys: of Triton, which takes up to
     a second to compute, and of the kernel's source, which before Triton 3.9 depends on which
     kernels a process has hashed before it. arguments: signature, constants and attributes.
-    options: the compiler's. on: backend, architecture and warp size. launcher: whether no other
-    worker builds a launcher for these types of arguments.
+    options: the compiler's. on: backend, architecture and warp size.
     """
     import triton
     from triton.backends.compiler import GPUTarget

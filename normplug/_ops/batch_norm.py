@@ -41,7 +41,7 @@ from normplug.reference import accumulator_dtype, channel_dims, per_channel
 _OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 _LAST = torch.channels_last
 # torch 2.14 deprecated the second name; a build without distributed has neither.
-_all_gather = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+_all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 
 
 class BatchNormSpec(NamedTuple):
@@ -304,13 +304,11 @@ def _by_collectives(t: Tensors, spec: BatchNormSpec) -> Tensor:
     """
     group, backend, _ = peers.joins[spec.join]
     gathered = _gathered(t.x.detach(), group)
-    merged = None
+    merged, c, numbers = None, t.x.shape[1], (spec.eps, spec.target_variance)
     if eligible.is_asked_for(backend, t.x) and not torch.compiler.is_compiling():
         own = t._replace(x=gathered, residual=None, weight=None, bias=None)
         merged = _by_kernel("MergePlan", own, spec)
-    c = t.x.shape[1]
     mean, var, n = _merged(gathered) if merged is None else merged.split([c, c, 1])
-    numbers = (spec.eps, spec.target_variance)
     y = _SyncBatchNorm.apply(t.x, t.weight, t.bias, mean, var, n, *numbers, backend, group)
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
         whole = f"the joined batch of {dist.get_world_size(group)} processes"
@@ -398,7 +396,6 @@ def _gathered(x: Tensor, group: Any) -> Tensor:
         own = torch.cat([*channel_stats(x), count])
     processes = dist.get_world_size(group)
     gathered = own.new_empty(processes * own.shape[0])
-    assert _all_gather is not None
     _all_gather(gathered, own, group)
     return gathered.view(processes, -1)
 

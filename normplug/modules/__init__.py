@@ -9,33 +9,15 @@ plain attributes and buffers, so assigning `__class__` converts a stock layer an
 import sys
 
 from normplug.modules.base import TargetVarianceNorm
-from normplug.modules.batch_norm import (
-    BatchNorm1d,
-    BatchNorm2d,
-    BatchNorm3d,
-    SyncBatchNorm,
-)
-from normplug.modules.group_norm import (
-    GroupNorm,
-    InstanceNorm1d,
-    InstanceNorm2d,
-    InstanceNorm3d,
-)
+from normplug.modules.batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
+from normplug.modules.group_norm import GroupNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
 from normplug.modules.row_norms import LayerNorm, RMSNorm
 
 __all__ = [
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "GroupNorm",
-    "InstanceNorm1d",
-    "InstanceNorm2d",
-    "InstanceNorm3d",
-    "LayerNorm",
-    "RMSNorm",
-    "SyncBatchNorm",
+    "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "InstanceNorm1d",
+    "InstanceNorm2d", "InstanceNorm3d", "LayerNorm", "RMSNorm", "SyncBatchNorm",
     "TargetVarianceNorm",
-]
+]  # fmt: skip
 
 # Pickles name classes by the files that once had them.
 for _earlier, _now in (

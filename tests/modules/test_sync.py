@@ -22,14 +22,13 @@ from normplug.lightning import SwapNorms, SyncNorms
 from sync_cases import CHANNELS, THREE, TWO, assert_joined, assert_passed, make_net, outcome, ran
 
 
-def numbers(rank, world, device, backend="auto"):
-    """Every case's outcome."""
-    cases = TWO if world == 2 else THREE
+INTERPRETED = "TRITON_INTERPRET" in os.environ
+
+
+def numbers(rank, world, device):
+    """Every case's outcome, by kernels in the interpreter."""
+    cases, backend = TWO if world == 2 else THREE, "triton" if INTERPRETED else "auto"
     return [outcome(*case.of_rank(rank, device, backend), case.activation) for case in cases]
-
-
-def numbers_by_kernels(rank, world, device):
-    return numbers(rank, world, device, "triton")
 
 
 def one_message_forward_one_backward_and_none_in_eval(rank, world, device):
@@ -105,9 +104,7 @@ def three_processes(*where):
 def by_collectives(*where):
     """Processes whose kernels cannot exchange statistics."""
     peers._agree = lambda group, device: (None, "the GPUs count as two hosts'")
-    on_gpu = "TRITON_INTERPRET" not in os.environ
-    checks = [numbers_by_kernels]
-    sync_cases.process(*where, checks, on_gpu=on_gpu, may_warn=checks)
+    sync_cases.process(*where, [numbers], on_gpu=not INTERPRETED, may_warn=[numbers])
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +129,10 @@ def test_so_are_two_whose_kernels_cannot_exchange_statistics(place, tmp_path, mo
     if place == "interpreter":
         if not pytest.importorskip("interpreted").INTERPRETS:
             pytest.skip("numpy is too new for this Triton")
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # of the processes
     results = ran(by_collectives, 2, tmp_path)
     for index, case in enumerate(TWO):
-        assert_joined(case, [result["numbers_by_kernels"][index] for result in results])
+        assert_joined(case, [result["numbers"][index] for result in results])
 
 
 @pytest.mark.parametrize("case", THREE, ids=str)

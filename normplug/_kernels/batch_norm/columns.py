@@ -152,34 +152,22 @@ def finish_forward(
     mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, HW,
     CHANNELS, PEERS, momentum, eps, BCH, ACC, VARIANCE, RUNNING, CUMULATIVE, TRACKED, SAFE, WORLD,
 ):  # fmt: skip
-    """Join a slab's statistics with the other processes', if any, and save them."""
+    """Save a slab's statistics, update its running statistics, and count the batch.
+
+    A batch is joined by the exchange if WORLD > 1, and was joined before if WORLD is 0. A joined
+    batch with fewer than two values per channel updates nothing, and is not counted. With SAFE,
+    neither does a channel whose moments are not finite; the first channel's decide whether the
+    batch is counted.
+    """
     places = tl.arange(0, BCH)
     channels = slab * CHANNELS + places
     there = (places < CHANNELS) & (channels < C)
     n = ROWS.to(ACC) * HW
-    if WORLD > 1:
-        n, mean, m2 = joined_moments(mean, m2, ROWS * HW, channels, there, C, PEERS, WORLD, ACC)
-    _save(
-        n, mean, m2, slab, C, channels, there, running_mean_ptr, running_var_ptr, tracked_ptr,
-        stats_ptr, momentum, eps, BCH, ACC, VARIANCE, RUNNING, CUMULATIVE, TRACKED, SAFE, WORLD > 1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _save(
-    n, mean, m2, slab, C, channels, there, running_mean_ptr, running_var_ptr, tracked_ptr,
-    stats_ptr, momentum, eps, BCH, ACC, VARIANCE, RUNNING, CUMULATIVE, TRACKED, SAFE, JOINED,
-):  # fmt: skip
-    """Save a slab's statistics, update its running statistics, and count the batch.
-
-    A joined batch with fewer than two values per channel updates nothing, and is not counted. With
-    SAFE, neither does a channel whose moments are not finite; the first channel's decide whether
-    the batch is counted.
-    """
-    places = tl.arange(0, BCH)
     updated = there
     counted = 1
-    if JOINED:
+    if WORLD > 1:
+        n, mean, m2 = joined_moments(mean, m2, ROWS * HW, channels, there, C, PEERS, WORLD, ACC)
+    if WORLD != 1:
         updated = there & (n > 1)
         counted = tl.where(tl.max(n, axis=0) > 1, 1, 0)
         tl.store(stats_ptr + 2 * C + 0 * channels, n, mask=channels == 0)
@@ -196,7 +184,7 @@ def _save(
         step = scalar(momentum, ACC)
         if CUMULATIVE:
             step = 1.0 / tl.load(tracked_ptr).to(ACC)
-            if JOINED:
+            if WORLD != 1:
                 if slab == 0:  # the host has counted the batch
                     tl.store(tracked_ptr, tl.load(tracked_ptr) + counted - 1)
         old_mean = tl.load(running_mean_ptr + channels, mask=updated, other=0.0)
@@ -233,9 +221,9 @@ def batch_norm_merge(
         m2 += own_var * count + difference * difference * (n * fraction)
         mean += difference * fraction
         n += count
-    _save(
-        n, mean, m2, slab, C, channels, there, running_mean_ptr, running_var_ptr, tracked_ptr,
-        stats_ptr, momentum, eps, BCH, ACC, True, RUNNING, CUMULATIVE, TRACKED, False, True,
+    finish_forward(
+        mean, m2, slab, C, n, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, 1, BCH, 0,
+        momentum, eps, BCH, ACC, True, RUNNING, CUMULATIVE, TRACKED, False, 0,
     )  # fmt: skip
 
 
