@@ -1,8 +1,8 @@
 """BatchNorm, with a residual, an activation and max pooling: its spec and its operators.
 
 A SyncBatchNorm normalises over the joined batch of a group of processes. The kernels exchange the
-statistics where they can: see `normplug._ops.peers`. Otherwise the torch operations at the end of
-this file send one collective in each direction.
+statistics where they can: see `normplug._ops.peers`. Otherwise the functions at the end of this
+file send one collective in each direction.
 
 Forward, an all-gather collects n_r, mean_r and var_r of each process r. With w_r = n_r / sum n_r:
 
