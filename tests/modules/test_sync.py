@@ -21,7 +21,6 @@ from normplug._ops import peers
 from normplug.lightning import SwapNorms, SyncNorms
 from sync_cases import CHANNELS, THREE, TWO, assert_joined, assert_passed, make_net, outcome, ran
 
-
 INTERPRETED = "TRITON_INTERPRET" in os.environ
 
 
