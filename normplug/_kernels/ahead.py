@@ -90,7 +90,7 @@ class Ahead:
         # By job: whether a worker compiles it; None if its kernel was in Triton's cache.
         self._expected: dict[str, futures.Future[bool] | None] = {}
         self._settled: dict[str, str | None] = {}  # by job: the kernel's key in Triton's cache
-        self._launchers: set[tuple[str, ...]] = set()  # by the types of arguments
+        self._launchers: set[tuple[str, ...]] = set()  # the types of arguments they are for
         self._queue: queue.SimpleQueue[tuple[futures.Future[bool], bytes]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -170,8 +170,9 @@ class Ahead:
         future: futures.Future[bool] = futures.Future()
         on = triton.runtime.driver.active.get_current_target()
         keys = triton.runtime.cache.triton_key(), job.kernel.cache_key
-        name, types = f"{job.kernel.__module__}.{job.kernel.__name__}", (*job.signature.values(),)
+        name = f"{job.kernel.__module__}.{job.kernel.__name__}"
         target = on.backend, on.arch, on.warp_size
+        types = tuple(job.signature.values())
         work = name, keys, job[1:4], job.options, target, types not in self._launchers
         self._launchers.add(types)
         self._queue.put((future, pickle.dumps(work)))

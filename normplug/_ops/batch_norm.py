@@ -304,11 +304,12 @@ def _by_collectives(t: Tensors, spec: BatchNormSpec) -> Tensor:
     """
     group, backend, _ = peers.joins[spec.join]
     gathered = _gathered(t.x.detach(), group)
-    merged, c, numbers = None, t.x.shape[1], (spec.eps, spec.target_variance)
+    merged, c = None, t.x.shape[1]
     if eligible.is_asked_for(backend, t.x) and not torch.compiler.is_compiling():
         own = t._replace(x=gathered, residual=None, weight=None, bias=None)
         merged = _by_kernel("MergePlan", own, spec)
     mean, var, n = _merged(gathered) if merged is None else merged.split([c, c, 1])
+    numbers = (spec.eps, spec.target_variance)
     y = _SyncBatchNorm.apply(t.x, t.weight, t.bias, mean, var, n, *numbers, backend, group)
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
         whole = f"the joined batch of {dist.get_world_size(group)} processes"
@@ -394,10 +395,9 @@ def _gathered(x: Tensor, group: Any) -> Tensor:
         # A count above 2^24 is rounded in float32, a relative error of 1e-7 in a weight.
         count = x.new_full((1,), x.numel() // channels, dtype=acc)
         own = torch.cat([*channel_stats(x), count])
-    processes = dist.get_world_size(group)
-    gathered = own.new_empty(processes * own.shape[0])
-    _all_gather(gathered, own, group)
-    return gathered.view(processes, -1)
+    gathered = own.new_empty(dist.get_world_size(group), own.shape[0])
+    _all_gather(gathered.view(-1), own, group)
+    return gathered
 
 
 def _merged(gathered: Tensor) -> tuple[Tensor, Tensor, Tensor]:

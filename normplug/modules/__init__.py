@@ -14,9 +14,8 @@ from normplug.modules.group_norm import GroupNorm, InstanceNorm1d, InstanceNorm2
 from normplug.modules.row_norms import LayerNorm, RMSNorm
 
 __all__ = [
-    "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "InstanceNorm1d",
-    "InstanceNorm2d", "InstanceNorm3d", "LayerNorm", "RMSNorm", "SyncBatchNorm",
-    "TargetVarianceNorm",
+    "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d",
+    "InstanceNorm3d", "LayerNorm", "RMSNorm", "SyncBatchNorm", "TargetVarianceNorm",
 ]  # fmt: skip
 
 # Pickles name classes by the files that once had them.

@@ -185,6 +185,12 @@ def test_what_waits_for_other_processes_is_left_alone(kernels_on_cpu, monkeypatc
     assert _refusal_of_model(model) == why
 
 
+def test_without_a_gpu_it_does_nothing_and_says_so():
+    found = normplug.warm_up(swapped(), torch.randn(4, 3, 12, 12))
+    assert found.kernels == 0
+    assert found.why == "The input is on cpu, and the kernels need a CUDA device"
+
+
 def test_it_takes_modules_only():
     with pytest.raises(TypeError, match="normplug.warm_up: "):
         normplug.warm_up(torch.randn)

@@ -122,14 +122,8 @@ def test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch(case
 
 
 @pytest.mark.parametrize("place", ["interpreter", pytest.param("gpus", marks=pytest.mark.gpu)])
-def test_so_are_two_whose_kernels_cannot_exchange_statistics(place, tmp_path, monkeypatch):
-    if place == "gpus" and torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
-    if place == "interpreter":
-        if not pytest.importorskip("interpreted").INTERPRETS:
-            pytest.skip("numpy is too new for this Triton")
-        monkeypatch.setenv("TRITON_INTERPRET", "1")  # of the processes
-    results = ran(by_collectives, 2, tmp_path)
+def test_so_are_two_whose_kernels_cannot_exchange_statistics(place, tmp_path):
+    results = sync_cases.ran_in(place, by_collectives, tmp_path)
     for index, case in enumerate(TWO):
         assert_joined(case, [result["numbers"][index] for result in results])
 

@@ -15,12 +15,12 @@ from torch import nn
 import normplug
 import sync_cases
 from accuracy import assert_same_bits
-from interpreted import INTERPRETS, NEEDS_SINGLE_MASKS
+from interpreted import NEEDS_SINGLE_MASKS
 from normplug import SyncBatchNorm, fuse, swap
 from normplug._kernels.batch_norm.exchange import room
 from normplug._kernels.launch import INTERPRETED
 from normplug._ops import peers, recompute
-from sync_cases import CHANNELS, Case, assert_passed, ran
+from sync_cases import CHANNELS, Case, assert_passed, ran_in
 
 BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
 HALVES = {"dtype": BFLOAT16, "params": torch.float32}
@@ -356,18 +356,12 @@ def on_gpus(*where):
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
-    if not INTERPRETS:
-        pytest.skip("numpy is too new for this Triton")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TRITON_INTERPRET", "1")
-        return ran(on_cpus, 2, tmp_path_factory.mktemp("interpreted"))
+    return ran_in("interpreter", on_cpus, tmp_path_factory.mktemp("interpreted"))
 
 
 @pytest.fixture(scope="module")
 def two_gpus(tmp_path_factory):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
-    return ran(on_gpus, 2, tmp_path_factory.mktemp("two_gpus"))
+    return ran_in("gpus", on_gpus, tmp_path_factory.mktemp("two_gpus"))
 
 
 @pytest.fixture(params=["interpreted", pytest.param("two_gpus", marks=pytest.mark.gpu)])

@@ -318,6 +318,18 @@ def ran(process, world, directory, *arguments):
     return [Results(torch.load(f, weights_only=False, map_location="cpu")) for f in files]
 
 
+def ran_in(place, process, directory):
+    """`ran` in two processes, with kernels: in the "interpreter", or on two "gpus"."""
+    if place == "gpus" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    with pytest.MonkeyPatch.context() as patched:
+        if place == "interpreter":
+            if not pytest.importorskip("interpreted").INTERPRETS:
+                pytest.skip("numpy is too new for this Triton")
+            patched.setenv("TRITON_INTERPRET", "1")
+        return ran(process, 2, directory)
+
+
 def _fork(_, process, arguments):
     """Fork all processes from this one, which imports for all."""
     torch.multiprocessing.start_processes(
