@@ -212,7 +212,10 @@ def _name(job: Job) -> str:
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import ASTSource, get_cache_key, make_backend
 
+    hashing = threading.Thread(target=triton.runtime.cache.triton_key)
+    hashing.start()  # meanwhile, the driver may compile C code
     backend = make_backend(triton.runtime.driver.active.get_current_target())
+    hashing.join()
     source, options = ASTSource(*job[:4]), backend.parse_options(dict(job.options))
     key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
     return hashlib.sha256(key.encode()).hexdigest()

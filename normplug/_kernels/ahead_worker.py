@@ -27,7 +27,7 @@ def main(package: str, *path: str) -> None:
     # An empty `normplug` with the same submodules; the real one would import torch.
     root = sys.modules["normplug"] = ModuleType("normplug")
     root.__path__ = [package]
-    importlib.import_module("triton")  # here, not in each worker
+    importlib.import_module("triton.compiler.code_generator")  # here, not in each worker
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
     with socket.socket(fileno=0) as server:
         while descriptors := socket.recv_fds(server, 1, 1)[1]:

@@ -74,13 +74,10 @@ class NormOperators:
         tensors = f"Tensor x, {_AFFINE}, {_UPDATED if updates_running else _RUNNING}"
         outputs = ", ".join(["Tensor"] * (self.results + len(state)))
         kept = ", ".join(f"Tensor {name}" for name in state)
-        backward = (
-            f"(Tensor dy, Tensor? dtotal, Tensor x, {_AFFINE}, {kept}, str spec, int flags) "
-            "-> Tensor[]"
-        )
+        read = f"Tensor dy, Tensor? dtotal, Tensor x, {_AFFINE}, {kept}, str spec, int flags"
         forward = f"({tensors}, str spec) -> ({outputs})"
         self.forward = self._define(f"{name}_forward", forward, self._forward)
-        self.backward = self._define(f"{name}_backward", backward, self._backward)
+        self.backward = self._define(f"{name}_backward", f"({read}) -> Tensor[]", self._backward)
         torch.library.register_fake(self.forward._name, self._fake_forward, lib=_library)
         torch.library.register_fake(self.backward._name, self._fake_backward, lib=_library)
         native.operators.append(name)

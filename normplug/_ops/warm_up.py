@@ -126,12 +126,10 @@ def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, Future[
 
     try:
         with thread, _restored(model), native.python_way(), recording(take) as mode:
-            named_tensors = chain(model.named_parameters(), model.named_buffers())
-            own = {name: mode.from_tensor(t) for name, t in named_tensors}
-            batch, named = tree_map_only(Tensor, mode.from_tensor, (batch, named))
+            real = dict(chain(model.named_parameters(), model.named_buffers())), batch, named
+            own, batch, named = tree_map_only(Tensor, mode.from_tensor, real)
             y = torch.func.functional_call(model, own, batch, named)
-            inputs = [t for t in chain(own.values(), tree_leaves((batch, named))) if _needs(t)]
-            results = [t for t in tree_leaves(y) if _needs(t)]
+            inputs, results = _differentiable((own, batch, named)), _differentiable(y)
             if results and inputs:
                 gradients = [torch.empty_like(t) for t in results]
                 torch.autograd.grad(results, inputs, gradients, allow_unused=True)
@@ -158,5 +156,5 @@ def _restored(model: nn.Module) -> Iterator[None]:
                     now[name] = value
 
 
-def _needs(t: Any) -> bool:
-    return isinstance(t, Tensor) and t.requires_grad
+def _differentiable(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.requires_grad]
