@@ -40,11 +40,6 @@ def test_batch_norm_is_as_close_to_float64_as_torch(dtype, shape, layout, mode, 
         batch_norm_cases.compare("batch_norm", x, weight, bias, mode, running, training=training)
 
 
-def swap_and_fuse(net):
-    # Watched statistics in compiled steps, too.
-    return normplug.fuse(normplug.swap(net, track_running_stats=True))
-
-
 def gradients(net):
     return {name: parameter.grad for name, parameter in net.named_parameters()}
 
@@ -66,7 +61,8 @@ def test_reduce_overhead_captures_a_fused_model_in_cuda_graphs(operators, monkey
         nn.Flatten(),
         nn.Linear(288, 4),
     ).to(GPU, memory_format=torch.channels_last)
-    net, twin = (swap_and_fuse(copy.deepcopy(stock)) for _ in range(2))
+    swapped = (normplug.swap(copy.deepcopy(stock), track_running_stats=True) for _ in range(2))
+    net, twin = map(normplug.fuse, swapped)
     compiled = torch.compile(net, mode="reduce-overhead")
     before = counters["inductor"]["cudagraph_skips"]
     for _ in range(5):  # the first steps warm up, and one is recorded

@@ -152,7 +152,9 @@ class _Editor:
         if not isinstance(choice, ast.If) or not any(map(self._begins, ast.walk(choice))):
             return
         for end, statement in enumerate(body[i + 1 :], i + 2):
-            if self._ends(statement):
+            inner = statement.body[0] if isinstance(statement, ast.If) else statement
+            first = self._first_effect(getattr(inner, "value", None))
+            if self._child(first, "activation", "sum"):  # it begins with a norm or activation
                 for block in (choice.body, choice.orelse):
                     block += copy.deepcopy(body[i + 1 : end])
                 del body[i + 1 : end]
@@ -165,12 +167,6 @@ class _Editor:
         """Whether a statement computes a sum or a norm, and no more."""
         _, value = _assigned(node)
         return _is_sum(value) or bool(self._child(value, "norm"))
-
-    def _ends(self, statement: ast.stmt) -> bool:
-        """Whether a statement, or the first one in an `if`, begins with a norm or an activation."""
-        inner = statement.body[0] if isinstance(statement, ast.If) else statement
-        first = self._first_effect(getattr(inner, "value", None))
-        return bool(self._child(first, "activation", "sum"))
 
     def _may_follow(self, statement: ast.stmt, following: list[ast.stmt]) -> bool:
         """Whether an `if` follows whose test has no effects and does not read what is assigned.

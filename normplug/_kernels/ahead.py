@@ -29,7 +29,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from functools import cache
 from pathlib import Path
@@ -177,9 +177,8 @@ class Ahead:
         self._launchers.add(types)
         self._queue.put((future, pickle.dumps(work)))
         self.start()
-        if len(self._threads) < most:
-            self._threads.append(threading.Thread(target=self._run_jobs, daemon=True))
-            self._threads[-1].start()
+        if len(self._threads) < most and (thread := _started(self._run_jobs)) is not None:
+            self._threads.append(thread)
         return future
 
     def _run_jobs(self) -> None:
@@ -207,15 +206,24 @@ atexit.register(stop)
 native.kernels = _ahead.counts
 
 
+def _started(target: Callable[[], Any]) -> threading.Thread | None:
+    """Start a thread; None after the main thread has ended, when Python 3.12 starts none."""
+    thread = threading.Thread(target=target, daemon=True)
+    with contextlib.suppress(RuntimeError):
+        thread.start()
+        return thread
+    return None
+
+
 def _name(job: Job) -> str:
     """Compute a kernel's key in Triton's cache."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import ASTSource, get_cache_key, make_backend
 
-    hashing = threading.Thread(target=triton.runtime.cache.triton_key)
-    hashing.start()  # meanwhile, the driver may compile C code
-    backend = make_backend(triton.runtime.driver.active.get_current_target())
-    hashing.join()
+    hashing = _started(triton.runtime.cache.triton_key)
+    backend = make_backend(triton.runtime.driver.active.get_current_target())  # may compile C code
+    if hashing is not None:
+        hashing.join()
     source, options = ASTSource(*job[:4]), backend.parse_options(dict(job.options))
     key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
     return hashlib.sha256(key.encode()).hexdigest()

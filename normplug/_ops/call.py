@@ -72,10 +72,8 @@ def _new_call(caller: str, t: Tensors, spec: Any, backend: Any, key: tuple[Any, 
         return parts.run_nested(t, spec.normalized_shape, again)
     way = choose(caller, t, spec, backend, key)
     _checks.devices(caller, *t)
-    if key and native._extension is not None:
-        result = _stored_in_cpp(way.run, t, way.t, spec, backend)
-    else:
-        result = way.run(way.t)
+    in_cpp = key and native._extension is not None
+    result = _stored_in_cpp(way.run, t, way.t, spec, backend) if in_cpp else way.run(way.t)
     if key:
         _store(key, (way.run, None if way.t is t else way.plan.spec.laid_out))
         if _log.isEnabledFor(logging.DEBUG):

@@ -60,14 +60,10 @@ CALLS = {
 }
 
 
-def with_forward(name):
-    cls = type("Written", (Parameters,), {"forward": vars(Parameters)[name]})
-    return cls(norm=nn.BatchNorm2d(8), act=nn.ReLU())
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_a_fused_forward_shows_and_takes_the_parameters_of_the_users_own(name, calls):
-    model, plain = twins(with_forward(name))
+    cls = type("Written", (Parameters,), {"forward": vars(Parameters)[name]})
+    model, plain = twins(cls(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
     ours, theirs = model.forward, plain.forward
     for look in (inspect.signature, typing.get_type_hints):
         assert look(ours) == look(theirs)

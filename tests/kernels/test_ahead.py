@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import defaultdict
 from pathlib import Path
 
@@ -170,6 +171,16 @@ def test_if_no_worker_can_start_this_process_compiles(mine, monkeypatch, executa
     assert not mine.expect(second)  # no worker has ever compiled a kernel
     mine.settle(second)
     assert mine.counts == {"here": 2, "workers": 0, "cache": 0}
+
+
+def test_if_no_thread_can_start_this_process_compiles(mine, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")  # Python 3.12
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    (job,) = expect(mine, 1)
+    mine.settle(job)
+    assert mine.counts == {"here": 1, "workers": 0, "cache": 0}
 
 
 @pytest.mark.parametrize(

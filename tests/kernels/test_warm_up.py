@@ -8,7 +8,7 @@ from torch import nn
 from torch.fx.immutable_collections import immutable_dict
 from torch.testing._internal.two_tensor import TwoTensor
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 import normplug  # noqa: E402
 from launches import Driver  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
@@ -98,8 +98,6 @@ def test_nothing_of_the_model_changes(kernels_on_cpu):
 
 
 def test_it_compiles_what_is_not_in_the_cache(kernels_on_cpu, tmp_path, monkeypatch):
-    import triton
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "1")
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())

@@ -227,14 +227,10 @@ LIBRARY = [
 ]
 
 
-def library_norm(module, name):
-    pytest.importorskip(module.partition(".")[0])
-    return norm_of(getattr(import_module(module), name), 8, eps=1e-5)
-
-
 @pytest.mark.parametrize(("module", "name"), LIBRARY)
 def test_a_librarys_own_norm_is_swapped_and_pickled(module, name):
-    layer = library_norm(module, name)
+    pytest.importorskip(module.partition(".")[0])
+    layer = norm_of(getattr(import_module(module), name), 8, eps=1e-5)
     expected = layer(X)
     assert torch.equal(swap(layer, "standard")(X), expected)
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
