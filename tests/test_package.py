@@ -32,8 +32,8 @@ LAYERS = [
 # The most lines of each part, and of all others together. A feature that does not fit asks for
 # something to go.
 MOST_LINES = {
-    "_kernels": 5065, "experiment": 1820, "_compare": 860, "_ops": 3485, "_fuse": 2055,
-    "native": 1470, "modules": 1400, "_swap": 1505, "bench": 920, "adapters": 530,
+    "_kernels": 5065, "experiment": 1815, "_compare": 860, "_ops": 3485, "_fuse": 2065,
+    "native": 1470, "modules": 1400, "_swap": 1500, "bench": 920, "adapters": 530,
     "_statistics": 1285, "lightning": 320, "reference.py": 230, "": 2175,
 }  # fmt: skip
 MOST_FILES = 125

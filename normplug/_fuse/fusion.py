@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from abc import ABCMeta
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import is_
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from normplug._torch import GLOBAL_HOOKS, has_hooks
 
 # The fused class of each class that has one; `fused_class` fills it.
 FUSED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_warn_once = functools.cache(_checks.warn)
 
 
 @dataclass(frozen=True)
@@ -77,22 +80,11 @@ class Traced:
     inner: tuple[tuple[nn.Module, Guard], ...]
     labels: dict[str, str]  # path of a norm in the module -> what the norm is fused with
 
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """The required inputs of a call that leaves the others at their defaults; else None."""
-        reads = self.guard.reads
-        if len(args) == len(reads.inputs) and not kwargs:
-            return args
-        given = dict(zip((*reads.inputs, *reads.defaults), args, strict=False)) | kwargs
-        if len(given) < len(args) + len(kwargs):
-            return None
-        for name, default in reads.defaults.items():
-            if given.pop(name, default) is not default:
-                return None
-        return tuple(map(given.get, reads.inputs)) if given.keys() == {*reads.inputs} else None
-
     def holds(self, root: nn.Module, inputs: tuple[Any, ...] = ()) -> bool:
         """Whether the forward may run in place of the root's own; () checks the modules only."""
         reads = self.guard.reads
+        if inputs and len(inputs) != len(reads.inputs):
+            return False
         for name, x in zip(reads.inputs, inputs, strict=False):
             if name not in reads.sequences:
                 if not isinstance(x, Tensor):
@@ -129,16 +121,11 @@ class FusedForwards:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle None: the functions are compiled here, and valid for this process's code only."""
-        _say_that_pickles_are_not_fused()
+        _warn_once(
+            "normplug: a fused model is pickled without its fusion. Where it is loaded, it is "
+            "swapped, but not fused until you call normplug.fuse(model)."
+        )
         return type(None), ()
-
-
-@functools.cache
-def _say_that_pickles_are_not_fused() -> None:
-    _checks.warn(
-        "normplug: a fused model is pickled without its fusion. Where it is loaded, it is swapped, "
-        "but not fused until you call normplug.fuse(model)."
-    )
 
 
 class FusedModule(nn.Module):
@@ -180,17 +167,24 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
     if known is not None and known.forward.__wrapped__ is original:
         return known
 
-    @functools.wraps(original)
-    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    like: Any = original if isinstance(original, FunctionType) else nn.Module.__call__
+    last, named = like.__defaults__ or (), like.__kwdefaults__ or {}
+    count = like.__code__.co_argcount - 1  # without the module
+
+    def run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        # Leave out inputs at their defaults: a forward that is patched in may not take them.
+        while count - len(last) < len(args) <= count and args[-1] is last[len(args) - count - 1]:
+            args = args[:-1]
+        if kwargs:
+            kwargs = {k: v for k, v in kwargs.items() if k not in named or v is not named[k]}
         now = type(module)
         # A class that other code derived from this one may have other attributes.
         if now is made or (now.__module__.startswith("torch.") and made in now.__bases__):
             fusion: FusedForwards | None = module.__dict__.get(FORWARDS)
             if fusion is not None and cls.forward is original and not any(GLOBAL_HOOKS):
                 traced, edited = fusion.traced, fusion.edited
-                inputs = None if traced is None else traced.inputs(args, kwargs)
-                if traced is not None and inputs is not None and traced.holds(module, inputs):
-                    return traced.forward(module, *inputs)
+                if traced is not None and not kwargs and traced.holds(module, args):
+                    return traced.forward(module, *args)
                 if edited is not None:
                     return edited.forward(module, *args, **kwargs)
         return cls.forward(module, *args, **kwargs)
@@ -201,10 +195,28 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
         # The name stays: libraries write it into configurations, and compare it with lists.
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "forward": forward,
+        "forward": functools.update_wrapper(_with_parameters_of(like, run), original),
     }
     # The user's metaclass may have effects, such as adding the class to a registry.
     meta = ABCMeta if isinstance(cls, ABCMeta) else type
     made: type[nn.Module] = meta.__new__(type(cls), cls.__name__, (FusedModule, cls), namespace)
     FUSED_CLASSES[cls] = made
+    return made
+
+
+def _with_parameters_of(like: FunctionType, run: Callable[..., Any]) -> FunctionType:
+    """A function that passes all its parameters to `run`; they are those of `like`.
+
+    Tools find a model's inputs by the names of its forward's parameters, in `__code__`, too.
+    """
+    # A copy without the `__wrapped__` and `__signature__` that a decorator may have set.
+    bare = FunctionType(like.__code__, {}, closure=like.__closure__)
+    given = [*inspect.signature(bare).parameters.values()]
+    kind: Any = inspect.Parameter
+    forms = {kind.VAR_POSITIONAL: "*{0}", kind.KEYWORD_ONLY: "{0}={0}", kind.VAR_KEYWORD: "**{0}"}
+    arguments = ", ".join(forms.get(p.kind, "{0}").format(p.name) for p in given)
+    source = f"lambda _run: lambda {str(inspect.Signature(given))[1:-1]}: _run({arguments})"
+    made = eval(compile(source, f"<normplug.fuse of {like.__qualname__}>", "eval"))(run)
+    made.__code__ = made.__code__.replace(co_name=like.__name__)
+    made.__defaults__, made.__kwdefaults__ = like.__defaults__, like.__kwdefaults__
     return made

@@ -112,14 +112,9 @@ def swap(
     rule = read(mode)
     _checks.module("swap", model)
     _checks.swap_options(
-        "swap",
-        autocast_output=autocast_output,
-        backend=backend,
-        preserve_output=preserve_output,
-        statistics=statistics,
-        sync=sync,
-        track_running_stats=track_running_stats,
-    )
+        "swap", autocast_output=autocast_output, backend=backend, preserve_output=preserve_output,
+        statistics=statistics, sync=sync, track_running_stats=track_running_stats,
+    )  # fmt: skip
     inventory = Inventory(model)
     planned = _plan.make("swap", inventory, rule, include, exclude, sync)
     targets = {row.path: row.mode.target_variance for row in planned if row.mode is not None}

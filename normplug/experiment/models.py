@@ -58,17 +58,9 @@ def vit(
     if patch_size is None:
         divisors = [d for d in range(2, image_size + 1) if image_size % d == 0]
         patch_size = min(divisors, key=lambda d: abs(d - image_size / 8), default=1)
-    net = VisionTransformer(
-        image_size=image_size,
-        patch_size=patch_size,
-        num_layers=depth,
-        num_heads=heads,
-        hidden_dim=hidden_dim,
-        mlp_dim=2 * hidden_dim,
-        dropout=dropout,
-        attention_dropout=dropout,
-        num_classes=num_classes,
-    )
+    sizes = image_size, patch_size, depth, heads, hidden_dim, 2 * hidden_dim
+    dropouts = {"dropout": dropout, "attention_dropout": dropout}
+    net = VisionTransformer(*sizes, **dropouts, num_classes=num_classes)
     # torchvision initialises the head to zero, so no gradient would pass it in the first step.
     nn.init.trunc_normal_(net.heads.head.weight, std=0.02)
     return net

@@ -21,7 +21,7 @@ COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy}
 @pytest.fixture(autouse=True)
 def unsaid():
     """As in a process that has pickled nothing yet."""
-    fusion._say_that_pickles_are_not_fused.cache_clear()
+    fusion._warn_once.cache_clear()
 
 
 PICKLES = {
