@@ -80,12 +80,12 @@ class Traced:
     inner: tuple[tuple[nn.Module, Guard], ...]
     labels: dict[str, str]  # path of a norm in the module -> what the norm is fused with
 
-    def holds(self, root: nn.Module, inputs: tuple[Any, ...] = ()) -> bool:
-        """Whether the forward may run in place of the root's own; () checks the modules only."""
+    def holds(self, root: nn.Module, inputs: tuple[Any, ...] | None = None) -> bool:
+        """Whether the forward may run in place of the root's own; None checks the modules only."""
         reads = self.guard.reads
-        if inputs and len(inputs) != len(reads.inputs):
+        if inputs is not None and len(inputs) != len(reads.inputs):
             return False
-        for name, x in zip(reads.inputs, inputs, strict=False):
+        for name, x in zip(reads.inputs, inputs or (), strict=False):
             if name not in reads.sequences:
                 if not isinstance(x, Tensor):
                     return False
@@ -183,8 +183,9 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
             fusion: FusedForwards | None = module.__dict__.get(FORWARDS)
             if fusion is not None and cls.forward is original and not any(GLOBAL_HOOKS):
                 traced, edited = fusion.traced, fusion.edited
-                if traced is not None and not kwargs and traced.holds(module, args):
-                    return traced.forward(module, *args)
+                inputs = (*args, *kwargs.values())  # in the order of the parameters
+                if traced is not None and traced.holds(module, inputs):
+                    return traced.forward(module, *inputs)
                 if edited is not None:
                     return edited.forward(module, *args, **kwargs)
         return cls.forward(module, *args, **kwargs)

@@ -62,7 +62,6 @@ class Reads:
 
     cls: type[nn.Module]  # the class whose forward it is
     inputs: tuple[str, ...]  # the names of its required inputs
-    defaults: dict[str, Any] = field(default_factory=dict)  # other positional input -> its default
     sequences: set[str] = field(default_factory=set)  # the inputs that are sequences of tensors
     values: dict[str, Any] = field(default_factory=dict)  # attribute that it reads -> its value
     # Parameter, buffer or training flag that it reads -> whether it had a value, and not None.
@@ -81,15 +80,13 @@ def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
         return Reads(cls, ("input",), methods={"forward": forward, "__iter__": cls.__iter__})  # type: ignore[attr-defined]
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("its forward is not a plain function")
-    required, defaults = [], {}
+    required = []
     for parameter in list(inspect.signature(forward).parameters.values())[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise Untraceable("its forward takes *args or **kwargs")
         if parameter.default is parameter.empty:
             required.append(parameter.name)
-        elif parameter.kind is not parameter.KEYWORD_ONLY:
-            defaults[parameter.name] = parameter.default
-    reads = Reads(cls, tuple(required), defaults, methods={"forward": forward})
+    reads = Reads(cls, tuple(required), methods={"forward": forward})
     _Reader(module, cls, reads).function(forward)
     return reads
 

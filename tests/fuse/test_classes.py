@@ -54,7 +54,7 @@ CALLS = {
     "plain": [((X,), {}), ((X, 2.0), {}), ((), {"features": X, "mask": 0.5})],
     "annotated": [((X,), {}), ((X, 3.0), {}), ((X,), {"scale": 0.5})],
     "positional": [((X,), {}), ((X,), {"scale": 0.5})],
-    "named": [((X,), {"input": 2.0}), ((X,), {"input": 2.0, "normplug": 1.0})],
+    "named": [((X,), k) for k in ({"input": X}, {"input": 2.0}, {"input": 2.0, "normplug": 1.0})],
     "starred": [((X,), {}), ((X, 1, 2), {"scale": 3.0, "more": 4})],
     "decorated": [((X,), {}), ((X,), {"scale": 0.5})],
 }
