@@ -5,18 +5,14 @@ python benchmarks/norms.py --suite headline --json norms.json
 
 from __future__ import annotations
 
-import statistics
 from argparse import Namespace
 from collections.abc import Iterator
-from functools import cache, partial
-
-import torch
+from functools import partial
 
 import rivals
 import script
 from normplug.bench.op import PROVIDERS, cases, measure_op
 from normplug.bench.rows import Rows
-from normplug.bench.timing import gpu_stopwatch
 
 BATCH_NORMS = ("batch_norm", "batch_norm_relu", "batch_norm_add_relu")
 HEADLINE = [
@@ -48,7 +44,7 @@ SUITES = {
         *cases(["batch_norm"], HEADLINE[:1], ["float32"]),
         *cases(BATCH_NORMS[1:], FUSED, HALF),
         *cases(["layer_norm"], [*WIDTHS, VIT, (512, 8192)], BOTH),
-        *cases(["add_layer_norm"], [VIT, (8192, 4096)], HALF),
+        *cases(["add_layer_norm", "add_bias_layer_norm"], [VIT, (8192, 4096)], HALF),
     ],
     "float32-float64": cases(BATCH_NORMS, PLAIN, ["float32", "float64"]),
     "small": [
@@ -67,17 +63,6 @@ SUITES = {
         *cases(BATCH_NORMS[1:], FUSED, ["float16"]),
     ],
 }
-COPY_BYTES = 512 * 2**20
-
-
-@cache
-def copy_gbps() -> float:
-    """The bandwidth of a large copy on the GPU in 1e9 bytes a second, read and written."""
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    times = gpu_stopwatch(partial(torch.empty_like(source).copy_, source))()
-    return 2 * COPY_BYTES / statistics.median(times) / 1e3
-
-
 OPTIONS = {
     "--suite": {"choices": SUITES, "default": "headline"},
     "--only": {"default": "", "help": "cases whose name has this text"},
@@ -93,11 +78,7 @@ def measure(a: Namespace) -> Iterator[Rows]:
     for case in found:
         providers = PROVIDERS | rivals.of(case.op)
         chosen = {name: providers[name] for name in a.provider or providers if name in providers}
-        rows = measure_op(case, a.device, providers=chosen)
-        if a.device.type == "cuda":
-            for row in rows:
-                row["copy_gbps"] = copy_gbps()
-        yield rows
+        yield measure_op(case, a.device, providers=chosen)
 
 
 main = partial(script.main, __doc__, measure, OPTIONS)

@@ -132,13 +132,23 @@ _RIVALS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
+def _after_the_sum(function: Callable[..., Any], layer: Any) -> Any:
+    """Replace only the norm of a layer that adds a bias: no package has both in one kernel."""
+    layer.norm = _Called(function, layer.norm)
+    return layer
+
+
 def of(op: str) -> dict[str, Change]:
     """Provider -> what it does to the stock layer of an operation."""
+    change: Callable[..., Any] = _Called
+    if op == "add_bias_layer_norm":
+        change = _after_the_sum
+        op = "layer_norm"
     found: dict[str, Change] = {}
     for package, functions in _RIVALS.items():
         if op in functions and find_spec(package) is not None:
             provider = package.removesuffix("_kernel").replace("_", "")
-            found[provider] = partial(_Called, functions[op])
+            found[provider] = partial(change, functions[op])
     return found
 
 

@@ -80,6 +80,7 @@ OPS = {
     "batch_norm_add_relu": "BatchNorm + add + ReLU",
     "layer_norm": "LayerNorm",
     "add_layer_norm": "add + LayerNorm",
+    "add_bias_layer_norm": "bias + LayerNorm",
     "rms_norm": "RMSNorm",
     "add_rms_norm": "add + RMSNorm",
     "group_norm": "GroupNorm",

@@ -27,9 +27,9 @@ from normplug._ops.group_norm import GroupNormPlan, GroupNormSpec
 from normplug._ops.spec import Tensors
 from normplug._results import stamp
 from normplug.bench.op import error
-from normplug.bench.timing import gpu_stopwatch
-from norms import copy_gbps
+from normplug.bench.timing import copy_gbps, gpu_stopwatch
 
+GPU = torch.device("cuda")
 CASES = [
     (f"{op} {'x'.join(map(str, shape))} {layout} {dtype}", shape, groups, activation, layout, dtype)
     for op, shape, groups, activation, layouts in [
@@ -169,7 +169,7 @@ class Sweep:
             row["error"] = max(map(error, run(), truth))
             if row["error"] < 1e-2:
                 us = row["us"] = statistics.median(gpu_stopwatch(run)())
-                row["percent"] = 100 * passes * self.t.x.nbytes / us / 1e3 / copy_gbps()
+                row["percent"] = 100 * passes * self.t.x.nbytes / us / 1e3 / copy_gbps(GPU)
         except Exception as failure:
             row["failed"] = repr(failure)[:200]
         self.emit(row)
@@ -211,7 +211,7 @@ def main():
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--out", default="gn_sweep.jsonl")
     options = parser.parse_args()
-    origin = stamp(gpu=True) | {"copy_gbps": round(copy_gbps())}
+    origin = stamp(gpu=True) | {"copy_gbps": round(copy_gbps(GPU))}
     with open(options.out, "a") as out:
 
         def emit(row):

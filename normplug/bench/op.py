@@ -34,7 +34,8 @@ OURS, (EAGER, COMPILED) = "normplug", timing.PEERS
 ROUNDINGS_OF_SUMS = 8
 COLUMNS = (
     *("op", "shape", "dtype", "layout", "direction", "provider", "us", "us_p20", "us_p80"),
-    *("gbps", "over_eager", "over_compile", "max_abs", "max_rel"),
+    *("gbps", "percent_of_copy", "over_eager", "over_compile"),
+    *("max_abs", "max_rel", "max_abs_f64", "max_rel_f64"),
 )
 
 
@@ -74,6 +75,40 @@ class _Before(_Neighbours):
         return self.norm(x), x
 
 
+class _Biased(_Neighbours):
+    """The norm of x + input_bias, a learned vector as wide as a row."""
+
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__(norm)
+        self.input_bias = nn.Parameter(torch.zeros(norm.normalized_shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x + self.input_bias)
+        return y
+
+
+class _FusedBias(nn.Module):
+    """The function of `_Biased` in one call of normplug."""
+
+    def __init__(self, stock: _Biased, mode: Any) -> None:
+        super().__init__()
+        self.norm = stock.norm
+        self.input_bias = stock.input_bias
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm: Any = self.norm
+        return normplug.functional.layer_norm(
+            x,
+            norm.normalized_shape,
+            norm.weight,
+            norm.bias,
+            norm.eps,
+            mode=self.mode,
+            input_bias=self.input_bias,
+        )
+
+
 def _of_images(name: str, shape: Sequence[int], **how: Any) -> nn.Module:
     return getattr(nn, f"{name}{max(len(shape) - 2, 1)}d")(shape[1], **how)
 
@@ -83,6 +118,7 @@ _batch_norm = partial(_of_images, "BatchNorm")
 OPS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
     "layer_norm": lambda shape: nn.LayerNorm(shape[-1]),
     "add_layer_norm": lambda shape: _Before(nn.LayerNorm(shape[-1])),
+    "add_bias_layer_norm": lambda shape: _Biased(nn.LayerNorm(shape[-1])),
     "rms_norm": lambda shape: nn.RMSNorm(shape[-1]),
     "add_rms_norm": lambda shape: _Before(nn.RMSNorm(shape[-1])),
     "batch_norm": _batch_norm,
@@ -92,12 +128,18 @@ OPS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
     "group_norm_silu": lambda shape: _Neighbours(OPS["group_norm"](shape), nn.SiLU()),
     "instance_norm": partial(_of_images, "InstanceNorm", affine=True),
 }
-ROWS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")  # operations on rows
+# Operations on rows.
+ROWS = ("layer_norm", "add_layer_norm", "add_bias_layer_norm", "rms_norm", "add_rms_norm")
 _LAYOUTS = (["NC"], ["NCHW"], ["NCHW", "NHWC"])  # of images with 0, 1, or more dimensions of space
 
 
 def ours(layer: nn.Module, mode: Any = "standard", watched: bool = False) -> nn.Module:
-    """Swap a layer, and fuse the operations next to its norm; `watched` adds statistics."""
+    """Swap a layer, and fuse the operations next to its norm; `watched` adds statistics.
+
+    The sum with a bias becomes an argument of the function: `fuse` has no rule for it.
+    """
+    if isinstance(layer, _Biased):
+        return _FusedBias(layer, mode)
     swapped = normplug.swap(layer, mode, track_running_stats=watched, preserve_output=False)
     return normplug.fuse(swapped) if isinstance(layer, _Neighbours) else swapped
 
@@ -159,10 +201,11 @@ class Problem:
         usual = 1e-6 if isinstance(norm, nn.RMSNorm) else 1e-5
         self.eps = norm.eps = usual if eps is None else eps
         # BatchNorm's parameters are float32 for half-precision input, as they are under autocast.
-        norm.to(device, accumulator_dtype(dtype) if isinstance(norm, BatchNormBase) else dtype)
-        for name, parameter in norm.named_parameters():
+        is_batch_norm = isinstance(norm, BatchNormBase)
+        self.layer.to(device, accumulator_dtype(dtype) if is_batch_norm else dtype)
+        for name, parameter in self.layer.named_parameters():
             drawn = normal(parameter.shape, dtype=parameter.dtype)
-            parameter.data = drawn.abs_().add_(0.5) if name == "weight" else drawn
+            parameter.data = drawn.abs_().add_(0.5) if name.endswith("weight") else drawn
         adds = isinstance(self.layer, (_Before, _After))
         self.inputs = [image().mul_(2).add_(3), *([image()] if adds else [])]
         self.gradients = [image() for _ in range(2 if isinstance(self.layer, _Before) else 1)]
@@ -175,7 +218,7 @@ class Problem:
         for tensor in self.inputs:
             tensor.requires_grad_()
         self.stock = self.results(copy.deepcopy(self.layer))
-        self._exact = self.results(copy.deepcopy(self.layer).double(), torch.float64)
+        self.exact = self.results(copy.deepcopy(self.layer).double(), torch.float64)
 
     def calls(self, layer: nn.Module) -> dict[str, Callable[[], Any]]:
         """Direction ("F", "F+B") -> a call of `layer` as in a training step."""
@@ -204,7 +247,7 @@ class Problem:
         """The results of a layer; an AssertionError if one is less accurate than `bound` allows."""
         found = self.results(layer)
         for key, value in self.stock.items():
-            theirs, wrong = error(value, self._exact[key]), error(found[key], self._exact[key])
+            theirs, wrong = error(value, self.exact[key]), error(found[key], self.exact[key])
             allowed = bound(theirs, value.dtype)
             if not wrong <= allowed:  # or NaN
                 raise AssertionError(
@@ -227,9 +270,10 @@ def measure_op(
     """
     gc.collect()  # the tensors of an earlier case
     torch.compiler.reset()  # earlier cases count towards the recompilation limit
+    copied = timing.copy_gbps(device)
     problem = Problem(case, device, eps)
     gpu = device.type == "cuda"
-    stopwatch = timing.gpu_stopwatch if gpu else timing.back_to_back
+    stopwatch = timing.stopwatch(device)
     layers: dict[str, nn.Module] = {}
     results: dict[str, Tensors] = {}
     for name, change in providers.items():
@@ -246,10 +290,13 @@ def measure_op(
         turns = {name: stopwatch(problem.calls(layer)[direction]) for name, layer in layers.items()}
         for name, timed in timing.in_turns("us", turns).items():
             row = facts | {"direction": direction, "provider": name, "floor_passes": passes} | timed
-            row["gbps"] = passes * problem.inputs[0].nbytes / row["us"] / 1e3
+            gbps = passes * problem.inputs[0].nbytes / row["us"] / 1e3
+            row |= {"gbps": gbps, "copy_gbps": copied, "percent_of_copy": 100 * gbps / copied}
+            keys = set(problem.stock) if direction == "F+B" else {"y", "sum"}
             if name != EAGER:
-                keys = set(problem.stock) if direction == "F+B" else {"y", "sum"}
                 row |= differences(results[name], problem.stock, keys)
+            exact = differences(results[name], problem.exact, keys)
+            row |= {f"{field}_f64": value for field, value in exact.items()}
             rows.append(row)
     return Rows(rows, COLUMNS, [ORIGIN.format(**rows[0])])
 
@@ -268,10 +315,10 @@ def error(value: Tensor, truth: Tensor) -> float:
     return float((value - truth).norm() / (truth.norm() or 1.0))
 
 
-def differences(found: Tensors, stock: Tensors, keys: set[str]) -> dict[str, float]:
-    """The largest difference from torch, absolute and relative to the output's largest element."""
-    pairs = [(found[key].double(), stock[key].double()) for key in keys & set(found)]
-    away = torch.stack([(value - theirs).abs().max() for value, theirs in pairs])
-    size = torch.stack([theirs.abs().max() for _, theirs in pairs])
+def differences(found: Tensors, truth: Tensors, keys: set[str]) -> dict[str, float]:
+    """The largest difference of a result, absolute and relative to its largest element."""
+    pairs = [(found[key].double(), truth[key].double()) for key in keys & set(found)]
+    away = torch.stack([(value - exact).abs().max() for value, exact in pairs])
+    size = torch.stack([exact.abs().max() for _, exact in pairs])
     relative = away / torch.where(size > 0, size, 1)
     return {"max_abs": away.max().item(), "max_rel": relative.max().item()}  # NaN if any is

@@ -10,7 +10,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ FEWEST, MOST = 5, 2000  # calls back to back
 # LEAD_US. So it never waits for the host. The lead also covers a clock of up to 4 GHz.
 LEAD, LEAD_US, CYCLES_PER_US = 2.0, 50.0, 2000
 STEPS = 3  # in a profile
+COPY_BYTES = 512 * 2**20  # of the copy that other calls are compared with
 _BOUNDS = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
 
 
@@ -95,6 +97,19 @@ def back_to_back(call: Call, per_second: float = 1e6) -> Turn:
     seconds = timer.timeit(FEWEST).median
     count = min(max(int(TURN_MS / 1e3 / seconds), FEWEST), MOST)
     return lambda: [per_second * timer.timeit(count).median]
+
+
+def stopwatch(device: torch.device) -> Callable[[Call], Turn]:
+    """What makes turns of single operations: microseconds of the GPU alone, or of the CPU."""
+    return gpu_stopwatch if device.type == "cuda" else back_to_back
+
+
+@cache
+def copy_gbps(device: torch.device) -> float:
+    """The bandwidth of a large copy on a device in 1e9 bytes a second, read and written."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    turn = stopwatch(device)(partial(torch.empty_like(source).copy_, source))
+    return 2 * COPY_BYTES / median(turn()) / 1e3
 
 
 def attempt(what: str, call: Callable[[], Any]) -> Any:

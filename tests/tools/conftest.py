@@ -10,7 +10,9 @@ from training import ARMS, GOLDEN, SWEEP, run_train
 @pytest.fixture
 def quick(monkeypatch):
     """Benchmarks repeat little, and compilers generate no code."""
-    for name, value in {"timing.TURN_MS": 0.1, "timing.TURNS": 2, "models.WARM_UPS": 1}.items():
+    quick = {"TURN_MS": 0.1, "TURNS": 2, "COPY_BYTES": 2**20}
+    values = {f"timing.{name}": value for name, value in quick.items()}
+    for name, value in {**values, "models.WARM_UPS": 1}.items():
         monkeypatch.setattr(f"normplug.bench.{name}", value)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     yield

@@ -2,9 +2,11 @@
 
 import json
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import normplug
 from normplug.bench import __main__, rows, timing
@@ -35,10 +37,32 @@ def test_every_operation_is_right_and_compared_with_torchs(name, dtype):
     passes = {"add_layer_norm": 8, "add_rms_norm": 8, "batch_norm_add_relu": 7}.get(name, 5)
     size = torch.Size(case.shape).numel() * (4 if dtype == "float32" else 2)
     assert mine["gbps"] == pytest.approx(passes * size / mine["us"] / 1e3)
+    assert mine["percent_of_copy"] == pytest.approx(100 * mine["gbps"] / mine["copy_gbps"])
     assert {"device", "commit", "date", "torch", "eps"} <= mine.keys()
     assert "max_abs" not in theirs
-    (fusion,) = normplug.fusions(ours(Problem(case, CPU).layer))
-    assert (fusion.label is not None) == ("add" in name or "lu" in name)
+    # Half of a rounding at least, since no result is exact.
+    rounding = torch.finfo(getattr(torch, dtype)).eps
+    assert all(rounding / 8 < row["max_rel_f64"] < 60 * rounding for row in (mine, theirs))
+    if name != "add_bias_layer_norm":  # which is no fusion, but a function
+        (fusion,) = normplug.fusions(ours(Problem(case, CPU).layer))
+        assert (fusion.label is not None) == ("add" in name or "lu" in name)
+
+
+def test_bias_and_layer_norm_are_one_call_of_normplug_and_two_of_torch(monkeypatch):
+    function = Mock(wraps=normplug.functional.layer_norm)
+    monkeypatch.setattr(normplug.functional, "layer_norm", function)
+    problem = Problem(a_case("add_bias_layer_norm"), CPU, eps=1e-3)
+    stock = problem.layer
+    x = problem.inputs[0]
+    y = F.layer_norm(x + stock.input_bias, (10,), stock.norm.weight, stock.norm.bias, 1e-3)
+    assert stock(x).equal(y)
+    assert not function.called
+    assert stock.input_bias.abs().max() > 0
+    assert ours(stock)(x).equal(y)
+    (call,) = function.call_args_list
+    assert call.kwargs["input_bias"] is stock.input_bias
+    halved = ours(stock, mode=0.25)(x) - stock.norm.bias
+    assert halved.allclose((y - stock.norm.bias) / 2, atol=1e-6)
 
 
 WRONG = {

@@ -1,19 +1,23 @@
 """The scripts of `benchmarks/`, briefly on the CPU, and the documentation that they write."""
 
+import copy
 import re
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import Mock
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 import gate
 import host
 import models
 import nets
 import norms
+import rivals
 import tables
-from normplug.bench.op import cases
+from normplug.bench.op import Problem, cases
 from normplug.bench.rows import add_to_file, read_file
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -60,6 +64,21 @@ def test_a_suite_writes_rows(tmp_path):
     assert {row["op"] for row in read_file(path)} == {"layer_norm", "add_layer_norm"}
     with pytest.raises(SystemExit, match="no case of suite headline has 'nonsense'"):
         norms.main(["--only", "nonsense", "--device", "cpu"])
+
+
+def test_another_packages_norm_is_compared_after_the_sum_with_a_bias(monkeypatch):
+    def norm_of(norm, x):
+        return 2 * F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+
+    monkeypatch.setattr(rivals, "_RIVALS", {"torch": {"layer_norm": norm_of}})
+    assert not rivals.of("add_layer_norm")
+    (change,) = rivals.of("add_bias_layer_norm").values()
+    (case,) = cases(["add_bias_layer_norm"], [(4, 8)], ["float32"])
+    stock = Problem(case, torch.device("cpu"))
+    found = stock.results(change(copy.deepcopy(stock.layer)))
+    assert found.keys() == stock.stock.keys()
+    for name, value in stock.stock.items():
+        torch.testing.assert_close(found[name], 2 * value)
 
 
 def test_other_arms_differ_from_the_usual_as_their_names_say(tmp_path, monkeypatch, capsys):
