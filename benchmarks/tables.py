@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from normplug._results import write_file
+from normplug.bench import devices
 from normplug.bench.rows import Row, draw, read_file
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -166,6 +167,8 @@ def pivot(found: pd.DataFrame, values: str) -> pd.DataFrame:
 
 def render(rows: Sequence[Row]) -> str:
     """The tables of a file of results of any of the scripts."""
+    if "cuda_us" in rows[0]:
+        return devices.markdown(rows)
     found = pd.DataFrame(named(rows))
     parts = [f"{_origin(rows)}.\n"]
     if "copy_gbps" in found:

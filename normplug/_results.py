@@ -50,7 +50,7 @@ def stamp(gpu: bool, *packages: str, gpus: int = 1) -> dict[str, str]:
     found = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "device": f"{gpus} x {torch.cuda.get_device_name()}" if gpu else _processor(),
+        "device": f"{gpus} x {torch.cuda.get_device_name()}" if gpu else processor(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         # Not from the installed metadata, which an editable install keeps from an older version.
@@ -77,7 +77,8 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor in words, with its number of cores."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

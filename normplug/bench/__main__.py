@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from normplug._checks import needs
-from normplug.bench import models, op, timing
+from normplug.bench import devices, models, op, timing
 from normplug.bench.op import OPS, Problem, cases, measure_op
 from normplug.bench.rows import Rows, add_to_file, draw, read_file, report
 
@@ -38,8 +38,23 @@ def _model(a: Namespace) -> None:
 
 
 def _op(a: Namespace) -> None:
+    if a.devices:
+        _on_devices(a)
+        return
+    if a.name is None or a.shape is None:
+        raise ValueError("it needs NAME and --shape; only --devices has defaults for them.")
+    if a.markdown:
+        raise ValueError("--markdown is for the table of --devices.")
     chosen = cases([a.name], a.shape, a.dtype or ["float32"])
     report((measure_op(case, a.device, eps=a.eps) for case in chosen), a.json)
+
+
+def _on_devices(a: Namespace) -> None:
+    chosen = devices.cases_of(a.name, a.shape, a.dtype or ["float32"])
+    both = dict.fromkeys((devices.CPU, a.device))  # without a GPU, one
+    json = a.json or Path("devices.json")
+    page = a.markdown or json.with_suffix(".md")
+    devices.report((devices.measure(case, both, a.eps) for case in chosen), json, page)
 
 
 def _sweep(a: Namespace) -> None:
@@ -59,7 +74,8 @@ def _sweep(a: Namespace) -> None:
 
 def _table(a: Namespace) -> None:
     times = models.COLUMNS[:4]  # before the speeds, which both kinds of rows have
-    columns = dict.fromkeys(("model", "batch", *times, *op.COLUMNS, *models.COLUMNS))
+    names = ("model", "batch", *times, *op.COLUMNS, *devices.COLUMNS, *models.COLUMNS)
+    columns = dict.fromkeys(names)
     print(Rows(read_file(a.file), tuple(columns)))
 
 
@@ -104,11 +120,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--json", metavar="FILE", type=Path, help="append the rows to this file")
 
     add = command(_op, "time one operation, and compare it with PyTorch's")
-    add("name", choices=OPS, metavar="NAME", help=", ".join(OPS))
-    add("--shape", metavar="SIZES", type=_shape, action="append", required=True, help="512x8192")
+    add("name", nargs="?", choices=OPS, metavar="NAME", help=", ".join(OPS))
+    add("--shape", metavar="SIZES", type=_shape, action="append", help="512x8192; may be repeated")
     add("--dtype", choices=DTYPES, action="append", help="may be repeated; default: float32")
     add("--eps", type=float, help="default: 1e-6 for RMSNorm, 1e-5 for others")
     add("--json", metavar="FILE", type=Path, help="append the rows to this file")
+    add(
+        "--devices",
+        choices=("cpu,cuda",),
+        help="one table of normplug's times on both; NAME and --shape may then be left out",
+    )
+    add(
+        "--markdown",
+        metavar="FILE",
+        type=Path,
+        help="write the table of --devices here; default: FILE.md for --json FILE.json",
+    )
 
     add = command(_sweep, "LayerNorm over widths: rows, plot and both traces")
     add("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
@@ -119,6 +146,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("file", type=Path)
     add("-o", "--out", metavar="FILE", type=Path, help="default: FILE.png")
     a = top.parse_args(argv)
+    if getattr(a, "devices", None) and a.device:
+        top.error("--device and --devices exclude each other")
     if a.run in (_sweep, _plot):  # before hours of measurements
         with needs(f"normplug.bench {a.command}", "bench", SystemExit):
             import matplotlib  # noqa: F401

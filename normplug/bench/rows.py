@@ -31,7 +31,7 @@ class Rows(list[Row]):
 
     def __str__(self) -> str:
         keys = [key for key in self.columns if any(row.get(key) is not None for row in self)]
-        lines = [tuple(keys), *(tuple(_cell(row.get(key)) for key in keys) for row in self)]
+        lines = [tuple(keys), *(tuple(cell(row.get(key)) for key in keys) for row in self)]
         return "\n".join([table(lines) if keys else "no rows", *self.notes])
 
     __repr__ = __str__
@@ -46,7 +46,8 @@ class Rows(list[Row]):
         return pandas.DataFrame(list(self))
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as the text of a table's cell."""
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "-" if value is None else str(value)

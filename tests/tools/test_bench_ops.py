@@ -2,14 +2,16 @@
 
 import json
 from itertools import product
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import normplug
-from normplug.bench import __main__, rows, timing
+from normplug.bench import __main__, devices, rows, timing
 from normplug.bench.__main__ import main
 from normplug.bench.op import OPS, PROVIDERS, ROWS, Problem, cases, measure_op, ours
 
@@ -102,6 +104,99 @@ def test_the_command_measures_on_the_cpu(tmp_path, capsys):
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def lines_of(table):
+    """The cells of each line of a Markdown table, below its header."""
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    return [line.strip("| ").split(" | ") for line in lines[2:]]
+
+
+def test_without_a_gpu_the_table_of_devices_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(devices, "SIZES", [(4, 8), (6, 10)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    main(["op", "--devices", "cpu,cuda"])
+    found = rows.read_file(tmp_path / "devices.json")
+    cases_of_rows = [(row["op"], row["shape"], row["layout"]) for row in found[::2]]
+    assert cases_of_rows == [
+        ("batch_norm", "4x8", "NC"),
+        ("batch_norm", "6x10", "NC"),
+        ("batch_norm", "4x8x2x2", "NHWC"),
+        ("batch_norm", "6x10x2x2", "NHWC"),
+        ("layer_norm", "4x8", "rows"),
+        ("layer_norm", "6x10", "rows"),
+    ]
+    assert [row["direction"] for row in found] == 6 * ["F", "F+B"]
+    for row in found:
+        assert row["cpu_us"] > 0
+        assert row["cuda_us"] is None
+        assert row["cpu"] == row["device"]
+        assert {"commit", "date", "torch", "threads", "cpu_us_p20", "cpu_us_p80"} <= row.keys()
+    page = (tmp_path / "devices.md").read_text()
+    assert page in capsys.readouterr().out
+    assert [line[-2:] for line in lines_of(page)] == 12 * [["no CUDA device", "-"]]
+    assert f"{found[0]['cpu']}, threads: {torch.get_num_threads()}; GPU: no CUDA device" in page
+    assert "Speed-up: CPU time / GPU time" in page
+
+
+def test_the_table_of_devices_takes_the_usual_options_and_files(tmp_path, capsys):
+    json, page = tmp_path / "rows.json", tmp_path / "page.md"
+    words = ["op", "layer_norm", "--devices", "cpu,cuda", "--shape", "4x8", "--dtype", "float64"]
+    main([*words, "--eps", "0.5", "--json", str(json), "--markdown", str(page)])
+    for row in rows.read_file(json):
+        facts = [row[key] for key in ("op", "shape", "dtype", "eps", "provider", "mode")]
+        assert facts == ["layer_norm", "4x8", "float64", 0.5, "normplug", "standard"]
+    assert [line[:4] for line in lines_of(page.read_text())] == 2 * [
+        ["layer_norm", "4x8", "rows", "float64"]
+    ]
+    main(["table", str(json)])
+    assert "cpu_us" in capsys.readouterr().out
+
+
+def test_both_devices_take_turns_and_the_speed_up_is_the_ratio_of_their_times(monkeypatch):
+    gpu = SimpleNamespace(type="cuda")
+    asked = []
+
+    def on_the_cpu(case, device, eps):
+        asked.append(device.type)
+        return Problem(case, CPU, eps)
+
+    origin = {"torch": "2.0", "commit": "abc", "date": "2026-11-28T01:02", "device": "1 x GPU"}
+    monkeypatch.setattr(devices, "Problem", on_the_cpu)
+    monkeypatch.setattr(devices, "stamp", lambda gpu: origin)
+    found = devices.measure(a_case("layer_norm"), [CPU, gpu])
+    assert asked == ["cpu", "cuda"]
+    assert [row["direction"] for row in found] == ["F", "F+B"]
+    for row in found:
+        assert row["speed_up"] == pytest.approx(row["cpu_us"] / row["cuda_us"])
+    cells = [rows.cell(found[0][key]) for key in ("cpu_us", "cuda_us", "speed_up")]
+    page = devices.markdown(found)
+    assert lines_of(page)[0] == ["layer_norm", "6x10", "rows", "float32", "F", *cells]
+    assert "; GPU: 1 x GPU; torch 2.0, commit abc, 2026-11-28." in page
+
+
+def test_a_wrong_result_on_a_device_is_not_timed(monkeypatch):
+    monkeypatch.setattr(devices, "ours", lambda layer: nn.Sequential(layer, nn.Dropout(0.5)))
+    with pytest.raises(AssertionError, match="normplug on cpu, layer_norm rows 6x10 float32: y is"):
+        devices.measure(a_case("layer_norm"), [CPU])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["op"], "it needs NAME and --shape; only --devices has defaults"),
+        (["op", "layer_norm"], "it needs NAME and --shape"),
+        (["op", "--shape", "4x8"], "it needs NAME and --shape"),
+        (["op", "layer_norm", "--shape", "4x8", "--markdown", "a.md"], "is for the table of --dev"),
+        (["op", "--devices", "cpu,cuda", "--device", "cpu"], "exclude each other"),
+        (["op", "--devices", "cpu"], "invalid choice: 'cpu'"),
+    ],
+)
+def test_options_of_an_operation_that_do_not_fit_are_one_sentence(words, says, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(words)
+    assert says in f"{raised.value} {capsys.readouterr().err}"
+
+
 def test_a_shape_that_an_operation_does_not_take_is_one_sentence(capsys):
     with pytest.raises(SystemExit, match="normplug.bench op: Expected more than 1 value per chan"):
         main(["op", "batch_norm", "--shape", "1x8", "--device", "cpu"])
@@ -146,6 +241,16 @@ def test_calls_take_turns_and_each_round_starts_with_another():
     spread = {"us": 4, "us_p20": pytest.approx(2.2), "us_p80": pytest.approx(4.6), "best_us": 1}
     assert found["a"] == spread
     assert found["b"]["us"] == 3
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_table_of_devices_has_both_times(tmp_path):
+    json = tmp_path / "rows.json"
+    main(["op", "--devices", "cpu,cuda", "--shape", "64x128", "--json", str(json)])
+    for row in rows.read_file(json):
+        assert row["speed_up"] == pytest.approx(row["cpu_us"] / row["cuda_us"])
+        assert row["device"] == f"1 x {torch.cuda.get_device_name()}"
+    assert "no CUDA device" not in json.with_suffix(".md").read_text()
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ import nets
 import norms
 import rivals
 import tables
+from normplug.bench.__main__ import main
 from normplug.bench.op import Problem, cases
 from normplug.bench.rows import add_to_file, read_file
 
@@ -55,6 +56,12 @@ def test_every_committed_result_and_picture_is_linked_from_a_page():
     }
     for path in (*(tables.DOCS / "results").iterdir(), *tables.DOCS.rglob("*.png")):
         assert path.resolve() in linked, path
+
+
+def test_a_page_about_devices_is_the_table_that_the_command_wrote(tmp_path):
+    json = tmp_path / "rows.json"
+    main(["op", "layer_norm", "--devices", "cpu,cuda", "--shape", "4x8", "--json", str(json)])
+    assert tables.render(read_file(json)) == (tmp_path / "rows.md").read_text()
 
 
 def test_a_suite_writes_rows(tmp_path):
