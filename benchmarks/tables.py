@@ -71,7 +71,7 @@ MODELS = {
     "llama_16x1024": "Llama-style, 16 x 1024",
     "qwen3": "Qwen3-style",
     "t5_small": "T5-small",
-    "unet2d": "diffusion UNet, 64x64",
+    "unet2d": "diffusion UNet, 64x64, channels_last only",
     "nnunet3d": "3d U-Net, 128x128x128",
 }
 # The names of operations and providers in tables and pictures.
@@ -98,8 +98,10 @@ PROVIDERS = {
 # The arms of the table of training steps in docs/speed.md, if they were measured.
 ARMS = ("eager", "compile", "swap", "swap+fuse", "swap+fuse+compile")
 BUSY = 0.9  # a step in which the GPU is busy for a smaller share waits for the host, and is marked
-# The results of training steps; the second file has the compiled arms.
-STEPS = ("models_h100", "compiled_h100")
+# The results of training steps; the second file has the compiled arms, the third the models that
+# were timed in more than one memory layout.
+STEPS = ("models_h100", "compiled_h100", "layouts_h100")
+LAYOUTS = STEPS[2]
 # The first picture that a reader sees: a few models by name.
 DOOR = "door_h100"
 DOOR_MODELS = {
@@ -159,10 +161,26 @@ def named(rows: Sequence[Row]) -> list[Row]:
 
 def pivot(found: pd.DataFrame, values: str) -> pd.DataFrame:
     """The medians of a field: a line for each case, a column for each arm or provider."""
-    case = [key for key in CASE if key in found and found[key].notna().all()]
+    found = found[found[values].notna()]
+    case = [key for key in CASE if key in found and found[key].notna().any()]
+    found = found.fillna(dict.fromkeys(case, ""))
     series = "arm" if "arm" in found else "provider"
     wide = found.pivot_table(values, case, series, aggfunc="median", sort=False)
     return wide[[name for name in found[series].unique() if name in wide]]
+
+
+def eager_of(times: pd.DataFrame) -> pd.Series:
+    """Eager's time in each case. A model's is that in its faster layout, as users may choose it."""
+    case = [name for name in times.index.names if name != "layout"]
+    if "model" in case:
+        return times["eager"].groupby(case, sort=False).transform("min")
+    return times["eager"]
+
+
+def in_faster_layout(times: pd.DataFrame) -> pd.DataFrame:
+    """The times of models, each arm in its faster layout."""
+    case = [name for name in times.index.names if name != "layout"]
+    return times.groupby(case, sort=False).min() if "model" in case else times
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -178,11 +196,12 @@ def render(rows: Sequence[Row]) -> str:
         found["call_us"] = found["wall_us"]
     for field, (caption, form) in TABLES.items():
         if field in found:
-            wide = pivot(found[found[field].notna()], field)
+            wide = pivot(found, field)
             cells = wide.map(form.format)
             if caption.endswith(SPEED) and "eager" in wide:
-                faster = wide.rdiv(wide["eager"], axis=0).map(" ({:.2f}x)".format)
-                cells += faster.assign(eager="")
+                faster = wide.rdiv(eager_of(wide), axis=0)
+                texts = faster.map(" ({:.2f}x)".format).where(faster.notna(), "")
+                cells += texts.assign(eager="")
             parts += [f"{caption}:\n", markdown(cells.where(wide.notna(), "-"))]
     return "\n".join(parts)
 
@@ -208,8 +227,28 @@ def _origin(rows: Sequence[Row]) -> str:
 
 def rows_of(name: str) -> list[Row]:
     """The rows of a page of tables or a picture, from the results of the same name."""
-    names = STEPS if name == STEPS[0] else (name,)
-    return [row for each in names for row in read_file(DOCS / "results" / f"{each}.json")]
+    return _steps() if name == STEPS[0] else _read(name)
+
+
+def _read(name: str) -> list[Row]:
+    return read_file(DOCS / "results" / f"{name}.json")
+
+
+def _steps() -> list[Row]:
+    """The rows of training steps. A model timed in several layouts has no times in one alone."""
+    several = {(row["model"], row["batch"]) for row in _read(LAYOUTS)}
+    rows = [row for name in STEPS for row in _read(name)]
+    for row in rows:
+        if (row["model"], row["batch"]) in several and "layout" not in row:
+            for field in ("ms", "gpu_ms"):
+                row.pop(field, None)
+    return rows
+
+
+def layouts_note(rows: Sequence[Row]) -> str:
+    """What a picture must say about the models that were timed in several layouts."""
+    names = dict.fromkeys(str(row["model"]) for row in rows if "model" in row and "layout" in row)
+    return "; ".join(f"{name}: GPU time, each arm in its faster layout" for name in names)
 
 
 def text_of(page: Path) -> str:
@@ -220,7 +259,8 @@ def text_of(page: Path) -> str:
 def steps() -> str:
     """The table of training steps in docs/speed.md, with the arms of `ARMS` that were measured."""
     found = pd.DataFrame(rows_of(STEPS[0]))
-    times, busy = pivot(found, "ms"), pivot(found, "gpu_ms")
+    busy = in_faster_layout(pivot(found, "gpu_ms"))
+    times = in_faster_layout(pivot(found, "ms")).reindex(busy.index)
     arms = [arm for arm in ARMS if arm in times]
     header = [
         "model, batch",
@@ -232,7 +272,10 @@ def steps() -> str:
         for batch in sorted(times.loc[model].index, reverse=True):
             row, gpu = times.loc[model, batch], busy.loc[model, batch]
             waits = {arm: "*" if gpu[arm] < BUSY * row[arm] else "" for arm in arms}
-            cells = [f"{MODELS[model]}, {batch}", f"{row['eager']:.2f}{waits['eager']}"]
+            eager = f"{row['eager']:.2f}{waits['eager']}"
+            if pd.isna(row["eager"]):
+                eager = f"{gpu['eager']:.1f}†"
+            cells = [f"{MODELS[model]}, {batch}", eager]
             for arm in arms[1:]:
                 wall, own = row["eager"] / row[arm], gpu["eager"] / gpu[arm]
                 cells.append(f"{wall:.2f}{waits[arm]}, {own:.2f}".replace("nan", "-"))
@@ -240,15 +283,25 @@ def steps() -> str:
     return "\n".join([*lines, ""])
 
 
+def layouts() -> str:
+    """The table of the models that were timed in several memory layouts."""
+    return markdown(pivot(pd.DataFrame(named(_read(LAYOUTS))), "gpu_ms").map("{:.1f}".format))
+
+
 def filled(page: str) -> str:
-    """The text of docs/speed.md, with its table of steps."""
-    return re.sub(r"\| model, batch \|[^\n]*\n(?:\|[^\n]*\n)*", steps(), page)
+    """The text of docs/speed.md, with its tables of steps and of layouts."""
+    for start, table in (("model, batch", steps()), ("model | batch | layout", layouts())):
+        page = re.sub(rf"\| {re.escape(start)} \|[^\n]*\n(?:\|[^\n]*\n)*", table, page)
+    return page
 
 
 def speeds(rows: Sequence[Row]) -> pd.DataFrame:
     """The speed over eager, of medians: a line for each case, a column for each other arm."""
     found = pd.DataFrame(rows)
-    times = pivot(found, next(name for name in ("ms", "us", "wall_us") if name in found))
+    if "gpu_ms" in found:  # the only time of a model in several layouts
+        found["ms"] = found["ms"].fillna(found["gpu_ms"])
+    field = next(name for name in ("ms", "us", "wall_us") if name in found)
+    times = in_faster_layout(pivot(found, field))
     return times.rdiv(times["eager"], axis=0).drop(columns="eager")
 
 
@@ -286,8 +339,13 @@ def draw_door(rows: Sequence[Row], path: Path) -> None:
     faster = faster.rename(columns=DOOR_ARMS).sort_values("normplug", ascending=False)
     days = sorted({str(row["date"])[:10] for row in rows})
     when = " to ".join(dict.fromkeys((days[0], days[-1])))
-    title = f"{rows[0]['device']}, training steps in bfloat16, {when}"
-    draw_speeds(faster, path, title, width=6)
+    shown = [
+        row | {"model": DOOR_MODELS[row["model"], row["batch"]]}
+        for row in rows
+        if (row["model"], row["batch"]) in DOOR_MODELS
+    ]
+    title = f"{rows[0]['device']}, training steps in bfloat16, {when}\n{layouts_note(shown)}"
+    draw_speeds(faster, path, title.strip(), width=6)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -323,6 +381,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             title = [_origin(rows), *(str(levels[name][0]) for name in same if name != "layout")]
             if "direction" in levels:
                 title.append("F: forward, F+B: forward and backward")
+            title += filter(None, [layouts_note(shown)])
             draw_speeds(faster, picture, "\n".join([title[0], "; ".join(title[1:])]).strip())
     draw_door(rows_of(STEPS[0]), DOCS / f"{DOOR}.png")
 

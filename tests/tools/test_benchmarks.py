@@ -46,6 +46,46 @@ def test_the_figures_of_the_readme_are_those_of_the_results():
     models = {"ResNet-50": "resnet50", "ConvNeXt-T": "convnext_tiny", "diffusion UNet": "unet2d"}
     for name, model in models.items():
         assert f"a {name} {over[model]:.2f} times" in text
+    assert f"it is {steps['swap+fuse']['nnunet3d', 2]:.1f} times as fast as eager" in text
+    rows = [row for row in tables.rows_of("models_h100") if row["model"] == "unet2d"]
+    busy = {row["arm"]: row["gpu_ms"] for row in rows}
+    assert f"its GPU time fell by a factor of {busy['eager'] / busy['swap+fuse']:.2f}" in text
+
+
+def test_the_figures_about_two_layouts_are_those_of_the_results():
+    text = " ".join((tables.DOCS / "speed.md").read_text().split())
+    rows = read_file(tables.DOCS / "results" / f"{tables.LAYOUTS}.json")
+    least = {}
+    for arm in ("eager", "compile", "swap+fuse", "swap+fuse+compile"):
+        least[arm] = min(row["gpu_ms"] for row in rows if row["arm"] == arm)
+    assert f"the fused model is {least['eager'] / least['swap+fuse']:.1f} times as fast" in text
+    over_compile = least["compile"] / least["swap+fuse+compile"]
+    assert f"{over_compile:.2f} times as fast as torch.compile alone" in text
+
+
+def test_a_models_speed_is_over_eager_in_its_faster_layout_and_an_operations_in_its_own():
+    arms = {"eager": (8.0, 10.0), "swap": (5.0, 2.0)}
+    layouts = ("contiguous", "channels_last")
+    rows = [
+        {"model": "net", "batch": 2, "layout": layout, "arm": arm, "gpu_ms": times[i]}
+        for arm, times in arms.items()
+        for i, layout in enumerate(layouts)
+    ]
+    rows += [{"model": "other", "batch": 2, "arm": arm, "ms": 3.0} for arm in arms]
+    faster = tables.speeds(rows)["swap"]
+    assert faster["net", 2] == 4.0
+    assert faster["other", 2] == 1.0
+    assert "| channels_last | 10.00 | 2.00 (4.00x) |" in tables.render(rows)
+    assert "| contiguous | 8.00 | 5.00 (1.60x) |" in tables.render(rows)
+    assert tables.layouts_note(rows) == "net: GPU time, each arm in its faster layout"
+    case = {"op": "norm", "direction": "F", "shape": "2x2", "dtype": "float32"}
+    apart = [
+        {**case, "layout": layout, "provider": arm, "us": times[i]}
+        for arm, times in arms.items()
+        for i, layout in enumerate(layouts)
+    ]
+    assert tables.speeds(apart)["swap"].tolist() == [1.6, 5.0]
+    assert "10.0 | 2.0 (5.00x)" in tables.render([row | {"device": "GPU"} for row in apart])
 
 
 def test_every_committed_result_and_picture_is_linked_from_a_page():
