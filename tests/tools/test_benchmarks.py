@@ -63,6 +63,35 @@ def test_the_figures_about_two_layouts_are_those_of_the_results():
     assert f"{over_compile:.2f} times as fast as torch.compile alone" in text
 
 
+def test_the_price_of_synchronisation_is_that_of_the_results():
+    readme = " ".join((tables.DOCS.parent / "README.md").read_text().split())
+    page = " ".join((tables.DOCS / "distributed_speed.md").read_text().split())
+    price, torchs = {}, {}
+    for name in ("sync_h100", "sync_h200", "sync_idle_h100", "sync_compiled_h100"):
+        rows = read_file(tables.DOCS / "results" / f"{name}.json")
+        ms = {(row["batch"], row["arm"]): row["ms"] for row in rows if row["model"] == "resnet50"}
+        for batch in {batch for batch, _ in ms}:
+            joined = ms[batch, "normplug+fuse"]
+            price[name, batch] = joined / ms[batch, "normplug-local+fuse"]
+            if (batch, "torch") in ms:
+                torchs[name, batch] = ms[batch, "torch"] / joined
+    span = f"{min(price.values()):.2f} to {max(price.values()):.2f} times"
+    for text in (readme.replace("](docs/distributed_speed.md)", ""), page):
+        assert f"{span} as long as one that is" in text
+    limited = f"{price['sync_compiled_h100', 256]:.3f}"
+    assert f"and {limited} times where the GPU was the limit" in readme
+    shown = {case: f"{ratio:.2f}" for case, ratio in price.items()}
+    assert f"| H100 | {shown['sync_h100', 32]} | {shown['sync_h100', 128]} | |" in page
+    assert f"| H100, idle host | | {shown['sync_idle_h100', 128]} | |" in page
+    assert f"(#under-torchcompile) | | {shown['sync_compiled_h100', 128]} | {limited} |" in page
+    assert f"| H200 | {shown['sync_h200', 32]} | {shown['sync_h200', 128]} | |" in page
+    first = f"{torchs['sync_h100', 128]:.1f} times"
+    assert f"took {first} as long as the synchronised and fused one, on two H100s" in readme
+    assert f"{first} in the first row of the first table" in page
+    lowest, highest = min(torchs.values()), max(torchs.values())
+    assert f"takes {lowest:.1f} to {highest:.1f} times as long as a synchronised" in page
+
+
 def test_a_models_speed_is_over_eager_in_its_faster_layout_and_an_operations_in_its_own():
     arms = {"eager": (8.0, 10.0), "swap": (5.0, 2.0)}
     layouts = ("contiguous", "channels_last")
