@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 from hydra.errors import CompactHydraException, HydraException, InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, PositiveFloat, TypeAdapter, ValidationError, validate_call
@@ -210,5 +210,17 @@ def path_name(text: Any) -> str:
     return f"_{name}" if name.startswith(".") else name or "_"
 
 
+def direction_of(target: str) -> str:
+    """Return the direction of a search by the measure of its data, a class that has this path."""
+    measure = getattr(get_object(target), "measure", None)
+    if measure is None:
+        raise UserError(
+            f"{WHO}: data._target_ must be a class with a measure; got {target}. Or set "
+            "hydra.sweeper.direction=maximize or =minimize."
+        )
+    return "maximize" if measure.better == "higher" else "minimize"
+
+
+OmegaConf.register_new_resolver("normplug.direction", direction_of, replace=True)
 OmegaConf.register_new_resolver("normplug.arm", arm_name, replace=True)
 OmegaConf.register_new_resolver("normplug.name", path_name, replace=True)

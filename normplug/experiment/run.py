@@ -12,7 +12,8 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ QUIET = (
     "The epoch parameter in `scheduler.step",  # torch's own SequentialLR, before torch 2.10
     "Detected call of `lr_scheduler.step",  # of a resumed run, whose optimizer took these steps
 )
+
+# The score of a run without one, by the direction of a search. Optuna refuses nan.
+WORST = {"minimize": math.inf, "maximize": -math.inf}
 
 write = rank_zero_only(write_file)
 
@@ -284,6 +288,18 @@ class Run:
         say(f"\n{r['model']} on {r['data']}, arm {r['arm']}, seed {r['seed']}: {r['hardware']}")
         say("\n".join(f"{title:<19}  {text}" for title, text in titled.items() if text))
 
+    def score(self) -> float | None:
+        """The last validation score. Without one, the worst value that a search can get, or None.
+
+        A search must get a value for a run that diverged or failed: Optuna's samplers ignore a
+        trial without a value, and would draw the same options again.
+        """
+        validation = validation_of(self.result)
+        if validation is not None:
+            return validation
+        hydra_config: Any = HydraConfig.get()
+        return WORST.get(OmegaConf.select(hydra_config, "sweeper.direction"))
+
     def _write(self, *, gpus: int = 0, **values: Any) -> None:
         versions = stamp(gpus > 0, "scikit-learn", gpus=max(gpus, 1))
         names = {"date": "date", "commit": "commit", "hardware": "device"}
@@ -368,7 +384,7 @@ def main() -> None:
 
 @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
 def run_arm(cfg: DictConfig) -> float | None:
-    """Train and test one arm, unless it has finished; return its last validation score."""
+    """Train and test one arm, unless it has finished; return its score for a search."""
     for message in QUIET:
         warnings.filterwarnings("ignore", message)
     gc.collect()  # objects of a sweep's previous run form cycles, and may hold GPU memory
@@ -376,13 +392,19 @@ def run_arm(cfg: DictConfig) -> float | None:
     try:
         if not run.has_finished():
             train(cfg, run)
-        curve = run.result.get(Measure.of(run.result).keys[1])
-        return curve[-1] if curve else None
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         run.stopped(error)
-        return None
     finally:
         run.lock.release()
+    return run.score()
+
+
+def validation_of(result: Mapping[str, Any]) -> float | None:
+    """The last validation score in a `result.json`; None without one, or before the run's end."""
+    curve = result.get(Measure.of(result).keys[1])
+    if result.get("status") != "finished" or not curve:
+        return None
+    return float(curve[-1])
 
 
 class CompareArms(Callback):
@@ -394,3 +416,40 @@ class CompareArms(Callback):
 
         if code := main([str(config.hydra.sweep.dir)]):
             sys.exit(code)
+
+
+class ReportSearch(Callback):
+    """Say at the end of a search how its trials ended, and which one is the best."""
+
+    @rank_zero_only
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        directory = Path(config.hydra.sweep.dir)
+        results: dict[str, dict[str, Any]] = {}
+        for path in sorted(directory.rglob(RESULT), key=lambda path: path.stat().st_mtime):
+            trial = path.parent.relative_to(directory).as_posix()
+            results[trial] = json.loads(path.read_bytes())
+        scores: dict[str, float] = {}
+        for trial, result in results.items():
+            validation = validation_of(result)
+            if validation is not None:
+                scores[trial] = validation
+        measures = {Measure.of(results[trial]) for trial in scores}
+        statuses = Counter(result["status"] for result in results.values())
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
+        print(f"{directory}: {counts}")
+        if len(measures) == 1:
+            best = max if config.hydra.sweeper.direction == "maximize" else min
+            trial = best(scores, key=lambda trial: scores[trial])
+            (measure,) = measures
+            print(f"best: {trial}, validation {measure.name} {measure.text(scores[trial])}")
+        else:
+            why = "no trial has a validation score"
+            if measures:
+                names = sorted(measure.name for measure in measures)
+                why = f"the trials have different measures ({', '.join(names)})"
+            print(
+                f"{WHO}: {why}, so best_params in {directory}/optimization_results.yaml means "
+                "nothing. Search over other options."
+            )
+        if statuses["failed"] or len(measures) > 1:
+            sys.exit(1)
