@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from PIL import Image
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -28,6 +29,7 @@ from typing_extensions import TypedDict  # pydantic cannot read Python's before 
 from normplug._compare.measure import ACCURACY, Measure
 from normplug.experiment.callbacks import save
 from normplug.experiment.config import WHO, Seed, UserError
+from normplug.experiment.image_tree import ClassFolders, find_parts
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 STRICT = ConfigDict(strict=True, extra="forbid")  # of the arguments of data
@@ -76,6 +78,10 @@ class Source(LightningDataModule, ABC):
     def sizes(self) -> dict[str, int]:
         """The arguments of a model that come from the data."""
         return {name: getattr(self, name) for name in self.gives}
+
+    def about(self) -> str:
+        """A line that says where the parts come from; "" where that is no choice of the user."""
+        return ""
 
     def facts(self, score: float) -> dict[str, Any]:
         """The data's part of `result.json`; `score` is the measure of the test part."""
@@ -159,14 +165,18 @@ class ImageData(Source):
 
     @abstractmethod
     def load(self) -> tuple[Part, Part]:
-        """Return the training images, validation included, and the test images."""
+        """Return the images that `split` takes, and the test images."""
+
+    def split(self, images: Part) -> tuple[Part, Part]:
+        """Return the images for training, and those for validation."""
+        return self.hold_out(images, self.val_fraction)
 
     def setup(self, stage: str) -> None:
         """Load and split the images, and compute the mean and std of their channels, once."""
         if hasattr(self, "mean"):
             return
         images, test = self.load()
-        train, val = self.hold_out(images, self.val_fraction)
+        train, val = self.split(images)
         channels = train.tensors[0].unbind(1)
         counts = [channel.flatten().bincount(minlength=256) for channel in channels]
         share = torch.stack(counts).double() / counts[0].sum()  # of each value, per channel
@@ -266,7 +276,16 @@ class Torchvision(ImageData):
 
     def load(self) -> tuple[Part, Part]:
         train, test = (getattr(datasets, self.dataset)(self.root, train=t) for t in (True, False))
-        return _part(train.data, train.targets), _part(test.data, test.targets)
+        images, labels = _part(train.data, train.targets).tensors
+        height, width = images.shape[2:]
+        classes = int(labels.max()) + 1
+        if (height, width) != (self.image_size, self.image_size) or classes > self.num_classes:
+            raise UserError(
+                f"{WHO}: {self.dataset} has {classes} classes and images of {height}x{width} "
+                f"pixels; got data.num_classes={self.num_classes} and data.image_size="
+                f"{self.image_size}. Set both to what the images have."
+            )
+        return Part(images, labels), _part(test.data, test.targets)
 
 
 def _part(pixels: Any, labels: Any) -> Part:
@@ -303,7 +322,7 @@ class ImageFolder(ImageData):
     """A tree of image files, one directory per class; docs/experiments.md says where.
 
     The shorter side of an image is resized to `image_size`, then the centre is cut out. `cache`
-    gets files for training and test, named by the path, size and modification time of each image.
+    gets a file for each part, named by the path, size and modification time of each image.
     """
 
     root: str
@@ -314,17 +333,40 @@ class ImageFolder(ImageData):
     def __post_init__(self) -> None:
         super().__post_init__()
         root = Path(self.root).expanduser().resolve()
-        tests = [root / name for name in ("test", "val") if (root / name).is_dir()][:1]
-        train = root / "train" if tests or (root / "train").is_dir() else root
-        self.folders = [datasets.ImageFolder(str(folder)) for folder in (train, *tests)]
+        parts = {part: ClassFolders(folder) for part, folder in find_parts(root).items()}
+        self.train_folder = parts["training"]
+        self.val_folder = parts.get("validation")
+        self.test_folder = parts.get("test")
+        if self.test_folder is None:  # the only other part is for the test
+            self.test_folder = self.val_folder
+            self.val_folder = None
+        folders = (self.train_folder, self.val_folder, self.test_folder)
+        self.folders = [folder for folder in folders if folder is not None]
         classes = [set(folder.classes) for folder in self.folders]
         self.num_classes = len(classes[0])
-        if self.num_classes < 2 or classes[0] != classes[-1]:
+        odd = set.union(*classes) - set.intersection(*classes)
+        if self.num_classes < 2 or odd:
+            only = f" In one part only: {sorted(odd)}." if odd else ""
             raise UserError(  # pydantic would wrap a ValueError
                 f"{WHO}: {root} must have a directory for each of at least two classes, the same "
-                f"for training and test; got {self.num_classes} for training. In one part only: "
-                f"{sorted(classes[0] ^ classes[-1])}."
+                f"for training and test; got {self.num_classes} for training.{only}"
             )
+
+    def about(self) -> str:
+        training = self._described(self.train_folder)
+        held_out = f"{100 * self.val_fraction:g}%"
+        if self.test_folder is None:
+            test = f"{TEST_FRACTION:.0%} of it"
+            validation = f"{held_out} of the rest"
+        else:
+            test = self._described(self.test_folder)
+            validation = f"{held_out} of the training images"
+        if self.val_folder is not None:
+            validation = self._described(self.val_folder)
+        return f"data: training {training}, test {test}, validation {validation}"
+
+    def _described(self, folder: ClassFolders) -> str:
+        return f"{Path(folder.root).name}/ ({len(folder)} images)"
 
     def load(self) -> tuple[Part, Part]:
         size = sum(map(len, self.folders)) * 3 * self.image_size**2 / 2**30
@@ -333,11 +375,19 @@ class ImageFolder(ImageData):
                 f"{WHO}: the decoded images take {size:.3g} GiB, more than data.memory_gib="
                 f"{self.memory_gib}. Set a larger data.memory_gib or a smaller data.image_size."
             )
-        train, *test = (
-            Part(self._decoded([path for path, _ in folder.samples]), torch.tensor(folder.targets))
-            for folder in self.folders
-        )
-        return (train, test[0]) if test else self.hold_out(train, TEST_FRACTION)
+        images = self._part(self.train_folder)
+        if self.test_folder is None:
+            return self.hold_out(images, TEST_FRACTION)
+        return images, self._part(self.test_folder)
+
+    def split(self, images: Part) -> tuple[Part, Part]:
+        if self.val_folder is None:
+            return super().split(images)
+        return images, self._part(self.val_folder)
+
+    def _part(self, folder: ClassFolders) -> Part:
+        images = self._decoded([path for path, _ in folder.samples])
+        return Part(images, torch.tensor(folder.targets))
 
     def _decoded(self, paths: Sequence[str]) -> Tensor:
         if self.cache is None:
@@ -357,7 +407,10 @@ def decode(paths: Sequence[str], image_size: int) -> Tensor:
 
     def read(image: Tensor, path: str) -> None:
         try:
-            picture = datasets.folder.pil_loader(path)
+            with Image.open(path) as file:
+                if file.mode.startswith(("I", "F")):  # Pillow would clip them to 8 bits
+                    raise ValueError(f"its pixels have the mode {file.mode}, more than 8 bits")
+                picture = file.convert("RGB")
         except Exception as error:  # Pillow's readers raise many types
             raise ValueError(
                 f"{WHO}: {path} is not a readable image ({error}). Replace or delete it."

@@ -357,6 +357,8 @@ def train(cfg: DictConfig, run: Run) -> None:
     model = Learner(net, data.measure, cfg, identity)
     trainer = run.trainer()
     checkpoint = run.begin(trainer)
+    if data.about():
+        say(data.about())
     if cfg.train:
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
         kept = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]

@@ -77,6 +77,15 @@ def tree(tmp_path):
     return tmp_path / "pets"
 
 
+def plant(root, value=200, count=10):
+    """Cats and dogs of one grey value."""
+    for name in ("cat", "dog"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            image = Image.new("RGB", (SIZE, SIZE), (value, value, value))
+            image.save(root / name / f"{number}.png")
+
+
 def folder(root, **options):
     return ImageFolder(root=str(root), image_size=SIZE, **options)
 
@@ -255,6 +264,97 @@ class TestImageFolder:
         with pytest.raises(UserError, match=r"got 2 for training. In one part only: \['emu'\]"):
             folder(tree)
 
+    @pytest.mark.parametrize(
+        ("names", "counts", "line"),
+        [
+            (
+                "train val",
+                (18, 2, 20),
+                "test val/ (20 images), validation 10% of the training images",
+            ),
+            (
+                "train valid",
+                (18, 2, 20),
+                "training train/ (20 images), test valid/ (20 images), vali",
+            ),
+            (
+                "Train Validation",
+                (18, 2, 20),
+                "training Train/ (20 images), test Validation/ (20 images)",
+            ),
+            (
+                "training testing",
+                (18, 2, 20),
+                "training training/ (20 images), test testing/ (20 images)",
+            ),
+            ("train val test", (20, 20, 20), "test test/ (20 images), validation val/ (20 images)"),
+            (
+                "TRAINING VALID TEST",
+                (20, 20, 20),
+                "TEST/ (20 images), validation VALID/ (20 images)",
+            ),
+            ("train", (14, 2, 4), "train/ (20 images), test 20% of it, validation 10% of the rest"),
+            (".", (14, 2, 4), "pets/ (20 images), test 20% of it, validation 10% of the rest"),
+        ],
+    )
+    def test_reads_each_part_from_the_directory_that_has_its_name(
+        self, tmp_path, names, counts, line
+    ):
+        root = tmp_path / "pets"
+        for number, name in enumerate(names.split()):
+            plant(root / name, value=50 * (number + 1))
+        data = folder(root)
+        assert [len(part.inputs) for part in parts(data)] == list(counts)
+        assert {tuple(each.classes) for each in data.folders} == {("cat", "dog")}
+        test = len(data.folders) - 1
+        values = {"train_part": 0, "val_part": 1 if test == 2 else 0, "test_part": test}
+        for part, number in values.items():
+            assert getattr(data, part).tensors[0].unique().tolist() == [50 * (number + 1)]
+        assert line in data.about()
+
+    def test_leaves_out_what_is_hidden_or_no_image(self, tmp_path):
+        root = tmp_path / "pets"
+        plant(root / "train")
+        plant(root / "valid")
+        for name in ("__MACOSX/train", "train/.ipynb_checkpoints", "train/cat/.ipynb_checkpoints"):
+            plant(root / name)
+        (root / "labels").mkdir()
+        (root / "labels/cat.txt").write_text("cat")
+        (root / "train/cat/._0.png").write_text("of macOS")
+        Image.new("RGB", (SIZE, SIZE)).save(root / "preview.png")
+        assert [len(part.inputs) for part in parts(folder(root))] == [18, 2, 20]
+
+    @pytest.mark.parametrize(
+        ("names", "sentence"),
+        [
+            ("train val valid", "train/, val/, valid/: val/ and valid/ are the same part. Rename"),
+            ("train holdout", "It has holdout/, train/: holdout/ is no part, but has images."),
+            ("val test", "It has test/, val/: train/ is missing."),
+            ("train train/cat/../..", "has cat/, dog/, train/: cat/ is no part, but has images; "),
+            ("seg_train seg_test", "seg_test/ and seg_train/ have the names of parts; each of"),
+            ("fold1 fold2", "each of them has cat/ and dog/, which may be the classes."),
+            ("one", "directory for each of at least two classes, the same for training and test"),
+        ],
+    )
+    def test_refuses_a_tree_of_which_it_would_read_a_part(self, tmp_path, names, sentence):
+        root = tmp_path / "pets"
+        for name in names.split():
+            plant(root / name)
+        with pytest.raises(UserError) as caught:
+            folder(root)
+        assert sentence in str(caught.value)
+
+    def test_refuses_images_beside_the_classes_of_a_part(self, tree):
+        Image.new("RGB", (SIZE, SIZE)).save(tree / "train/unsorted.png")
+        with pytest.raises(UserError, match="train/ has images beside its classes"):
+            folder(tree)
+
+    def test_refuses_pixels_that_8_bits_cannot_hold(self, tree):
+        pixels = np.full((SIZE, SIZE), 40000, np.uint16)
+        Image.fromarray(pixels).save(tree / "train/dog/05.png")
+        with pytest.raises(ValueError, match=r"05.png is .*\(its pixels have the mode I;16, more"):
+            folder(tree).setup("fit")
+
     def test_names_an_unreadable_image(self, tree):
         (tree / "train" / "dog" / "05.png").write_bytes(b"no image")
         with pytest.raises(ValueError, match=r"dog/05.png is not a readable image") as caught:
@@ -277,6 +377,16 @@ def test_torchvision_gives_its_official_parts(monkeypatch, name, shape):
     assert torch.equal(test.inputs, colours.permute(0, 3, 1, 2))
     assert test.targets.tolist() == labels
     assert [c.kwargs["train"] for c in dataset.call_args_list[2:]] == [True, False]
+
+
+@pytest.mark.parametrize("options", [{"num_classes": 9}, {"image_size": 16}])
+def test_torchvision_refuses_sizes_that_the_images_do_not_have(monkeypatch, options):
+    images = np.zeros((40, 8, 8), np.uint8)
+    dataset = SimpleNamespace(data=images, targets=[*range(10)] * 4)
+    monkeypatch.setattr(torchvision.datasets, "MNIST", lambda *_, **__: dataset)
+    data = Torchvision(**{"dataset": "MNIST", "num_classes": 10, "image_size": 8} | options)
+    with pytest.raises(UserError, match="MNIST has 10 classes and images of 8x8 pixels; got"):
+        data.setup("fit")
 
 
 @pytest.mark.parametrize("path", sorted(Path(CONFIGS, "data").glob("*.yaml")), ids=lambda p: p.stem)

@@ -223,6 +223,18 @@ def test_an_image_folder_without_two_classes_is_refused(refuses, tmp_path):
         assert f"\nnormplug.experiment: {sentence}" in f"\n{output}"
 
 
+def test_a_run_says_which_directory_is_the_test(trains, tmp_path):
+    for part in ("train", "valid"):
+        for name in ("cat", "dog"):
+            (tmp_path / "photos" / part / name).mkdir(parents=True)
+            for number in range(10):
+                Image.new("L", (8, 8)).save(tmp_path / f"photos/{part}/{name}/{number}.png")
+    images = ["data=image_folder", "data.root=photos", "data.image_size=8", "data.batch_size=9"]
+    output = trains(*images, "model=vit_tiny", "trainer.max_epochs=1", "callbacks=minimal")
+    said = "data: training train/ (20 images), test valid/ (20 images), validation 10% of the train"
+    assert f"\n{said}" in output
+
+
 def test_data_that_cannot_be_downloaded_are_one_sentence(refuses, monkeypatch):
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Mock(side_effect=OSError("no network")))
     output = refuses("data=cifar10", "trainer.max_epochs=1")
