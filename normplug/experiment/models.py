@@ -18,8 +18,10 @@ from torchvision.models import VisionTransformer, get_model
 import normplug
 from normplug._checks import needs
 from normplug._compare.measure import BASELINE
-from normplug.experiment.config import WHO, Fraction, checked, mode_of
+from normplug.experiment.config import WHO, Fraction, UserError, checked, mode_of
 
+PROBED_TOKENS = 16
+LEAK = 1e-5  # of the change at the last token; see `is_causal`
 SMALL_IMAGE = 64  # pixels; up to here, an ImageNet stem (stride 4) would discard too much
 
 
@@ -228,10 +230,22 @@ def hf_causal_lm(
     """A causal language model of transformers, such as "llama", from its configuration.
 
     `block_size` is the maximum context length. The MLP is 4 times as wide as the residual stream.
+    A model that sees later tokens, such as BERT, is built with `is_decoder=True`.
+
+    Raises:
+        UserError: transformers has no causal language model of this name; it has another vocabulary
+            or sees later tokens.
     """
     with needs(f"{WHO}: model=hf_causal_lm", "zoo"):
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"{WHO}: model.name must be a causal language model of transformers; got {name!r}, "
+            "which is unknown or another kind, such as an encoder-decoder. Choose another, such as "
+            "gpt2 or llama."
+        )
     known = AutoConfig.for_model(name)
     sizes = {
         "vocab_size": vocabulary,
@@ -239,11 +253,47 @@ def hf_causal_lm(
         "num_hidden_layers": depth,
         "num_attention_heads": heads,
         "intermediate_size": 4 * width,
+        "ffn_dim": 4 * width,
+        "word_embed_proj_dim": width,
         "num_key_value_heads": heads,
+        "decoder_layers": depth,
+        "decoder_attention_heads": heads,
+        "decoder_ffn_dim": 4 * width,
         "head_dim": width // heads,
         "max_position_embeddings": block_size,
     }
     sizes = {key: value for key, value in sizes.items() if hasattr(known, key)}
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    given = {**sizes, **tokens, "use_cache": False, **(options or {})}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **given))
+    for decoder in ({}, {"is_decoder": True}):
+        values = {**sizes, **tokens, "use_cache": False, **decoder, **(options or {})}
+        net = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **values))
+        if is_causal(net, vocabulary, block_size):
+            return net
+    raise UserError(
+        f"{WHO}: model.name={name} is no causal language model as it is configured: its output for "
+        "a token depends on later tokens. Choose another, such as gpt2."
+    )
+
+
+@torch.no_grad()
+def is_causal(net: nn.Module, vocabulary: int, block_size: int) -> bool:
+    """Whether another last token leaves the logits of all earlier tokens as they are.
+
+    Six kinds of BERT changed them, at their random start, by at least 1.7e-4 of the change at the
+    last token; rounding changed them by at most 1.8e-7, in models with experts.
+    """
+    tokens = torch.arange(min(block_size, PROBED_TOKENS))[None] % vocabulary
+    others = tokens.clone()
+    others[:, -1] = (others[:, -1] + 1) % vocabulary
+    trains = net.training
+    net.eval()
+    with torch.random.fork_rng(devices=[]):
+        logits = net(tokens).logits
+        changes = (net(others).logits - logits).abs()
+    net.train(trains)
+    if logits.shape[-1] != vocabulary:
+        raise UserError(
+            f"{WHO}: the model must have logits for {vocabulary} tokens; got {logits.shape[-1]}. "
+            f"Set the key of its configuration for that: +model.options.KEY={vocabulary}."
+        )
+    return bool(changes[:, :-1].max() <= LEAK * changes[:, -1].max())

@@ -20,9 +20,9 @@ import normplug
 import train
 from normplug._ops import recompute
 from normplug.compare import main as compare_arms
-from normplug.experiment.config import BY_DEPTH, mode_of
+from normplug.experiment.config import BY_DEPTH, UserError, mode_of
 from normplug.experiment.learner import make_optimizer, make_scheduler
-from normplug.experiment.models import GPT, apply_arm, resnet, vit
+from normplug.experiment.models import GPT, apply_arm, hf_causal_lm, resnet, vit
 from normplug.experiment.run import CONFIGS
 from programs import program
 from statistics_cases import rows_of
@@ -69,6 +69,56 @@ def test_models_of_timm_and_transformers_train_from_their_names(trains, tmp_path
     swapped = {r["model"]: list(r["target_variances"]) for r in results(tmp_path)}
     assert len(swapped["test_convnext"]) > 4
     assert "net.model.layers.0.input_layernorm" in swapped["llama"]
+
+
+TINY_LM = {"vocabulary": 16, "block_size": 16, "width": 16, "depth": 2, "heads": 2}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "electra", "bart", "qwen2_moe"])
+def test_a_language_model_of_transformers_sees_no_later_token(name):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    net = hf_causal_lm(name, **TINY_LM, options={"moe_intermediate_size": 8})
+    assert net.training
+    for p in net.eval().parameters():
+        p.data *= 10  # as weights after some training
+    tokens = torch.arange(16)[None]
+    other = tokens.flip(1).clone()
+    other[:, :-1] = tokens[:, :-1]
+    change = (net(other).logits - net(tokens).logits).abs().amax(-1)[0]
+    assert change[:-1].max() <= 1e-5 * change[-1]
+
+
+def test_the_check_for_later_tokens_draws_no_random_number_and_takes_one_attempt():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    net = hf_causal_lm("gpt2", **TINY_LM)
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    stock = transformers.AutoModelForCausalLM.from_config(net.config)
+    assert all(map(torch.equal, net.parameters(), stock.parameters()))
+    assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("t5", {}, "got 't5', which is unknown or another kind, such as an encoder-decoder"),
+        ("gpt3", {}, "got 'gpt3', which is unknown or .* Choose another, such as gpt2"),
+        ("bert", {"is_decoder": False}, "its output for a token depends on later tokens"),
+        ("gpt2", {"vocab_size": 20}, "must have logits for 16 tokens; got 20"),
+    ],
+)
+def test_what_is_no_causal_language_model_is_refused(name, options, sentence):
+    pytest.importorskip("transformers")
+    with pytest.raises(UserError, match=sentence):
+        hf_causal_lm(name, **TINY_LM, options=options)
+
+
+def test_an_encoder_decoder_gets_the_size_of_its_decoder_from_the_command():
+    pytest.importorskip("transformers")
+    config = hf_causal_lm("bart", **TINY_LM).config
+    assert (config.decoder_layers, config.decoder_ffn_dim, config.d_model) == (2, 64, 16)
 
 
 def test_the_command_line_wins_over_what_a_model_or_an_experiment_chooses():
