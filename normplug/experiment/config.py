@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, HydraException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -25,6 +26,9 @@ from normplug._swap.layer_modes import ByDepth, Schedule
 
 WHO = "normplug.experiment"
 PLACE = "hydra.run.dir=DIR, or study=NAME for a sweep"
+CHOICES = "hydra:runtime.choices."  # before the name of a group of configs/, in an interpolation
+# Groups whose choices set other keys that name a directory.
+NAMED = ("arm", "experiment")
 SEE_HELP = "`python train.py --help` lists the keys."
 UNWRITABLE = {  # full, over a limit, no permission, or no place for a directory
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
@@ -203,6 +207,39 @@ def arm_name(mode: str | float, gamma0: float | str | None = None, tag: str | No
     return "-".join(map(str, parts))
 
 
+def model_name(choice: str, name: str | None = None, arch: str | None = None) -> str:
+    """Return the model's name in directories, results and tables.
+
+    It is `model.name` or `model.arch`, such as the "resnet18" of a library, or else the choice from
+    configs/model.
+    """
+    return str(name or arch or choice)
+
+
+def unnamed_keys(config: DictConfig) -> list[str]:
+    """Return the keys of a sweep whose values do not name the directories of its runs.
+
+    `config` is the whole configuration of the sweep. Runs with two values of such a key would get
+    one directory, and be one arm of the comparison. A group of configs/ is returned as the key of
+    its choice.
+    """
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    hydra = raw["hydra"]
+    params = hydra["sweeper"].get("params") or {}
+    lines = [*(f"{key}={value}" for key, value in params.items()), *hydra["overrides"]["task"]]
+    overrides = OverridesParser.create().parse_overrides(lines)
+    names = f"{hydra['sweep']['subdir']} {raw.get('tag')}"
+    unnamed: list[str] = []
+    for override in overrides:
+        key = override.key_or_group
+        pattern = rf"(?<![\w.])({CHOICES})?{re.escape(key)}(?![\w.])"
+        named = key in NAMED or "hydra:job.num" in names or re.search(pattern, names)
+        if override.is_sweep_override() and not named:
+            is_group = key in hydra["runtime"]["choices"]
+            unnamed.append(f"{CHOICES}{key}" if is_group else key)
+    return unnamed
+
+
 def path_name(text: Any) -> str:
     """Turn any text into the name of a file or directory, of at most 180 characters."""
     # A slash would name a subdirectory, and = would break Lightning's commands for more processes.
@@ -222,5 +259,6 @@ def direction_of(target: str) -> str:
 
 
 OmegaConf.register_new_resolver("normplug.direction", direction_of, replace=True)
+OmegaConf.register_new_resolver("normplug.model", model_name, replace=True)
 OmegaConf.register_new_resolver("normplug.arm", arm_name, replace=True)
 OmegaConf.register_new_resolver("normplug.name", path_name, replace=True)

@@ -37,7 +37,17 @@ from normplug._compare.measure import METRICS, RESULT, VARIANCE, Measure
 from normplug._results import stamp, write_file
 from normplug.experiment import callbacks
 from normplug.experiment.callbacks import say
-from normplug.experiment.config import PLACE, WHO, UserError, arm_name, check, user_sentence
+from normplug.experiment.config import (
+    CHOICES,
+    PLACE,
+    WHO,
+    UserError,
+    arm_name,
+    check,
+    model_name,
+    unnamed_keys,
+    user_sentence,
+)
 from normplug.experiment.data import Source
 from normplug.experiment.learner import Diverged, Learner, refuse_graph
 from normplug.experiment.models import apply_arm
@@ -98,7 +108,7 @@ class Run:
         self.labels: dict[str, Any] = {
             "arm": arm_name(*map(find, ("mode", "gamma0", "tag"))),
             "seed": find("seed"),
-            "model": find("model.name") or choices.get("model"),
+            "model": model_name(str(choices.get("model")), find("model.name"), find("model.arch")),
             "data": Path(str(path)).name if path else data,
             "learning_rate": rate if isinstance(rate, (int, float)) else None,
             "overrides": list(HydraConfig.get().overrides.task),
@@ -410,7 +420,23 @@ def validation_of(result: Mapping[str, Any]) -> float | None:
 
 
 class CompareArms(Callback):
-    """Compare the arms of a sweep when it ends."""
+    """Refuse a sweep whose runs would share a directory; compare its arms when it ends."""
+
+    @rank_zero_only
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        keys = unnamed_keys(config)
+        if not keys:
+            return
+        names = ", ".join(key.removeprefix(CHOICES) for key in keys)
+        tag = "_".join(f"${{{key}}}" for key in keys)
+        # Hydra turns any other exception of a callback into a warning.
+        print(
+            f"{WHO}: the runs of a sweep over {names} would share a directory, and be one arm of "
+            f"the comparison. Name an arm for each value: 'tag={tag}'. For learning rates there is "
+            "experiment=rates.",
+            file=sys.stderr,
+        )
+        sys.exit(1)
 
     @rank_zero_only
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:

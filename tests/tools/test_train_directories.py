@@ -121,6 +121,54 @@ def test_a_folder_of_the_users_own_keeps_what_it_has(trains, refuses, tmp_path):
     assert (own / "former/a").read_text() == "b"
 
 
+def test_a_sweep_over_models_of_timm_has_a_directory_and_a_table_for_each(trains, tmp_path):
+    pytest.importorskip("timm")
+    models = ["model=timm", "model.name=test_convnext,test_vit"]
+    images = ["data=fake", "data.image_size=8", "data.num_images=100", "data.batch_size=36"]
+    output = trains(*models, *images, "trainer.max_epochs=1", "callbacks=minimal", "-m")
+    for model in ("test_convnext", "test_vit"):
+        run = tmp_path / f"logs/sweeps/default/{model}/fake/golden/seed_0"
+        assert result_of(run)["model"] == model
+        assert f"\n## {model} on fake\n" in output
+
+
+def test_a_model_is_named_by_what_is_trained(trains, tmp_path):
+    tiny = ["data=fake", "data.image_size=8", "data.num_images=100", "trainer.max_epochs=1"]
+    trains("model=resnet18", "model.arch=resnet34", *tiny, "callbacks=minimal", "-m")
+    run = tmp_path / "logs/sweeps/default/resnet34/fake/golden/seed_0"
+    assert result_of(run)["model"] == "resnet34"
+
+
+@pytest.mark.parametrize(
+    ("swept", "names", "tag"),
+    [
+        ("model.depth=1,2", "model.depth", "${model.depth}"),
+        ("optimizer=sgd,adamw", "optimizer", "${hydra:runtime.choices.optimizer}"),
+        ("optimizer.lr=0.1,0.2 seed=0,1", "optimizer.lr", "${optimizer.lr}"),
+        ("++trainer.max_steps=1,2 study=a,b", "trainer.max_steps, study", "${trainer.max_steps}_"),
+    ],
+)
+def test_a_sweep_whose_runs_would_share_a_directory_is_refused_before_the_first(
+    refuses, tmp_path, swept, names, tag
+):
+    output = refuses(*SMALL, "mode=standard,golden", *swept.split(), "-m")
+    assert f"the runs of a sweep over {names} would share a directory" in output
+    assert f"Name an arm for each value: 'tag={tag}" in output
+    assert not list(tmp_path.rglob("result.json"))
+
+
+def test_the_keys_that_an_experiment_sweeps_over_must_name_directories_too(refuses):
+    output = refuses("experiment=e1", "hydra.sweep.subdir=${mode}", "-m")
+    assert "the runs of a sweep over optimizer.lr, seed would share a directory" in output
+
+
+def test_a_tag_names_the_arms_of_a_sweep_over_other_keys(trains, tmp_path):
+    tag = "tag=${model.depth}_${hydra:runtime.choices.optimizer}"
+    trains(*SMALL, "model.depth=1,2", "optimizer=adamw,adamw", tag, "mode=golden", "-m")
+    arms = {path.parts[-3] for path in tmp_path.rglob("result.json")}
+    assert arms == {"golden-1_adamw", "golden-2_adamw"}
+
+
 def test_names_of_directories_leave_logs_by_no_way(trains, refuses, tmp_path):
     trains(*training.SMALL, "~callbacks")
     (run,) = (tmp_path / "logs/runs").iterdir()
