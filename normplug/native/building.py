@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
@@ -27,11 +29,12 @@ _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 _FAILED = ".failed.txt"  # of the file that says why a compilation failed
 _A_DAY = 24 * 3600.0  # seconds after which a failure is retried
+# The name of a file that `start_compiler` makes, and that a killed compiler leaves behind.
+_LEFTOVER = re.compile(_NAME + r"-[0-9a-f]{12}\.so\.[0-9a-f]{32}\.part(\.txt\.part)?")
 _DIGEST = 68  # bytes at the end of a compiled file: what `sha256sum` prints of the rest
 # "$@" is the compiler. A complete output is renamed to TARGET, so that nobody loads half of it.
 _SCRIPT = """
 umask 022
-find "$FOLDER" -name '*.part' -mtime +0 -delete  # what killed compilers have left
 { "$@" && sha256sum <"$PART" >>"$PART" && sync "$PART"; } >"$LOG" 2>&1 &&
     mv -f "$PART" "$TARGET" && rm -f "$LOG" && exit
 rm -f "$PART"
@@ -80,8 +83,8 @@ def start_compiler(target: Path, *, again: bool = True) -> subprocess.Popen[byte
         note.unlink(missing_ok=True)
     except OSError as error:
         raise RuntimeError(f"{target.parent} cannot be written to: {error}") from error
+    _remove_leftovers(target.parent)
     paths = {"PART": part, "LOG": f"{part}.txt.part", "TARGET": target, "NOTE": note}
-    paths["FOLDER"] = target.parent
     # In a session of its own, the compiler outlives this process, and Ctrl-C does not reach it.
     return subprocess.Popen(
         ["sh", "-c", _SCRIPT, "sh", *words],
@@ -91,6 +94,22 @@ def start_compiler(target: Path, *, again: bool = True) -> subprocess.Popen[byte
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed compilers have left in the cache folder for more than a day.
+
+    The folder may also hold files of the user. So only regular files directly in it are removed,
+    and only those with a name that `start_compiler` makes.
+    """
+    with suppress(OSError):  # another process may remove them at the same time
+        for path in folder.iterdir():
+            if not _LEFTOVER.fullmatch(path.name):
+                continue
+            status = path.lstat()
+            is_old = time.time() - status.st_mtime > _A_DAY
+            if is_old and stat.S_ISREG(status.st_mode):
+                path.unlink()
 
 
 def finish(process: subprocess.Popen[bytes], target: Path) -> None:

@@ -201,6 +201,31 @@ def test_a_killed_compiler_leaves_nothing_harmful(compiler, loads, monkeypatch, 
     assert not [*folder.glob("*.part")]
 
 
+def test_the_clean_up_leaves_every_file_of_the_user(compiler, folder):
+    library = building.library()
+    of_a_compiler = f"{library.name}.{'0' * 32}.part"
+    (folder / "Downloads").mkdir(parents=True)
+    directory = folder / f"{library.name}.{'1' * 32}.part"
+    directory.mkdir()
+    kept = [
+        folder / "weights.part",
+        folder / f"{library.name}.part",
+        folder / f"copy of {of_a_compiler}",
+        folder / "Downloads" / "thesis.zip.part",
+        folder / "Downloads" / of_a_compiler,
+    ]
+    removed = [folder / of_a_compiler, folder / f"{of_a_compiler}.txt.part"]
+    for path in (*kept, *removed):
+        path.write_text("text")
+    for path in (*kept, *removed, directory):
+        os.utime(path, times=(time.time() - A_DAY,) * 2)
+    folder.chmod(0o700)
+    compile_now(library)
+    assert [path for path in kept if not path.exists()] == []
+    assert [path for path in removed if path.exists()] == []
+    assert directory.is_dir()
+
+
 def test_several_processes_may_build_at_once_and_one_may_fail(compiler, folder, tmp_path):
     library, processes, gate = building.library(), [], tmp_path / "gate"
     wait = WAIT.format(gate)
