@@ -139,6 +139,10 @@ def convert(
     device: the device of watched statistics if the layer has no weight. options: other `Settings`.
     """
     options["target_variance"] = target_variance
+    probe = vars(module).get("_probe")
+    if probe is not None and probe.stock is not None:  # stock, but for being measured
+        probe.stock = None
+        revert(module)
     if not isinstance(module, TargetVarianceNorm):
         ours = replacement(module)
         assert ours is not None
@@ -161,7 +165,7 @@ def settings(module: nn.Module) -> dict[str, Any]:
     return {name: getattr(module._normplug, name) for name in names}
 
 
-def revert(module: TargetVarianceNorm) -> None:
+def revert(module: nn.Module) -> None:
     """Give a normplug layer its stock class again, in place; the inverse of `convert`."""
     desynchronise(module)
     if not isinstance(module, TargetVarianceNorm):

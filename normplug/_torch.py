@@ -240,6 +240,15 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def remove_hooks(module: nn.Module, kind: type) -> None:
+    """Remove the forward hooks of a module that are instances of `kind`."""
+    hooks: Any
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
+
+
 # --- Measuring, for normplug.bench ---
 
 # Keeps the GPU busy for a number of cycles, while the host runs ahead of it.

@@ -8,6 +8,7 @@ from typing import Any
 
 from normplug import _checks, _convert
 from normplug._checks import needs
+from normplug._statistics.log import resume_log, start_log
 from normplug._statistics.watching import Watch
 from normplug._swap.record import refuse_other_modes
 from normplug._swap.swap import unswap
@@ -23,8 +24,9 @@ class NormCallback(TrainerCallback, ExportableState):
     """Watch the norms of a model that transformers' Trainer trains, and keep their modes.
 
     - Every `every` optimizer steps it measures as `normplug.watch` does, and appends rows to
-      `variance.csv` in the Trainer's output directory. The main process measures, its own part of
-      the batch, and the last forward of an accumulated step.
+      `variance.csv` in the Trainer's output directory. A new run starts a new file, and a resumed
+      run drops the rows of steps that it repeats. The main process measures, its own part of the
+      batch, and the last forward of an accumulated step.
     - Each checkpoint records the mode of each layer, in `trainer_state.json`. Resuming in other
       modes is refused.
     - With `publish`, a stock model with the same outputs is saved there at the end, by
@@ -54,13 +56,20 @@ class NormCallback(TrainerCallback, ExportableState):
         return {"args": arguments, "attributes": {"_modes": self._modes}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Record the modes; refuse other modes than a resumed checkpoint's."""
+        """Record the modes; refuse other modes than a resumed checkpoint's; begin the file."""
         layers = _convert.normplug_layers(rest["model"])
         self._modes = {path: layer.target_variance for path, layer in layers}
         saved = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step > 0 and isinstance(saved, dict):
             before = saved["attributes"]["_modes"]
             refuse_other_modes("transformers.NormCallback", self._modes, before)
+        self._stop()
+        if self.every is not None and state.is_world_process_zero:
+            path = _log_of(args)
+            if state.global_step > 0:
+                resume_log(path, state.global_step)
+            else:
+                start_log(path)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """On a logged step, make every norm measure."""
@@ -73,13 +82,23 @@ class NormCallback(TrainerCallback, ExportableState):
         """After a logged step, write what was measured."""
         if self._measuring is None:
             return
-        self._measuring.finish(state.global_step - 1, int(state.epoch or 0))
-        self._measuring.release()
-        self._measuring.append_csv(Path(args.output_dir) / "variance.csv")
-        self._measuring = None
+        measured = self._measuring
+        measured.finish(state.global_step - 1, int(state.epoch or 0))
+        self._stop()
+        measured.append_csv(_log_of(args))
+
+    def _stop(self) -> None:
+        """Stop measuring, also after an error in an earlier training, which has no event."""
+        if self._measuring is not None:
+            self._measuring.release()
+            self._measuring = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Publish the stock model, if asked."""
         if self.publish is not None and state.is_world_process_zero:
             stock: Any = unswap(copy.deepcopy(rest["model"]))
             stock.save_pretrained(self.publish)
+
+
+def _log_of(args: Any) -> Path:
+    return Path(args.output_dir) / "variance.csv"

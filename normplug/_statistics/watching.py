@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from functools import partial
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ from normplug import _checks, _convert
 from normplug._checks import needs
 from normplug._ops import parts
 from normplug._results import write_file
+from normplug._statistics.loop import Loop
 from normplug._table import table
-from normplug._torch import in_backward
 from normplug.modules import TargetVarianceNorm
-from normplug.modules.probe import Probe, averages
+from normplug.modules.probe import Measured, Probe, SharedProbe, averages
 from normplug.modules.row_norms import RowNorm
 from normplug.reference import channel_dims
 
@@ -78,30 +78,96 @@ MEASURED = LayerVariance._fields[6:10]
 DETAILS = LayerVariance._fields[13:]
 
 
-class _Details(Probe):
+# Held while a layer starts or stops measuring, and while rows are added.
+_lock = threading.Lock()
+
+
+class _DetailedProbe(Probe):
     """Measures what `details` asks for, too, as `DETAILS`."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
+        super().__init__(model)
         self.details = torch.full((len(DETAILS),), math.nan)
 
-    def look(self, layer: TargetVarianceNorm, x: Tensor, y: Tensor) -> None:
+    def store(self, layer: TargetVarianceNorm, x: Tensor, y: Tensor, measured: Measured) -> None:
         """Measure the channels of input and output, and, in the backward, the gradient of y."""
-        assert self.input is not None
-        variances = self.input.flatten().sort().values
-        places = [round(share * (len(variances) - 1)) for share in (0.1, 0.5, 0.9)]
-        own = parts.own_part(y.detach())
-        dims = channel_dims(own)
-        if isinstance(layer, RowNorm):
-            dims = tuple(range(own.dim() - len(layer._affine_shape())))
-        shares = [(own.amax(dims) <= 0).float().mean(), (own.amin(dims) >= 0).float().mean()]
-        found = [x.float().mean(), *variances[places].float(), *shares]
-        self.details = torch.stack([*found, torch.full_like(found[0], math.nan)])
+        super().store(layer, x, y, measured)
+        with torch.no_grad():
+            values = _details(layer, x, y, measured)
+            # Activation checkpointing may repeat a forward after the gradient was measured.
+            gradient = self.details[-1:].to(values)
+            self.details = torch.cat([values, gradient])
         if y.requires_grad and not torch.compiler.is_compiling():
-            y.register_hook(partial(_add_gradient, self.details))
+            y.register_hook(self._add_gradient)
+
+    def _add_gradient(self, gradient: Tensor) -> None:
+        self.details[-1] = parts.own_part(gradient.detach()).float().square().mean()
 
 
-def _add_gradient(details: Tensor, gradient: Tensor) -> None:
-    details[-1] = parts.own_part(gradient.detach()).float().square().mean()
+def _details(layer: TargetVarianceNorm, x: Tensor, y: Tensor, measured: Measured) -> Tensor:
+    """The `DETAILS` of a call but for the gradient."""
+    variances = measured.input.flatten().sort().values
+    places = [round(share * (len(variances) - 1)) for share in (0.1, 0.5, 0.9)]
+    local = parts.own_part(y.detach())
+    dims = channel_dims(local)
+    if isinstance(layer, RowNorm):
+        dims = tuple(range(local.dim() - len(layer._affine_shape())))
+    dead = (local.amax(dims) <= 0).float().mean()
+    saturated = (local.amin(dims) >= 0).float().mean()
+    return torch.stack([x.float().mean(), *variances[places].float(), dead, saturated])
+
+
+def _attach(layer: nn.Module, probe: Probe) -> None:
+    """Have a layer measure for a probe; the first one of a stock layer converts it."""
+    with _lock:
+        before: SharedProbe | None = vars(layer).get("_probe")
+        if before is None:
+            probes, stock = [probe], None
+        else:
+            probes, stock = [*before.probes, probe], before.stock
+        if not isinstance(layer, TargetVarianceNorm):
+            stock = type(layer)
+            _convert.convert(layer, 1.0, backend="torch")
+        vars(layer)["_probe"] = SharedProbe(probes, stock)
+
+
+def _detach(layer: nn.Module, probe: Probe) -> None:
+    """Undo `_attach`; the last one of a stock layer turns it back, unless its mode was changed."""
+    with _lock:
+        before: SharedProbe | None = vars(layer).get("_probe")
+        if before is None:
+            return
+        probes = [other for other in before.probes if other is not probe]
+        if probes:
+            vars(layer)["_probe"] = SharedProbe(probes, before.stock)
+            return
+        del vars(layer)["_probe"]
+        changed = _convert.settings(layer).get("target_variance") != 1.0
+        if before.stock is not None and not changed:
+            _convert.revert(layer)
+
+
+class _Measuring(NamedTuple):
+    """A layer that measures, and the probe that it fills."""
+
+    path: str
+    layer: nn.Module
+    probe: Probe
+
+
+class _Step(NamedTuple):
+    """A finished step."""
+
+    known: list[dict[str, Any]]  # of each row, the columns that were not measured
+    values: Tensor  # `MEASURED`, (rows, 4), on the device
+    probes: list[Probe]  # with details: those of the rows; a backward adds the gradient to them
+
+    def table(self) -> Tensor:
+        """What was measured, a row for each layer."""
+        details = [p.details for p in self.probes if isinstance(p, _DetailedProbe)]
+        if not details:
+            return self.values
+        return torch.cat([self.values, torch.stack([t.to(self.values) for t in details])], 1)
 
 
 class Watch:
@@ -111,26 +177,30 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, every: int = 1, details: bool = False) -> None:
-        self._model, self._every, self._details = model, every, details
-        self._forwards = 0
-        self._runs = False  # whether a forward that measures runs
-        self._measuring: list[tuple[str, TargetVarianceNorm, bool]] = []  # path, layer, is stock
-        # Of each finished step: what is known of each row before and after the values; the values.
-        self._pending: list[tuple[list[tuple[Any, Any]], list[Tensor]]] = []
+        self._model = model
+        self._every = every
+        self._details = details
+        self._measuring: list[_Measuring] = []
+        self._pending: list[_Step] = []
         self._rows: list[LayerVariance] = []
-        self._hooks: list[Any] = []
+        self._loop: Loop | None = None  # since the first `with`
 
-    def start(self) -> None:
-        """Have every norm measure from now on."""
-        for path, module in _convert.norm_layers(self._model):
-            is_stock = not isinstance(module, TargetVarianceNorm)
-            if is_stock and hasattr(module, "process_group"):
+    def start(self, model: nn.Module | None = None) -> None:
+        """Have every norm measure from now on.
+
+        model: where it is set, only calls in training count, with gradients enabled: of this model.
+        """
+        for path, layer in _convert.norm_layers(self._model):
+            is_stock = not isinstance(layer, TargetVarianceNorm)
+            if is_stock and hasattr(layer, "process_group"):
                 continue
-            if is_stock:
-                _convert.convert(module, 1.0, backend="torch")
-            assert isinstance(module, TargetVarianceNorm)
-            module._probe = _Details() if self._details else Probe()
-            self._measuring.append((path, module, is_stock))
+            probe = _DetailedProbe(model) if self._details else Probe(model)
+            _attach(layer, probe)
+            self._measuring.append(_Measuring(path, layer, probe))
+
+    def has_run(self) -> bool:
+        """Whether a norm has run since `start`."""
+        return any(each.probe.measured is not None for each in self._measuring)
 
     def finish(self, step: int, epoch: int = 0) -> None:
         """Take what was measured as this step's, and turn stock layers back.
@@ -138,67 +208,67 @@ class Watch:
         Until `release`, swapped layers run as they did while they measured, so that activation
         checkpointing repeats the same forward.
         """
-        joined = dist.is_available() and dist.is_initialized()
-        place = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        rank, world_size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
         known = []
-        probes: list[Any] = [layer._probe for _, layer, _ in self._measuring]
         for depth, (path, layer, _) in enumerate(self._measuring):
-            kind = _convert.plain_class(layer).__name__
-            head = step, epoch, path, depth, kind, layer.target_variance
-            known.append((head, (*place, layer._measure)))
-        values = averages(probes)
-        self._pending.append((known, [values, *(p.details for p in probes if self._details)]))
+            row = {
+                "step": step,
+                "epoch": epoch,
+                "layer": path,
+                "depth": depth,
+                "kind": _convert.plain_class(layer).__name__,
+                "target_variance": _convert.settings(layer).get("target_variance", 1.0),
+                "rank": rank,
+                "world_size": world_size,
+                "measure": _convert.declared(layer)._measure,
+            }
+            known.append(row)
+        probes = [each.probe for each in self._measuring]
+        with _lock:
+            self._pending.append(_Step(known, averages(probes), probes))
         self.release(swapped=False)
 
     def release(self, swapped: bool = True) -> None:
         """Stop stock layers from measuring, and turn them back; stop swapped layers, if asked."""
-        for _, layer, is_stock in self._measuring:
-            if swapped or is_stock:
-                del layer._probe
-            if is_stock:
-                _convert.revert(layer)
-        self._measuring = [] if swapped else [each for each in self._measuring if not each[2]]
+        kept = []
+        for each in self._measuring:
+            probe = vars(each.layer).get("_probe")
+            if swapped or probe is None or probe.stock is not None:
+                _detach(each.layer, each.probe)
+            else:
+                kept.append(each)
+        self._measuring = kept
 
     def __enter__(self) -> Watch:
-        self._hooks = [
-            self._model.register_forward_pre_hook(self._before),
-            self._model.register_forward_hook(self._after),
-        ]
+        if self._loop is None:
+            self._loop = Loop(self._model, self._every, self)
+        self._loop.begin()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self.release()
-
-    def _before(self, model: nn.Module, inputs: Any) -> None:
-        if in_backward():  # activation checkpointing repeats the last forward
-            return
-        self.release()
-        self._runs = False
-        if model.training and torch.is_grad_enabled():
-            if self._forwards % self._every == 0:
-                self._runs = True
-                self.start()
-            self._forwards += 1
-
-    def _after(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if self._runs:
-            self._runs = False
-            self.finish(self._forwards - 1)
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        assert self._loop is not None
+        self._loop.end(completed=kind is None)
+        if kind is None and not self._rows and not self._pending:
+            _checks.warn(
+                "normplug.watch: nothing was measured: no norm of the model ran in training with "
+                "gradients enabled. Call model.train(), and watch the module that the loop calls."
+            )
 
     @property
     def rows(self) -> list[LayerVariance]:
         """Every row so far, one for each layer and logged step. Waits for the GPU."""
-        tables = []
-        for _, (values, *details) in self._pending:
-            more = [torch.stack([each.to(values) for each in details])] if details else []
-            tables.append(torch.cat([values, *more], 1).to(self._pending[0][1][0].device))
-        found = torch.cat(tables).tolist() if tables else []  # one transfer
-        known = [row for step, _ in self._pending for row in step]
-        for (head, tail), row in zip(known, found, strict=True):
-            self._rows.append(LayerVariance(*head, *row[:4], *tail, *row[4:]))
-        self._pending = []
+        with _lock:
+            steps, self._pending = self._pending, []
+            if steps:
+                device = steps[0].values.device
+                values = torch.cat([step.table().to(device) for step in steps]).tolist()
+                known = [row for step in steps for row in step.known]
+                names = MEASURED + DETAILS if self._details else MEASURED
+                for row, measured in zip(known, values, strict=True):
+                    columns = dict(zip(names, measured, strict=True))
+                    self._rows.append(LayerVariance(**row, **columns))
         return self._rows
 
     def table(self) -> str:
@@ -215,11 +285,13 @@ class Watch:
         return f"variance at step {step}{part}\n{table([tuple(COLUMNS), *cells])}"
 
     def to_csv(self, path: str | Path) -> None:
-        """Write all rows to a CSV file, which is replaced as a whole."""
+        """Write all rows to a CSV file, which is replaced as a whole; without rows, its header."""
         write_file(Path(path), self._csv())
 
     def append_csv(self, path: Path) -> None:
-        """Append all rows to a CSV file, which is created with its header."""
+        """Append all rows, if there are any, to a CSV file, which is created with its header."""
+        if not self.rows:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         text = self._csv(header=not path.exists())
         with path.open("a", encoding="utf-8", newline="") as file:
@@ -233,6 +305,11 @@ class Watch:
 
     def plot(self, path: str | Path) -> None:
         """Draw a heat map of the variances, layer by step, as a PNG; needs matplotlib."""
+        if not self.rows:
+            raise ValueError(
+                "normplug.watch: plot needs at least one measured step, and nothing has been "
+                "measured yet. Call it after the first step in training."
+            )
         with needs("normplug.watch: plot", "train"):
             from normplug._statistics.heat_map import draw_heat_map
         draw_heat_map(io.StringIO(self._csv()), Path(path), type(self._model).__name__)
@@ -245,19 +322,24 @@ def watch(model: nn.Module, every: int = 50, details: bool = False) -> Watch:
             train(model)
         print(w.table())
 
-    Each is measured on the tensor itself, on every `every`-th forward in training with gradients
-    enabled. It is taken over the values that are normalised together, and averaged over channels
-    (BatchNorm), rows (LayerNorm), or groups of channels of each sample (GroupNorm, InstanceNorm).
-    For a norm that does not centre (RMSNorm), the second moment takes its place, and the column
-    `measure` says so. A layer that does not run has nan. `LayerVariance` lists the columns.
+    Each is measured on the tensor itself, on every `every`-th step. A step is a forward of `model`
+    in training, with gradients enabled. If the loop calls only parts of `model`, a step ends with a
+    step of the optimizer, and a norm's latest call in it counts. A variance is taken over the
+    values that are normalised together, and averaged over channels (BatchNorm), rows (LayerNorm),
+    or groups of channels of each sample (GroupNorm, InstanceNorm). For a norm that does not centre
+    (RMSNorm), the second moment takes its place, and the column `measure` says so. A layer that
+    does not run has nan. `LayerVariance` lists the columns.
 
     The values stay on the device until they are read. Norms that `normplug.fuse` fused run unfused
     while they measure. Stock norms are measured, too, except torch's SyncBatchNorm, whose messages
-    one process cannot change. Each process watches its own part of the batch.
+    one process cannot change. Each process watches its own part of the batch. Watches may overlap,
+    of one model or of its parts. Copies and pickles of the model are not measured.
+
+    Warns if the block ends and nothing has been measured.
 
     Args:
-        model: the module that the loop calls.
-        every: measure on forwards 0, every, 2 * every, ...
+        model: the module that the loop calls, or whose parts it calls.
+        every: measure on steps 0, every, 2 * every, ...
         details: whether to measure the further columns, which cost more.
 
     Returns:

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from normplug import _checks
 from normplug._checks import MissingPackage, needs
-from normplug._results import write_file
+from normplug._statistics.log import resume_log, start_log
 from normplug._statistics.watching import MEASURED, LayerVariance, Watch
 
 
@@ -60,16 +60,13 @@ class VarianceLogger(Callback):
         directory = self.dirpath or trainer.log_dir or trainer.default_root_dir
         self.path = Path(directory) / "variance.csv"
         if trainer.is_global_zero and not trainer.ckpt_path:
-            self.path.unlink(missing_ok=True)
+            start_log(self.path)
         self.logged_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop the rows of steps that a resumed run repeats, and an unfinished line."""
-        if trainer.is_global_zero and self.path is not None and self.path.exists():
-            header, *lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-            whole = (line for line in lines if line.endswith("\n"))
-            kept = [line for line in whole if int(line.split(",")[0]) < trainer.global_step]
-            write_file(self.path, "".join([header, *kept]))
+        if trainer.is_global_zero and self.path is not None:
+            resume_log(self.path, trainer.global_step)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

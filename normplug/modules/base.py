@@ -19,7 +19,7 @@ from normplug._ops.spec import Tensors
 from normplug._torch import in_backward, interposed
 from normplug.modes import ModeLike, NormMode
 from normplug.modes import target_variance as variance_of
-from normplug.modules.probe import Probe
+from normplug.modules.probe import Measured, Probe
 from normplug.reference import accumulator_dtype
 
 # (target variance, the weight's dtype) -> its root as a tensor. Autograd multiplies by a tensor in
@@ -266,13 +266,25 @@ class TargetVarianceNorm(nn.Module):
         return None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        # A copy is not measured, even if the layer is.
+        super().__setstate__({name: value for name, value in state.items() if name != "_probe"})
         own = vars(self)
         if "_normplug" not in own:  # a pickle of version 0.2, with an attribute for each setting
             eps = own.pop("_eps", own.get(self._eps_name))
             names = ("target_variance", "backend", "autocast_output")
             old = {name: own.pop(name) for name in names if name in own}
             self._set(**old, eps=eps, unsynced_class=own.pop("_unsynced_class", None))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        stock = self._probe.stock if self._probe is not None else None
+        if stock is None:
+            return reduced
+        # It is normplug's only while it is measured, so a copy or a pickle is stock.
+        _, _, state, *rest = reduced
+        added = ("_normplug", "_probe")
+        state = {name: value for name, value in state.items() if name not in added}
+        return object.__new__, (stock,), state, *rest
 
     def extra_repr(self) -> str:
         """The stock class's line, and what `_shown` adds."""
@@ -400,25 +412,26 @@ class TargetVarianceNorm(nn.Module):
         )
 
     def _record(self, x: Tensor, y: Tensor) -> None:
-        """Fill `_probe` from input and output; an empty x leaves it unchanged."""
+        """Measure input and output for `_probe`; an empty x measures nothing."""
         probe = self._probe
-        assert probe is not None
+        if probe is None or not probe.is_on():  # another thread may have removed it
+            return
         with torch.no_grad():
             x = parts.own_part(x.detach())
             if x.numel() == 0:
                 return
             # As few operations as possible: on a GPU their launches are what measuring costs.
-            own = parts.own_part(y.detach())
-            probe.input, probe.output = self._variance(x), self._variance(own)
-            probe.plain, probe.weight = probe.output, None
+            local = parts.own_part(y.detach())
+            variance = self._variance(x)
+            output = self._variance(local)
+            plain: Tensor | None = output
             weight: Tensor | None = self.weight  # type: ignore[assignment]
             if weight is not None:
                 weight = parts.own_part(weight.detach()).to(torch.float32, copy=True)
                 if self._weight_offset:
                     weight += self._weight_offset
-                probe.weight = weight
-                probe.plain = None if self._by_channel else self._plain_variance(own, weight)
-            probe.look(self, x, y)
+                plain = None if self._by_channel else self._plain_variance(local, weight)
+        probe.store(self, x, y, Measured(variance, output, plain, weight))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

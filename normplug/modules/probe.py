@@ -3,26 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+class Measured(NamedTuple):
+    """What one forward of a norm measured."""
+
+    input: Tensor  # the `_measure` of each channel, row or group
+    output: Tensor  # the same of the output
+    plain: Tensor | None  # with weight and bias undone; None: output / weight ** 2
+    weight: Tensor | None  # a copy, with its offset; None without weight
 
 
 class Probe:
     """What the latest forward of a norm measured, for `averages` to reduce.
 
     A forward stores its tensors as they are. On a GPU each small operation costs the host more than
-    the GPU, so `averages` reduces all layers of a model together.
+    the GPU, so `averages` reduces all layers of a model together. A copy or a pickle of the layer
+    has no probe.
+
+    model: where it is set, only calls in training count, with gradients enabled: of this model.
     """
 
-    input: Tensor | None = None  # the `_measure` of each channel, row or group; None: has not run
-    output: Tensor | None = None  # the same of the output
-    plain: Tensor | None = None  # with weight and bias undone; None: output / weight ** 2
-    weight: Tensor | None = None  # a copy, with its offset; None without weight
+    measured: Measured | None = None  # None: the norm has not run
+    # The class of a stock layer that was converted only to be measured.
+    stock: type[nn.Module] | None = None
 
-    def look(self, layer: Any, x: Tensor, y: Tensor) -> None:
-        """Called with input and output after each measurement; a subclass measures more."""
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = model
+
+    def is_on(self) -> bool:
+        """Whether it measures the call that now runs."""
+        return self.model is None or (self.model.training and torch.is_grad_enabled())
+
+    def store(self, layer: Any, x: Tensor, y: Tensor, measured: Measured) -> None:
+        """Store what a call measured; a subclass measures more."""
+        self.measured = measured
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class SharedProbe(Probe):
+    """The probes of all that watch a layer, as one. It is replaced as a whole."""
+
+    def __init__(self, probes: Sequence[Probe], stock: type[nn.Module] | None) -> None:
+        super().__init__()
+        self.probes = tuple(probes)
+        self.stock = stock
+
+    def is_on(self) -> bool:
+        """Whether any of them measures the call that now runs."""
+        return any(probe.is_on() for probe in self.probes)
+
+    def store(self, layer: Any, x: Tensor, y: Tensor, measured: Measured) -> None:
+        """Store what a call measured in each probe that is on."""
+        for probe in self.probes:
+            if probe.is_on():
+                probe.store(layer, x, y, measured)
 
 
 def averages(probes: Sequence[Probe]) -> Tensor:
@@ -33,35 +74,34 @@ def averages(probes: Sequence[Probe]) -> Tensor:
             the output before weight and bias (channels with a weight of 0 left out), and of the
             output, and the RMS of the weight (1 without weight); nan if no forward has run.
     """
+    results = {n: p.measured for n, p in enumerate(probes) if p.measured is not None}
     groups: dict[Any, list[int]] = {}
-    for number, probe in enumerate(probes):
-        if probe.input is not None:
-            tensors = (probe.input, probe.plain, probe.output, probe.weight)
-            kind = tuple(t if t is None else (t.shape, t.dtype, t.device) for t in tensors)
-            groups.setdefault(kind, []).append(number)
-    device = next((p.input.device for p in probes if p.input is not None), None)
-    found = torch.full((len(probes), 4), torch.nan, device=device)
-    for group in groups.values():
-        found[group] = _averages([probes[i] for i in group]).to(found)
-    return found
+    for number, measured in results.items():
+        kind = tuple(t if t is None else (t.shape, t.dtype, t.device) for t in measured)
+        groups.setdefault(kind, []).append(number)
+    device = next((measured.input.device for measured in results.values()), None)
+    table = torch.full((len(probes), 4), torch.nan, device=device)
+    for numbers in groups.values():
+        table[numbers] = _averages([results[number] for number in numbers]).to(table)
+    return table
 
 
-def _averages(probes: list[Probe]) -> Tensor:
-    """The averages of probes of one kind, (probes, 4)."""
-    inputs, outputs = _joined(probes, "input"), _joined(probes, "output")
-    if probes[0].weight is None:
-        square = outputs.new_ones(len(probes), 1)
+def _averages(results: list[Measured]) -> Tensor:
+    """The averages of results of one kind, (results, 4)."""
+    inputs, outputs = _joined(results, "input"), _joined(results, "output")
+    if results[0].weight is None:
+        square = outputs.new_ones(len(results), 1)
     else:
-        square = _joined(probes, "weight").square()
-    if probes[0].plain is None:  # channels stand last
-        plain = outputs / square.reshape(len(probes), *(1,) * (outputs.dim() - 2), -1)
+        square = _joined(results, "weight").square()
+    if results[0].plain is None:  # channels stand last
+        plain = outputs / square.reshape(len(results), *(1,) * (outputs.dim() - 2), -1)
     else:
-        plain = _joined(probes, "plain")
+        plain = _joined(results, "plain")
     values = (inputs, plain, outputs, square)
-    inputs, plain, outputs, square = (each.reshape(len(probes), -1) for each in values)
-    found = [inputs.mean(1), plain.nanmean(1), outputs.mean(1), square.mean(1).sqrt()]
-    return torch.stack([each.to(found[0].dtype) for each in found], 1)
+    inputs, plain, outputs, square = (each.reshape(len(results), -1) for each in values)
+    means = [inputs.mean(1), plain.nanmean(1), outputs.mean(1), square.mean(1).sqrt()]
+    return torch.stack([each.to(means[0].dtype) for each in means], 1)
 
 
-def _joined(probes: list[Probe], name: str) -> Tensor:
-    return torch.stack([getattr(probe, name) for probe in probes])
+def _joined(results: list[Measured], name: str) -> Tensor:
+    return torch.stack([getattr(measured, name) for measured in results])

@@ -46,6 +46,36 @@ def test_it_logs_keeps_the_modes_of_checkpoints_and_publishes_the_stock_model(tm
         other.train(resume_from_checkpoint=True)
 
 
+def steps(directory):
+    """The steps in the file, each once for the 3 norms of the model."""
+    return [int(row["step"]) for row in rows_of(directory / "variance.csv")][::3]
+
+
+def test_a_resumed_run_repeats_no_row_and_a_new_run_starts_a_new_file(tmp_path):
+    trainer(make("golden"), tmp_path, 5, NormCallback(every=1)).train()
+    assert steps(tmp_path) == [0, 1, 2, 3, 4]
+    resumed = trainer(make("golden"), tmp_path, 6, NormCallback(every=1))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert steps(tmp_path) == [0, 1, 2, 3, 4, 5]
+    trainer(make("golden"), tmp_path, 1, NormCallback(every=1)).train()
+    assert steps(tmp_path) == [0]
+
+
+def test_an_error_in_a_step_leaves_nothing_in_the_next_training(tmp_path):
+    model = make("golden")
+    run = trainer(model, tmp_path, 1, NormCallback(every=1))
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    hook = model.model.norm.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    hook.remove()
+    run.train()
+    assert not any("_probe" in vars(module) for module in model.modules())
+
+
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="NormCallback: every must be at least 1; got 0"):
         NormCallback(every=0)

@@ -1,11 +1,17 @@
 """`watch`: what is logged is measured, in any loop."""
 
+import copy
+import io
 import math
+import pickle
+import threading
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import normplug
 from normplug import fuse, swap, watch
@@ -122,6 +128,323 @@ def test_checkpointing_an_error_and_a_second_watch_leave_no_trace(tmp_path):
             model(images(4))
     w.plot(tmp_path / "variance.png")
     assert (tmp_path / "variance.png").stat().st_size > 5_000
+
+
+STOCK_OR_SWAPPED = pytest.mark.parametrize("change", [lambda m: m, swap], ids=["stock", "swapped"])
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.BatchNorm1d(8))
+
+
+def classes(model):
+    return [type(module) for module in model.modules()]
+
+
+def hooks(model):
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
+    return [hook for m in model.modules() for kind in kinds for hook in getattr(m, kind)]
+
+
+def assert_nothing_is_left(model, before):
+    assert classes(model) == before
+    assert not any("_probe" in vars(module) for module in model.modules())
+    assert hooks(model) == []
+
+
+@STOCK_OR_SWAPPED
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_watches_overlap_and_end_in_any_order(change, order):
+    model = change(nn.Sequential(small(), nn.LayerNorm(8)))
+    before = classes(model)
+    watches = [watch(model, every=1), watch(model, every=2, details=True), watch(model[0], every=1)]
+    for w in watches:
+        w.__enter__()
+    for number in order:
+        for _ in range(2):
+            model(torch.randn(16, 4)).sum().backward()
+        watches[number].__exit__(None, None, None)
+    assert_nothing_is_left(model, before)
+    steps = [2 * (order.index(number) + 1) for number in range(3)]
+    assert [len(w.rows) for w in watches] == [3 * steps[0], 3 * steps[1] // 2, 2 * steps[2]]
+    for row in (row for w in watches for row in w.rows):
+        assert row.output_variance == pytest.approx(1.0, rel=1e-2)
+
+
+class Gan(nn.Module):
+    """Its loop calls its parts alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.g = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+        self.d = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+
+    def train_for(self, steps, g=None, d=None):
+        g, d = g or self.g, d or self.d
+        first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in (self.d, self.g))
+        for _ in range(steps):
+            for optimizer in (first, second):
+                d(g(torch.randn(8, 4))).mean().backward()
+                self.eval()
+                self.g(100 * torch.randn(8, 4))  # evaluation is not measured
+                self.train()
+                with torch.no_grad():
+                    self.g(100 * torch.randn(8, 4))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("change", [lambda m: m, swap])
+def test_where_the_loop_calls_parts_a_step_is_one_of_the_first_optimizer(change):
+    model = change(Gan())
+    before = classes(model)
+    with watch(model, every=2) as w:
+        model.train_for(5)
+    assert_nothing_is_left(model, before)
+    expected = [(step, layer) for step in (0, 2, 4) for layer in ("g.1", "d.1")]
+    assert [(row.step, row.layer) for row in w.rows] == expected
+    assert all(row.output_variance == pytest.approx(1.0, rel=1e-2) for row in w.rows)
+    assert all(row.input_variance < 10 for row in w.rows)
+    assert w.table().startswith("variance at step 4\nlayer")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_parts_are_measured_by_a_second_graph():
+    torch.compiler.reset()
+    model, graphs = Gan(), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    parts = [torch.compile(part, backend=backend, dynamic=False) for part in (model.g, model.d)]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, every=2) as w:
+        for _ in range(6):
+            parts[1](parts[0](torch.randn(8, 4))).mean().backward()
+            optimizer.step()
+    assert [row.step for row in w.rows] == [0, 0, 2, 2, 4, 4]
+    assert all(row.output_variance == pytest.approx(1.0, rel=1e-2) for row in w.rows)
+    assert len(graphs) == 4
+
+
+def test_another_optimizer_takes_over_where_the_first_one_is_no_longer_used():
+    model = Gan()
+    first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in (model.g, model.d))
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    with watch(model, every=1) as w:
+        for optimizer in (first, second, second, second):
+            model.d(model.g(torch.randn(8, 4))).mean().backward()
+            optimizer.step()
+            stranger.step()
+    assert sorted({row.step for row in w.rows}) == [0, 1, 2]
+
+
+def test_parts_without_an_optimizer_are_a_single_step_and_a_forward_takes_over():
+    model = small()
+    with watch(model, every=1) as w:
+        for _ in range(3):
+            model[1](model[0](torch.randn(8, 4)))
+    assert [(row.step, row.layer) for row in w.rows] == [(0, "1"), (0, "2")]
+    assert math.isnan(w.rows[1].input_variance)
+    with w:
+        model[1](model[0](torch.randn(8, 4)))
+        for _ in range(2):
+            model(torch.randn(8, 4))
+    assert [row.step for row in w.rows] == [0, 0, 1, 1, 2, 2]
+    assert not math.isnan(w.rows[-1].input_variance)
+
+
+@STOCK_OR_SWAPPED
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_that_runs_only_inside_checkpoints_is_measured(reentrant, change):
+    model = change(small())
+    # Repeat the whole forward, also after the gradient of the last norm was measured.
+    with watch(model, every=1, details=True) as w, set_checkpoint_early_stop(False):
+        for _ in range(2):
+            x = torch.randn(8, 4, requires_grad=True)
+            checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+    assert [row.step for row in w.rows] == [0, 0, 1, 1]
+    assert [row.gradient for row in w.rows if row.layer == "2"] == [1.0, 1.0]
+    assert not any(math.isnan(row.gradient) for row in w.rows)
+
+
+def run_whole(model):
+    return model(torch.randn(8, 4))
+
+
+def run_parts(model):
+    return model[2](model[1](model[0](torch.randn(8, 4))))
+
+
+@STOCK_OR_SWAPPED
+@pytest.mark.parametrize("run", [run_whole, run_parts])
+def test_a_copy_is_not_measured_and_keeps_nothing(change, run):
+    model, copies, pickled = change(small()), [], []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = classes(model)
+
+    def make_copies(*_):
+        copies.append(copy.deepcopy(model))
+        pickled.append(pickle.loads(pickle.dumps(model)))
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        pickled.append(torch.load(buffer, weights_only=False))
+        assert type(copy.copy(model[1])) is before[2]
+
+    with watch(model, every=1) as w:
+        y = run(model)
+        make_copies()
+        y.sum().backward()
+        make_copies()
+        optimizer.step()
+        make_copies()
+        rows = len(w.rows)
+        copies[0](torch.randn(8, 4)).sum().backward()
+        assert len(w.rows) == rows
+    for made in copies:
+        assert_nothing_is_left(made, before)
+    for made in pickled:
+        made(torch.randn(8, 4))
+        assert_nothing_is_left(made, before)
+
+
+def test_a_copy_of_a_parametrized_norm_is_not_measured():
+    model = swap(small())
+    nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    with watch(model, every=1):
+        model(torch.randn(8, 4))
+        made = copy.deepcopy(model)
+    assert all(vars(module).get("_probe") is None for module in made.modules())
+
+
+@pytest.mark.parametrize("run", [run_whole, run_parts])
+def test_a_swap_inside_the_block_stays(run):
+    model = small()
+    with watch(model, every=1) as w:
+        swap(model, "golden")
+        run(model)
+    assert model[1].mode.name == "golden"
+    assert "watched_var" in dict(model[1].named_buffers())
+    assert w.rows[0].target_variance == pytest.approx(GOLDEN)
+    assert w.rows[0].output_variance == pytest.approx(GOLDEN, rel=1e-2)
+
+
+def test_an_unswap_and_a_mode_that_is_set_inside_the_block_stay():
+    model = swap(small())
+    with watch(model, every=1) as w:
+        normplug.unswap(model)
+        run_whole(model)
+    assert classes(model) == classes(small())
+    assert [row.output_variance for row in w.rows] == pytest.approx([1.0, 1.0], rel=1e-2)
+    with watch(model, every=1):
+        run_parts(model)
+        model[1].mode = 0.5
+    assert model[1].target_variance == 0.5
+    assert type(model[2]) is nn.BatchNorm1d
+
+
+def test_an_error_in_the_forward_ends_the_measuring_of_its_step():
+    model = small()
+    before = classes(model)
+    with watch(model, every=1) as w:
+        with pytest.raises(RuntimeError):
+            model(torch.randn(8, 3))
+        assert classes(model) == before
+        model(torch.randn(8, 4))
+        try:
+            model(torch.randn(8, 3))
+        except RuntimeError:
+            model(torch.randn(8, 4))  # a retry while the error is handled
+    assert [row.step for row in w.rows] == [1, 1, 3, 3]
+
+
+def test_a_model_whose_forward_calls_the_model_itself_has_one_step_a_call():
+    class Recursive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x, depth=2):
+            return self.norm(self(x, depth - 1)) if depth else x
+
+    with watch(Recursive(), every=1) as w:
+        for _ in range(2):
+            w._model(torch.randn(3, 4))
+    assert [row.step for row in w.rows] == [0, 1]
+    assert not math.isnan(w.rows[0].input_variance)
+
+
+def in_threads(*functions):
+    """Run functions, each in a thread of its own; return their errors."""
+    errors = []
+
+    def run(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_threads_watch_models_of_their_own():
+    def train():
+        model = small()
+        before = classes(model)
+        with watch(model, every=2) as w:
+            for _ in range(40):
+                model(torch.randn(8, 4)).sum().backward()
+        assert [row.step for row in w.rows] == [step for step in range(0, 40, 2) for _ in "12"]
+        assert not any(math.isnan(row.input_variance) for row in w.rows)
+        assert_nothing_is_left(model, before)
+
+    assert in_threads(train, train, train) == []
+
+
+@STOCK_OR_SWAPPED
+def test_a_model_is_watched_while_other_threads_run_it(change):
+    model, ends = change(small()), threading.Event()
+    before = classes(model)
+
+    def serve():
+        while not ends.is_set():
+            model(torch.randn(8, 4))
+
+    def train():
+        with ExitStack() as at_the_end:
+            at_the_end.callback(ends.set)
+            for _ in range(20):
+                with watch(model, every=2) as w:
+                    for _ in range(5):
+                        model(torch.randn(8, 4)).sum().backward()
+                assert w.rows
+
+    assert in_threads(serve, serve, train) == []
+    assert_nothing_is_left(model, before)
+
+
+def test_without_a_measured_step_there_is_an_empty_table_and_a_warning(tmp_path):
+    model, w = small(), watch(small(), every=1)
+    assert (w.rows, w.table()) == ([], "")
+    w.to_csv(tmp_path / "v.csv")
+    assert rows_of(tmp_path / "v.csv") == []
+    with pytest.raises(ValueError, match="watch: plot needs at least one measured step"):
+        w.plot(tmp_path / "v.png")
+    with pytest.warns(UserWarning, match="watch: nothing was measured: no norm"), watch(model):
+        model.eval()(torch.randn(8, 4))
+    with pytest.raises(RuntimeError, match="watch: this watch already runs"), w, w:
+        pass
 
 
 def test_bad_arguments_are_refused():
