@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from normplug import functional
+from normplug._checks import MissingPackage
 from normplug._ops.warm_up import warm_up
 from normplug._results import __version__ as __version__
 from normplug._swap.check import check
@@ -27,6 +28,10 @@ from normplug.modules import (
 )
 
 if TYPE_CHECKING:
+    from normplug import bench as bench
+    from normplug import compare as compare
+    from normplug import lightning as lightning
+    from normplug import transformers as transformers
     from normplug._fuse.fuse import fuse, fusions, unfuse
     from normplug._statistics.buffers import recalibrate, sync_buffers
     from normplug._statistics.doctor import doctor
@@ -55,10 +60,18 @@ _LATE = {
     "unfuse": "_fuse.fuse",
     "watch": "_statistics.watching",
 }
+# Modules that are imported on first use, since they need more packages than torch.
+_LATE_MODULES = ("bench", "compare", "lightning", "transformers")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `_LATE`."""
+    """Import a name of `_LATE`, or one of `_LATE_MODULES`."""
+    if name in _LATE_MODULES:
+        try:
+            return import_module(f"{__name__}.{name}")
+        except MissingPackage as error:
+            # `hasattr` and `help` expect no other error of an attribute.
+            raise AttributeError(str(error)) from error
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{_LATE[name]}")
@@ -67,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_LATE_MODULES})

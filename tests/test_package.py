@@ -30,8 +30,16 @@ LAYERS = [
 ]
 
 
+def nodes_that_run(tree):
+    """The nodes of a tree without those that only type checkers read."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from nodes_that_run(node)
+
+
 def parts_imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_that_run(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("normplug"):
             inside = node.module.split(".")[1:]
             yield from inside[:1] or [alias.name for alias in node.names]
@@ -85,6 +93,9 @@ assert not new & tools, new
 late = {"_fuse.fuse", "_kernels", "_statistics", "adapters", "lightning", "bench"}
 assert not {f"normplug.{part}" for part in late} & set(sys.modules)
 assert normplug.fuse.__name__ == "fuse" and "unfuse" in dir(normplug)
+modules = {"bench", "compare", "lightning", "transformers"}
+assert modules < set(dir(normplug))
+assert not {f"normplug.{name}" for name in modules} & set(sys.modules)
 normplug.swap(torch.nn.LayerNorm(4))
 assert not torch.cuda.is_initialized()
 """
@@ -166,6 +177,32 @@ def test_without_the_packages_of_its_extra_a_module_says_so_when_imported():
         assert last.endswith(f'pip install "normplug[{extra}]"')
     done = program("import normplug, normplug.bench.__main__", hidden=TRAIN)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_module_of_an_extra_is_an_attribute_of_the_package():
+    code = """
+import normplug
+print([getattr(normplug, name).__name__ for name in {names}])
+"""
+    names = ["bench", "compare", "lightning", "transformers"]
+    done = program(code.format(names=names))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([f"normplug.{name}" for name in names])
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("lightning", "lightning"), ("compare", "train"), ("transformers", "zoo")]
+)
+def test_without_its_packages_a_module_is_no_attribute_and_the_error_names_the_extra(name, extra):
+    hidden = [*TRAIN, "transformers"]
+    code = f"import normplug; print(hasattr(normplug, {name!r})); normplug.{name}"
+    done = program(code, hidden=hidden)
+    assert done.stdout == "False\n"
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"AttributeError: normplug.{name} needs ")
+    assert last.endswith(f'pip install "normplug[{extra}]"')
+    last = program(f"from normplug import {name}", hidden=hidden).stderr.splitlines()[-1]
+    assert last.endswith(f'pip install "normplug[{extra}]"')
 
 
 def test_every_library_of_the_zoo_that_is_missing_is_named():
