@@ -1,45 +1,42 @@
-"""Run the documentation's programs, which are the code blocks with a title."""
+"""Run the documentation: every Python block, and the options of every command line."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-import torch
 
-DOCS = Path(__file__).parents[2] / "docs"
-PROGRAM = re.compile(r'^```python title="(\S+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-PROGRAMS = {
-    name: code
-    for page in sorted(DOCS.glob("*.md"))
-    for name, code in PROGRAM.findall(page.read_text())
-}
-GPU = {"cuda_graph.py"}
-NEEDS = {"with_transformers.py": "accelerate"}  # beyond what they import
+import pages
+from programs import program
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+RUN = "import sys, pages; pages.run(sys.argv[0])"
 
 
-@pytest.mark.filterwarnings("ignore::Warning", "error:normplug:UserWarning")
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.gpu] if n in GPU else []) for n in PROGRAMS]
+    "page",
+    [pytest.param(page, id=page.stem) for page in PAGES if any(pages.blocks_of(page))],
 )
-def test_a_documented_program_runs(name, tmp_path, monkeypatch, capsys):
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
-    monkeypatch.chdir(tmp_path)
-    if name == "train_fsdp2.py":
-        if not torch.cuda.is_available() and torch.__version__ < "2.14":
-            pytest.skip("fully_shard before torch 2.14 does not run on the CPU")
-        # As `torchrun --nproc_per_node 1` sets them.
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-        for variable, value in place.items():
-            monkeypatch.setenv(variable, value)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            exec(compile(PROGRAMS[name], name, "exec"), {"__name__": "__main__"})
-        except ModuleNotFoundError as missing:
-            if missing.name.startswith("normplug"):
-                raise
-            pytest.skip(str(missing))
+def test_the_python_blocks_of_a_page_run(page, tmp_path):
+    done = program(RUN, page, directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith('["' + page.name)]
+    outcomes = [json.loads(line) for line in lines]
+    assert len(outcomes) == len([*pages.blocks_of(page)])
+    failed = [f"{place}: {more}" for place, outcome, more in outcomes if outcome == "failed"]
+    assert not failed, "\n".join(failed)
+    skipped = [f"{place}: {more}" for place, outcome, more in outcomes if outcome == "skipped"]
+    if len(skipped) == len(outcomes):
+        pytest.skip("; ".join(skipped))
+
+
+def test_every_python_block_is_found():
+    """A fence that is indented, or has other options, would never run."""
+    for page in PAGES:
+        fences = re.findall(r"^ *```+ *py\w*", page.read_text(), re.M)
+        assert len(fences) == len([*pages.blocks_of(page)]), page
 
 
 def test_docstrings_have_sections_that_the_api_page_renders():
