@@ -227,7 +227,7 @@ class Watch:
             known.append(row)
         probes = [each.probe for each in self._measuring]
         with _lock:
-            self._pending.append(_Step(known, averages(probes), probes))
+            self._pending.append(_Step(known, averages(probes), probes if self._details else []))
         self.release(swapped=False)
 
     def release(self, swapped: bool = True) -> None:
@@ -237,6 +237,7 @@ class Watch:
             probe = vars(each.layer).get("_probe")
             if swapped or probe is None or probe.stock is not None:
                 _detach(each.layer, each.probe)
+                each.probe.measured = None  # free its memory
             else:
                 kept.append(each)
         self._measuring = kept

@@ -302,3 +302,16 @@ def test_torchs_sync_batch_norm_is_not_measured_but_normplugs_is(tmp_path):
     trainer(tmp_path, logger, max_steps=1).fit(module, loader())
     assert [row.kind for row in logger.last] == ["SyncBatchNorm", "LayerNorm"]
     assert logger.last[0].output_variance == pytest.approx(0.25, rel=1e-3)
+
+
+def test_a_watch_around_a_fit_and_a_logger_in_it_both_measure(tmp_path):
+    for change in (lambda m: m, normplug.swap):
+        module, logger = change(Module()), VarianceLogger(2, tmp_path)
+        classes = [type(m) for m in module.modules()]
+        with normplug.watch(module, every=3) as w:
+            trainer(tmp_path, logger).fit(module, loader())
+        assert sorted({row.step for row in w.rows}) == [s for s in range(STEPS) if s % 3 == 0]
+        logged = {int(row["step"]) for row in rows_of(tmp_path / "variance.csv")}
+        assert sorted(logged) == [s for s in range(STEPS) if s % 2 == 0]
+        assert not any(math.isnan(row.input_variance) for row in [*w.rows, *logger.last])
+        assert [type(m) for m in module.modules()] == classes

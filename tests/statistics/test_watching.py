@@ -434,6 +434,31 @@ def test_a_model_is_watched_while_other_threads_run_it(change):
     assert_nothing_is_left(model, before)
 
 
+@pytest.mark.parametrize("run", [run_whole, run_parts])
+def test_frozen_norms_are_measured(run):
+    model = small()
+    model[2].running_var.fill_(4.0)
+    normplug.freeze(model.eval()).train()
+    with watch(model, every=1) as w:
+        run(model)
+    normed, frozen = (row.output_variance for row in w.rows)
+    assert normed == pytest.approx(1.0, rel=1e-2)
+    assert frozen < 0.5
+
+
+@STOCK_OR_SWAPPED
+def test_steps_that_are_not_read_yet_keep_only_the_averages(change):
+    model = change(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)))
+    watches = [watch(model, every=1), watch(model, every=1, details=True)]
+    with watches[0], watches[1]:
+        for _ in range(2):
+            model(torch.randn(8, 4)).sum().backward()
+    assert not watches[0]._pending[0].probes
+    assert all(probe.measured is None for probe in watches[1]._pending[0].probes)
+    assert [w.rows[0].weight_rms for w in watches] == [1.0, 1.0]
+    assert watches[1].rows[0].gradient == 1.0
+
+
 def test_without_a_measured_step_there_is_an_empty_table_and_a_warning(tmp_path):
     model, w = small(), watch(small(), every=1)
     assert (w.rows, w.table()) == ([], "")
