@@ -93,12 +93,10 @@ class BatchNormSpec(NamedTuple):
     # PyTorch's kernels.
 
     def by_torch(self, t: Tensors) -> Tensor:
-        if not (self.safe and self.training and t.running_mean is not None):
-            return self._by_torch(t)
-        new = stock.with_copies(t)
-        y = self._by_torch(new)
-        stock.take_finite(t, new)
-        return y
+        if self.safe and self.training:
+            y: Tensor = stock.guarded(t, self.momentum, self._by_torch)
+            return y
+        return self._by_torch(t)
 
     def _by_torch(self, t: Tensors) -> Tensor:
         y = _by_collectives(t, self) if self.join else self._normalised(t)
@@ -196,21 +194,26 @@ class BatchNormSpec(NamedTuple):
         else:
             window = [*pool.kernel, *pool.stride, *pool.padding, int(pool.ceil_mode)]
             y, stats, *_ = _pooled(*tensors, *numbers, window, self.join, False)
-        if self.training and mean is not None and var is not None:
-            c = t.x.shape[1]
+        if self.training and mean is not None:
             with torch.no_grad():
-                batch_var = stock.variance_of(stats[c : 2 * c], self.eps)
-                if self.join:
-                    counts = stats[-1] > 1
-                    batch_var *= stats[-1] / (stats[-1] - 1).clamp(min=1)
-                else:
-                    counts, n = None, t.x.numel() // c
-                    batch_var *= n / (n - 1)
-                new = stock.with_copies(t) if self.safe else t
-                stock.update_running(new, self.momentum, stats[:c], batch_var, counts)
                 if self.safe:
-                    stock.take_finite(t, new)
+                    stock.guarded(t, self.momentum, lambda new: self._update_by(new, stats))
+                else:
+                    self._update_by(t, stats)
         return y
+
+    def _update_by(self, t: Tensors, stats: Tensor) -> None:
+        """Update the running statistics by the operator's stats: mean, rstd and, if joined, n."""
+        c = t.x.shape[1]
+        var = stock.variance_of(stats[c : 2 * c], self.eps)
+        if self.join:
+            n = stats[-1]
+            unbiased = var * (n / (n - 1).clamp(min=1))
+            stock.update_running(t, self.momentum, stats[:c], unbiased, counts=n > 1)
+        else:
+            values = t.x.numel() // c
+            unbiased = var * (values / (values - 1))
+            stock.update_running(t, self.momentum, stats[:c], unbiased)
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
         n, c, *space = t.x.shape

@@ -12,14 +12,14 @@ Running statistics are updated as follows; the kernels do the same in their last
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from normplug._ops.spec import Tensors
-from normplug._torch import interposed
+from normplug._torch import in_backward, interposed
 from normplug.reference import accumulator_dtype
 
 
@@ -148,20 +148,41 @@ def update_running(
     _move(running_var, var, step)
 
 
-def with_copies(t: Tensors) -> Tensors:
-    """The call, with copies of the running statistics and their counter."""
-    copies = (None if each is None else each.clone() for each in (*t,)[-3:])
-    return Tensors(*(*t,)[:-3], *copies)
+def guarded(t: Tensors, momentum: float | None, run: Callable[[Tensors], Any]) -> Any:
+    """Run a call whose running statistics are safe: see `docs/safe.md`.
+
+    `run` updates finite copies, so a new value is finite exactly if the batch's is. A channel
+    stores its new mean and variance if both are. The batch counts if its first channel is finite,
+    as in the kernels. With a momentum of None, which averages over the counted batches, it counts
+    if any channel is. A forward within a backward is a repetition by activation checkpointing, and
+    stores nothing.
+    """
+    mean, var, tracked = t.running_mean, t.running_var, t.tracked
+    if mean is None or var is None:
+        return run(t)
+    new_mean = _finite_copy(mean)
+    new_var = _finite_copy(var)
+    new_tracked = None if tracked is None else tracked.clone()
+    result = run(t._replace(running_mean=new_mean, running_var=new_var, tracked=new_tracked))
+    if is_repeated():
+        return result
+    finite = torch.isfinite(new_mean) & torch.isfinite(new_var)
+    for running, new in ((mean, new_mean), (var, new_var)):
+        # A value that was not finite before stays as it is, for `doctor` to find.
+        running.copy_(torch.where(finite & torch.isfinite(running), new, running))
+    if tracked is not None and new_tracked is not None:
+        counts = finite.any() if momentum is None else finite[0]
+        tracked.copy_(torch.where(counts, new_tracked, tracked))
+    return result
 
 
-def take_finite(t: Tensors, new: Any) -> None:
-    """Store the new statistics of finite channels; count the batch if the first one is finite."""
-    *_, mean, var, tracked = new
-    finite = torch.isfinite(mean) & torch.isfinite(var)
-    found = (mean, finite), (var, finite), (tracked, finite.flatten()[0])
-    for running, (value, mask) in zip((*t,)[-3:], found, strict=True):
-        if running is not None:
-            running.copy_(torch.where(mask, value, running))
+def is_repeated() -> bool:
+    """Whether activation checkpointing may be repeating this forward. A compiler cannot know."""
+    return not torch.compiler.is_compiling() and in_backward()
+
+
+def _finite_copy(running: Tensor) -> Tensor:
+    return torch.nan_to_num(running, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _move(running: Tensor, value: Tensor, step: float | Tensor) -> None:

@@ -80,11 +80,11 @@ def swap(
             variance have been trained.
         sync: make every BatchNorm a `normplug.SyncBatchNorm` over all processes, until `unswap`.
             With False, SyncBatchNorms stay synchronised in their own process group.
-        statistics: "torch" updates running statistics exactly as torch does. "safe" keeps them from
-            being poisoned: a channel of a BatchNorm or an InstanceNorm whose batch has a mean or
-            variance that is not finite keeps its own, and `num_batches_tracked` counts batches in
-            which the first channel is finite. Nor does a forward inside a backward count, as
-            activation checkpointing repeats it.
+        statistics: "torch" updates running statistics as torch does. "safe" keeps BatchNorms and
+            InstanceNorms from being poisoned: a channel keeps its running statistics if the batch's
+            mean or variance in it is not finite. `num_batches_tracked` counts a batch if its first
+            channel is finite, or with a momentum of None if any channel is. A forward inside a
+            backward, as activation checkpointing repeats it, updates nothing.
         autocast_output: the dtype that LayerNorm, RMSNorm and GroupNorm return under autocast:
             "low", the autocast dtype, or "float32", torch's rule.
         backend: "auto", "triton" or "torch".

@@ -16,7 +16,7 @@ from normplug import _checks, native
 from normplug._ops import eligible, parts, stock
 from normplug._ops.call import call
 from normplug._ops.spec import Tensors
-from normplug._torch import in_backward, interposed
+from normplug._torch import interposed
 from normplug.modes import ModeLike, NormMode
 from normplug.modes import target_variance as variance_of
 from normplug.modules.probe import Measured, Probe
@@ -298,12 +298,9 @@ class TargetVarianceNorm(nn.Module):
 
         reading: what it depends on besides `_call_reads`: input, residual, input bias, and others.
         """
-        if torch.compiler.is_compiling():
-            y = None
-        elif self._normplug.statistics == "safe" and self._is_guarded():
+        if self._normplug.statistics == "safe" and self._is_guarded():
             return self._run_guarded(*reading)
-        else:
-            y = native.forward(self, *reading)
+        y = None if torch.compiler.is_compiling() else native.forward(self, *reading)
         if y is None:
             y = self._by_torch(*reading)
         if y is None:
@@ -320,17 +317,17 @@ class TargetVarianceNorm(nn.Module):
         return y
 
     def _is_guarded(self) -> bool:
-        """Whether safe running statistics are now updated outside the kernels, or not at all."""
+        """Whether `stock.guarded` keeps the running statistics safe, and not the spec."""
         return False
 
     def _run_guarded(self, *reading: Any) -> Any:
-        """Run a call on copies of the running statistics; take them if the batch counts."""
+        """Run a call by `stock.guarded`. C++ stores no such call, since it would skip the guard."""
         t, spec = self._call(*reading)
-        new = stock.with_copies(t)
-        y = self._new_call(new, spec, *reading, stores=False)
-        if t.running_mean is not None and not in_backward():
-            stock.take_finite(t, new)
-        return y
+
+        def run(t: Tensors) -> Any:
+            return self._new_call(t, spec, *reading, stores=False)
+
+        return stock.guarded(t, spec.momentum, run)
 
     def _by_torch(self, *reading: Any) -> Tensor | None:
         """The result of PyTorch's function; None if a call needs a kernel, or other steps too."""

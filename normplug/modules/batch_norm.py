@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from normplug import reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
-from normplug._ops import peers
+from normplug._ops import peers, stock
 from normplug._ops.batch_norm import BatchNormSpec, channel_stats
 from normplug._ops.spec import Pool, Tensors
-from normplug._torch import BatchNormBase, in_backward
+from normplug._torch import BatchNormBase
 from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_channels
 
 
@@ -43,7 +43,14 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         return y
 
     def _is_guarded(self) -> bool:
-        return self.training and (self.momentum is None or in_backward())
+        # A call that updates nothing runs in the same way each time: activation checkpointing
+        # raises an error if a repeated forward saves other tensors.
+        var = self.running_var
+        if var is None or not (self.training and self.track_running_stats):
+            return False
+        # The kernels look at the batch alone, and a step towards it can overflow in float16.
+        is_narrow = var.dtype == torch.float16
+        return self.momentum is None or is_narrow or stock.is_repeated()
 
     def _by_torch(
         self, x: Tensor, residual: Any, _: None, activation: Any, pool: Any, *options: Any
@@ -90,7 +97,7 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         numbers = (momentum, own.eps, own.target_variance)
         trains = any(each is not None and each.requires_grad for each in (weight, bias))
         constant = not (training or trains)
-        # A cumulative average is guarded outside: see `_is_guarded`.
+        # `_is_guarded` covers a cumulative average, which no kernel keeps safe.
         safe = own.statistics == "safe" and training and momentum is not None
         fields: Any = {"constant": constant, "safe": safe}
         return t, BatchNormSpec(training, *numbers, *options, **fields)

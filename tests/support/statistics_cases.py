@@ -51,6 +51,41 @@ def equal(a, b):
     return all(torch.equal(a[key], b[key]) for key in a)
 
 
+def batches_with_bad_channels():
+    """Batches of four channels; the first channel is bad in one of them, another in others."""
+    torch.manual_seed(0)
+    batches = [torch.randn(3, 4, 5, 5) * 2 + 1 for _ in range(6)]
+    batches[0][0, 3] = 1e30 * torch.randn(5, 5)  # its mean is finite, and its variance is not
+    batches[1][1, 2] = float("inf")
+    batches[2][0, 0, 0, 0] = float("nan")
+    batches[3][2] = -float("inf")  # in all channels
+    return batches
+
+
+def safe_statistics(batches, momentum, instance=False):
+    """Running mean, running variance and count after the batches, by the rule of `docs/safe.md`."""
+    channels = batches[0].shape[1]
+    mean = torch.zeros(channels, dtype=torch.float64)
+    var = torch.ones(channels, dtype=torch.float64)
+    count = 0
+    for batch in batches:
+        batch = batch.double()
+        if instance:
+            batch_var, batch_mean = (each.mean(0) for each in torch.var_mean(batch, (2, 3)))
+        else:
+            batch_var, batch_mean = torch.var_mean(batch, (0, 2, 3))
+        largest = torch.finfo(torch.float32).max
+        finite = (batch_mean.abs() < largest) & (batch_var < largest)
+        counts = finite.any() if momentum is None else finite[0]
+        count += 0 if instance else int(counts)
+        step = momentum
+        if momentum is None:
+            step = 0.0 if instance else 1.0 / max(count, 1)
+        mean = torch.where(finite, mean + step * (batch_mean - mean), mean)
+        var = torch.where(finite, var + step * (batch_var - var), var)
+    return mean, var, count
+
+
 def rows_of(path):
     with path.open() as file:
         return list(csv.DictReader(file))
@@ -76,9 +111,10 @@ def synchronised(rank, world, device):
     return statistics(model)
 
 
-def joined(rank, world, device):
+def joined(rank, world, device, momentum=0.1):
     """Process 1 has a bad batch, and then none."""
-    model = swap(net(), sync=True, statistics="safe")
+    plain = net(lambda n, **how: nn.BatchNorm2d(n, momentum=momentum, **how))
+    model = swap(plain, sync=True, statistics="safe")
     found = [statistics(model)]
     for bad in (True, False):
         x = images(4, seed=rank)
@@ -87,6 +123,11 @@ def joined(rank, world, device):
         model(x)
         found.append(statistics(model))
     return found
+
+
+def averaged(rank, world, device):
+    """As `joined`, with averages over all batches."""
+    return joined(rank, world, device, momentum=None)
 
 
 def examined(rank, world, device):
