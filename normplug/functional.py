@@ -186,8 +186,9 @@ def layer_norm(
         TypeError, NotImplementedError: as `batch_norm`.
 
     Precision: sums are float32, or float64 if a tensor is. The torch backend promotes mixed dtypes
-    and rounds the result back, which costs a copy of `input`; it also rounds weight * sqrt(tv) and
-    input + input_bias. The kernels do neither.
+    and rounds the result back, which costs a copy of `input`, except on the CPU if a 16-bit `input`
+    has float32 parameters. It also rounds weight * sqrt(tv) and input + input_bias. The kernels do
+    neither.
     Twice differentiable in `input`, `weight`, `bias` and `input_bias`. The kernels are bitwise
     deterministic. For the backward they save `input` and two numbers per row.
 

@@ -117,14 +117,20 @@ class BatchNormSpec(NamedTuple):
         weight = stock.scaled_channels(t, self.target_variance, None if self.instance else mean)
         if x.numel() == 0:
             return stock.empty_norm(x, weight, t.bias)
-        if self.training and mean is not None and self.momentum is None:
-            # Before the norm, which saves the last tensors for the backward.
-            values = x.detach().to(accumulator_dtype(x.dtype))
-            batch_var, batch_mean = torch.var_mean(values, channel_dims(x))
-            stock.update_running(t, None, batch_mean, batch_var)
-            mean = var = None
-        elif self.training and mean is not None and t.tracked is not None:
-            t.tracked.add_(1)
+        updates = self.training and mean is not None
+        if updates and t.tracked is not None:
+            if self.momentum is not None:
+                t.tracked.add_(1)
+            elif stock.has_readable_count(t):
+                # As in torch.nn, bit for bit.
+                t.tracked.add_(1)
+                momentum = 1.0 / max(float(t.tracked), 1.0)
+            else:
+                # Before the norm, which saves the last tensors for the backward.
+                values = x.detach().to(accumulator_dtype(x.dtype))
+                batch_var, batch_mean = torch.var_mean(values, channel_dims(x))
+                stock.update_running(t, None, batch_mean, batch_var)
+                mean = var = None
         given, cudnn = (x, weight, t.bias, mean, var), torch.backends.cudnn.enabled
         if self.instance:  # it is contiguous, and takes statistics of any dtype
             y = torch.instance_norm(*given, False, 0.0, self.eps, cudnn)

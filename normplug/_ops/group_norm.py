@@ -80,7 +80,7 @@ class GroupNormSpec(NamedTuple):
     def _group_norm(self, t: Tensors) -> Tensor:
         autocast = None if t.x.dtype == torch.float64 else self.autocast
         vectors, shape = (t.weight, t.bias), (t.x.shape[1],)
-        promotes = autocast is None
+        promotes = autocast is None and not stock.mixes_dtypes(t.x, *vectors)
         x, weight, bias = stock.prepared(t.x, *vectors, self.target_variance, shape, promotes)
         y = torch.group_norm(x, self.groups, weight, bias, self.eps, torch.backends.cudnn.enabled)
         if t.running_mean is not None and x.numel() > 0:

@@ -118,8 +118,8 @@ class LayerNormSpec(NamedTuple):
     def _layer_norm(self, total: Tensor, t: Tensors) -> Tensor:
         h = total if t.input_bias is None else total + t.input_bias
         shape, autocast = self.normalized_shape, self._autocast_of(total)
-        given = (h, t.weight, t.bias, self.target_variance, shape)
-        h, weight, bias = stock.prepared(*given, promotes=autocast is None)
+        promotes = autocast is None and not stock.mixes_dtypes(h, t.weight, t.bias)
+        h, weight, bias = stock.prepared(h, t.weight, t.bias, self.target_variance, shape, promotes)
         assert self.eps is not None
         y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, self.eps)
         if t.running_mean is not None and t.running_var is not None and total.numel() > 0:

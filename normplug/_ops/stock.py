@@ -59,7 +59,7 @@ def prepared(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The input, scaled weight and bias for a stock norm.
 
-    promotes: whether to cast them to their common dtype: not every device's kernel mixes dtypes.
+    promotes: whether to cast them to their common dtype: most kernels do not mix dtypes.
     """
     dtype = h.dtype
     if promotes:
@@ -71,6 +71,17 @@ def prepared(
         weight, bias = (v if v is None or v.dtype == dtype else v.to(dtype) for v in (weight, bias))
     dtype = h.dtype if bias is None else bias.dtype
     return h, scaled(weight, target_variance, shape, dtype, h.device), bias
+
+
+def mixes_dtypes(h: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether PyTorch's LayerNorm and GroupNorm take these dtypes as they are.
+
+    On the CPU they take a float32 weight for a 16-bit input, with a float32 bias or none.
+    """
+    is_16_bit = h.dtype in (torch.float16, torch.bfloat16)
+    if h.device.type != "cpu" or not is_16_bit or weight is None:
+        return False
+    return weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32)
 
 
 def cast(y: Tensor, dtype: torch.dtype, autocast: torch.dtype | None, output: str) -> Tensor:
@@ -118,6 +129,12 @@ def variance_of(rstd: Tensor, eps: float) -> Tensor:
     return rstd.pow(-2).sub_(eps).clamp_min_(0)
 
 
+def has_readable_count(t: Tensors) -> bool:
+    """Whether the host can read the count of batches at once, with no wait for a device."""
+    on_host = t.tracked is not None and t.tracked.is_cpu
+    return on_host and not (torch.compiler.is_compiling() or interposed())
+
+
 def update_running(
     t: Tensors,
     momentum: float | None,
@@ -138,7 +155,7 @@ def update_running(
         tracked.add_(1 if counts is None else counts)
     step: Any = momentum
     if step is None:
-        # In torch.nn it is a float, for which the host has to wait for the GPU.
+        # In torch.nn it is a float, for which the host would have to wait for the GPU.
         assert tracked is not None
         step = tracked.to(running_var).clamp(min=1).reciprocal()
     if counts is not None:
