@@ -16,7 +16,7 @@ from normplug._ops.batch_norm import channel_stats
 from normplug._ops.peers import group_to_join
 from normplug._statistics import runs
 from normplug._swap.fold import write
-from normplug._table import Rows
+from normplug._table import Rows, shown
 from normplug._torch import InstanceNormBase
 
 _NO_COUNT = 1e-30
@@ -98,11 +98,12 @@ def recalibrate(model: nn.Module, loader: Any, steps: int | None = None) -> Reca
 
     In several processes, each passes batches of its own, and all get the same statistics. A model
     with SyncBatchNorm needs as many batches in each. Modes and random number generators are
-    restored. If a forward fails, the statistics are, too.
+    restored. If there is an error, the statistics stay as they were.
 
     Raises:
         TypeError: `model` is not a module, or `loader` not an iterable of batches.
-        ValueError: there is no layer with running statistics that is not frozen, or no batch.
+        ValueError: there is no layer with running statistics that is not frozen, or no batch; or
+            the new mean or variance of a channel is not finite in the dtype of its buffer.
 
     Examples:
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
@@ -132,7 +133,26 @@ def recalibrate(model: nn.Module, loader: Any, steps: int | None = None) -> Reca
         for batch in runs.batches("recalibrate", loader, steps):
             runs.run(model, batch)
     _merge_processes([moments for one in measured.values() for moments in (one.values, one.calls)])
+    _refuse_infinite(measured)
     return Recalibration(tuple(one.assign(path) for path, one in measured.items()))
+
+
+def _refuse_infinite(measured: dict[str, _Measured]) -> None:
+    """Refuse statistics that are not finite: they would spoil every later evaluation.
+
+    All processes have the same statistics by now, so all refuse them.
+    """
+    bad = []
+    for path, one in measured.items():
+        count = one.infinite_channels()
+        if count > 0:
+            bad.append(f"{shown(path)} ({count} of {one.layer.num_features} channels)")
+    if bad:
+        raise ValueError(
+            "normplug.recalibrate: running statistics must be finite; the batches give a mean "
+            f"or variance that is not in {', '.join(bad)}. All statistics are as before. Leave "
+            "out the batches with inf or nan, or run the model in float32."
+        )
 
 
 class _Measured:
@@ -166,15 +186,29 @@ class _Measured:
         spread, center = torch.var_mean(rows, 0, correction=0)
         self.calls.add(len(rows), center, spread * len(rows))
 
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """The mean and the variance of each channel, of all that was measured."""
+        if isinstance(self.layer, InstanceNormBase):
+            mean, variance = self.calls.mean.chunk(2)
+            return mean, variance
+        return self.values.mean, self.values.variance
+
+    def infinite_channels(self) -> int:
+        """How many channels have statistics that are not finite in the dtype of their buffers."""
+        if self.calls.count == 0:
+            return 0
+        mean, variance = self.statistics()
+        finite = mean.to(self.layer.running_mean.dtype).isfinite()
+        finite &= variance.to(self.layer.running_var.dtype).isfinite()
+        return int((~finite).sum())
+
     def assign(self, path: str) -> Recalibrated:
         """Write the layer's new statistics; return by how much they differ from the old ones."""
         calls = int(self.calls.count)
         if calls == 0:
             return Recalibrated(path, 0, math.nan, math.nan)
         buffers = self.layer.running_mean, self.layer.running_var
-        new = self.calls.mean.chunk(2)
-        if not isinstance(self.layer, InstanceNormBase):
-            new = self.values.mean, self.values.variance
+        new = self.statistics()
         errors = (self.calls.variance / calls).sqrt().chunk(2)
         moved = []
         for buffer, value, error in zip(buffers, new, errors, strict=True):

@@ -55,6 +55,28 @@ def test_an_instance_norm_averages_over_samples():
     torch.testing.assert_close(model[1].running_var.double(), x.var((2, 3)).mean(0))
 
 
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
+@pytest.mark.parametrize("change", [lambda m: m, lambda m: swap(m, statistics="safe")])
+def test_a_batch_that_is_not_finite_is_refused_and_changes_nothing(change, kind):
+    model = change(net(kind))
+    before = statistics(model)
+    data = images(12).split(4)
+    data[1][0, 0, 4, 4] = float("inf")
+    rule = r"recalibrate: running statistics must be finite; .* not in 1 \(4 of 4 channels\), 4 \("
+    with pytest.raises(ValueError, match=rule):
+        recalibrate(model, data)
+    assert equal(before, statistics(model))
+    assert all(m.training for m in model.modules())
+
+
+def test_statistics_that_overflow_in_their_dtype_are_refused():
+    model = nn.Sequential(nn.BatchNorm1d(2).half())
+    x = (torch.randn(16, 2) * torch.tensor([1.0, 3e4])).half()
+    with pytest.raises(ValueError, match=r"not in 0 \(1 of 2 channels\)"):
+        recalibrate(model, [x])
+    assert model[0].running_var.tolist() == [1, 1]
+
+
 def test_a_layer_that_is_called_several_times_counts_every_call():
     class Twice(nn.Module):
         def __init__(self):
@@ -107,7 +129,11 @@ def test_bad_arguments_are_refused():
 
 
 def test_two_processes_get_the_statistics_of_all_their_data(tmp_path):
-    checks = [statistics_cases.recalibrated, statistics_cases.synchronised]
+    checks = [
+        statistics_cases.recalibrated,
+        statistics_cases.recalibrated_with_a_bad_batch,
+        statistics_cases.synchronised,
+    ]
     results = sync_cases.ran(sync_cases.process, 2, tmp_path, checks)
     (first, calls), (second, _) = (result["recalibrated"] for result in results)
     alone = net()
@@ -117,6 +143,9 @@ def test_two_processes_get_the_statistics_of_all_their_data(tmp_path):
         assert torch.equal(first[key], second[key])
         torch.testing.assert_close(first[key], value)
     for result in results:
+        error, unchanged = result["recalibrated_with_a_bad_batch"]
+        assert "running statistics must be finite" in error
+        assert unchanged
         merged = result["synchronised"]
         assert (merged["1.running_mean"] == 3.0).all()
         assert (merged["4.running_var"] == 1.75 + 3.0).all()

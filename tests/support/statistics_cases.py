@@ -100,6 +100,20 @@ def recalibrated(rank, world, device):
     return statistics(model), [row.calls for row in rows]
 
 
+def recalibrated_with_a_bad_batch(rank, world, device):
+    """Process 1 has an inf. The error of each process, and whether its statistics are as before."""
+    model = net()
+    before = statistics(model)
+    data = images(4)
+    if rank == 1:
+        data[0, 0, 4, 4] = float("inf")
+    try:
+        recalibrate(model, [data])
+    except ValueError as error:
+        return str(error), equal(before, statistics(model))
+    return "no error", False
+
+
 def synchronised(rank, world, device):
     """Process 1 has counted three batches for process 0's one. The weights are 1/4 and 3/4."""
     model = net()
