@@ -18,8 +18,8 @@ UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog
 # The floors: a package or module may import itself and those of the floors before its own.
 LAYERS = [
     {"_activations", "_layouts", "_results", "_torch", "modes", "native", "reference"},
-    {"_checks", "_compare", "_kernels"},
-    {"_ops", "_table", "compare"},
+    {"_checks", "_compare", "_kernels", "_restore"},
+    {"_batches", "_ops", "_table", "compare"},
     {"functional", "modules"},
     {"adapters"},
     {"_convert"},

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from normplug import _checks
+from normplug._batches import Reader
 from normplug._ops import parts
 from normplug._ops.batch_norm import channel_stats
 from normplug._ops.peers import group_to_join
@@ -88,20 +89,20 @@ def recalibrate(model: nn.Module, loader: Any, steps: int | None = None) -> Reca
 
     Args:
         model: any module, swapped or stock.
-        loader: an iterable of batches. Of a tuple or a list, such as input and labels, the first
-            element is the model's input; a mapping gives keywords. Batches are moved to the device
-            of the model.
+        loader: a DataLoader, another iterable of batches, or a single batch. docs/batches.md says
+            how a batch is read, such as (inputs, labels) or a mapping of keywords.
         steps: the number of batches to use; None uses all. Some tens are enough.
 
     Returns:
         A `Recalibration`: print it to see by how many standard errors each layer has moved.
 
     In several processes, each passes batches of its own, and all get the same statistics. A model
-    with SyncBatchNorm needs as many batches in each. Modes and random number generators are
-    restored. If there is an error, the statistics stay as they were.
+    with SyncBatchNorm needs as many batches in each. Modes, parameters, all other buffers and
+    random number generators are restored. If there is an error, the statistics stay as they were.
 
     Raises:
-        TypeError: `model` is not a module, or `loader` not an iterable of batches.
+        TypeError: `model` is not a module, or `loader` neither an iterable nor a batch.
+        RuntimeError: the model does not take a batch.
         ValueError: there is no layer with running statistics that is not frozen, or no batch; or
             the new mean or variance of a channel is not finite in the dtype of its buffer.
 
@@ -124,14 +125,18 @@ def recalibrate(model: nn.Module, loader: Any, steps: int | None = None) -> Reca
             f"normplug.recalibrate: {type(model).__name__} has no BatchNorm or InstanceNorm with "
             "running statistics that is not frozen."
         )
-    with runs.untouched(model), torch.no_grad(), ExitStack() as hooks:
+    reader = Reader("recalibrate", model)
+    with runs.untouched(model), torch.no_grad():
         for module in model.modules():
             module.training = False
         for one in measured.values():
             one.layer.training = True
-            hooks.callback(one.layer.register_forward_pre_hook(one.add).remove)
-        for batch in runs.batches("recalibrate", loader, steps):
-            runs.run(model, batch)
+        for batch in reader.batches(loader, steps):
+            call = reader.call(batch)  # it may try some: not below, where they would count
+            with ExitStack() as hooks:
+                for one in measured.values():
+                    hooks.callback(one.layer.register_forward_pre_hook(one.add).remove)
+                reader.apply(reader.model, call)
     _merge_processes([moments for one in measured.values() for moments in (one.values, one.calls)])
     _refuse_infinite(measured)
     return Recalibration(tuple(one.assign(path) for path, one in measured.items()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from normplug import _checks, _convert, modules
+from normplug._batches import Reader
 from normplug._ops.peers import group_to_join
 from normplug._statistics import runs
 from normplug._swap.inventory import Inventory
@@ -137,9 +138,10 @@ class _Examination(TorchFunctionMode):
     As a mode, it marks outputs of layers that operations outside norms read.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, reader: Reader) -> None:
         super().__init__()
-        self.model = model
+        self.reader = reader
+        self.model = model = reader.model
         self.seen = {names[0]: _Seen(layer) for layer, names in Inventory(model).norms.items()}
         self.running = runs.running_layers(model)
         self.phase = "first"  # then "training" and "evaluation"
@@ -156,12 +158,14 @@ class _Examination(TorchFunctionMode):
                     each._normplug_read = True  # type: ignore[attr-defined]
         return result
 
-    def run(self, data: list[Any], loss: Any) -> None:
+    def run(self, loader: Any, loss: Any) -> None:
         """Run the batches in training, the first one with a backward, and again in evaluation."""
         modules = dict(self.model.named_modules())
         if not self.model.training:
             for module in modules.values():
                 module.training = not runs.is_frozen(module)
+        data = list(self.reader.batches(loader, _BATCHES))
+        self.reader.call(data[0])
         with ExitStack() as undo:
             for path, module in modules.items():
                 if isinstance(module, TargetVarianceNorm):  # nothing to compile
@@ -179,23 +183,23 @@ class _Examination(TorchFunctionMode):
                 self._first_batch(data[0], loss)
             with torch.no_grad():
                 for batch in data[1:]:
-                    runs.run(self.model, batch)
+                    self.reader.run(batch)
                 self.phase = "evaluation"  # of all but the norms
                 norms = {seen.layer for seen in self.seen.values()}
                 for module in modules.values():
                     module.training = module.training and module in norms
-                runs.run(self.model, data[0])
+                self.reader.run(data[0])
 
     def _first_batch(self, batch: Any, loss: Any) -> None:
         with self:
-            output = runs.run(self.model, batch)
+            output = self.reader.run(batch)
         self.phase = "training"
         self.neighbours, self.pairs = list(_of_neighbours(self)), []
         if loss is None:
             outputs = (t for t in tree_leaves(output) if isinstance(t, Tensor))
             value = sum(t.float().square().mean() for t in outputs if t.requires_grad)
         else:
-            value = loss(output, batch)
+            value = loss(output, self.reader.prepared(batch))
         if isinstance(value, Tensor) and value.requires_grad:
             value.backward()
 
@@ -426,12 +430,9 @@ def doctor(
         a bias before a BatchNorm, which has no effect
     """
     _checks.module("doctor", model)
-    single = isinstance(loader_or_batch, (Tensor, Mapping, tuple))
-    given = [loader_or_batch] if single else loader_or_batch
-    data = list(runs.batches("doctor", given, _BATCHES))
-    found = _Examination(model)
-    with runs.untouched(model):
-        found.run(data, loss)
+    found = _Examination(Reader("doctor", model))
+    with runs.untouched(found.model):
+        found.run(loader_or_batch, loss)
     started = sum(map(_is_started, found.running.values()))
     groups = [] if optimizer is None else optimizer.param_groups
     decays = {id(p): g.get("weight_decay", 0) for g in groups for p in g["params"]}

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from normplug._checks import must
+from normplug._ops import parts
 from normplug._ops.peers import group_to_join
-from normplug._swap.check import arguments, generators_kept
+from normplug._restore import generators_kept
 from normplug._swap.fold import write
-from normplug._torch import BatchNormBase, InstanceNormBase, tree_map_only
+from normplug._torch import BatchNormBase, InstanceNormBase
+
+# An integer dtype for each size of an element, to compare bits.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def running_layers(model: nn.Module) -> dict[str, Any]:
@@ -33,29 +36,6 @@ def is_frozen(module: nn.Module) -> bool:
     return "train" in vars(module)  # see `freezing`
 
 
-def run(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch, moved to the model's device."""
-    device = next((t.device for t in itertools.chain(model.parameters(), model.buffers())), None)
-    if device is not None:
-        batch = tree_map_only(Tensor, lambda t: t.to(device), batch)
-    args, keywords = arguments(model, batch)
-    return model(*args, **keywords)
-
-
-def batches(caller: str, data: Any, most: int | None) -> Iterator[Any]:
-    """Yield the first `most` batches of a loader; an error if there is none."""
-    if isinstance(data, (Tensor, Mapping, str)) or not hasattr(data, "__iter__"):
-        rule = "an iterable of batches, such as a DataLoader"
-        got, way_out = type(data).__name__, "Put a single batch in a list."
-        raise TypeError(must(caller, "loader", rule, got, way_out))
-    count = 0
-    for batch in itertools.islice(data, most):
-        count += 1
-        yield batch
-    if count == 0:
-        raise ValueError(f"normplug.{caller}: the loader gave no batch.")
-
-
 def gathered(own: Tensor) -> list[Tensor]:
     """The tensors of all processes, of equal shapes, in the order of the ranks."""
     if (group := group_to_join(None)) is None:
@@ -66,18 +46,97 @@ def gathered(own: Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore the mode of each module, all buffers, and the random number generators.
+def uncompiled() -> Iterator[None]:
+    """Restore the random number generators; inside, nothing is compiled.
 
-    Inside, nothing is compiled: a compiled model would run without the hooks that measure.
+    A compiled model would run without the hooks that measure.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
+    with generators_kept(), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restore modes, parameters, buffers, gradients, and the random number generators.
+
+    Tensors are restored by name: an object that a forward has replaced or made is removed. Inside,
+    no hook on a tensor or on a backward runs, since an optimizer may step in it, and nothing is
+    compiled.
+    """
+    kept = [_Kept(module) for module in model.modules()]
     try:
-        with generators_kept(), torch.compiler.set_stance("force_eager"):
+        with uncompiled():
             yield
     finally:
-        for module, training in modes:
-            module.training = training
-        for buffer, value in buffers:
-            write(buffer, value)
+        for each in kept:
+            each.restore()
+
+
+class _Kept:
+    """The state of one module, without the modules inside it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        # In the dictionary, a frozen layer may have the mode that it would have without.
+        self.training = vars(module).get("training", module.training)
+        self.tables = [_Table(module._parameters), _Table(module._buffers)]
+        self.unsaved = set(module._non_persistent_buffers_set)
+        self.hooks = [dict(hooks) for hooks in backward_hooks(module)]
+        for hooks in backward_hooks(module):
+            hooks.clear()
+
+    def restore(self) -> None:
+        self.module.training = self.training
+        for table in self.tables:
+            table.restore()
+        self.module._non_persistent_buffers_set = self.unsaved
+        for hooks, before in zip(backward_hooks(self.module), self.hooks, strict=True):
+            hooks.update(before)
+
+
+def backward_hooks(module: nn.Module) -> list[Any]:
+    """The hooks on the backward of a module, and of its parameters."""
+    tables: list[Any] = [module._backward_hooks, module._backward_pre_hooks]
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            tables.append(parameter._backward_hooks)
+            tables.append(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return [table for table in tables if table is not None]
+
+
+class _Table:
+    """The tensors of a module by name, and their values and gradients."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self.tensors = tensors
+        self.before = dict(tensors.items())
+        present = [t for t in tensors.values() if t is not None and _has_values(t)]
+        self.values = [(t, parts.own_part(t.detach()).clone()) for t in present]
+        self.gradients = [(t, t.grad) for t in present if t.is_leaf]
+
+    def restore(self) -> None:
+        if _identities(self.tensors) != _identities(self.before):
+            self.tensors.clear()
+            self.tensors.update(self.before)
+        for tensor, value in self.values:
+            now = parts.own_part(tensor.detach())
+            if now.shape == value.shape and not _has_same_bits(now, value):
+                write(parts.own_part(tensor), value)
+        for tensor, gradient in self.gradients:
+            tensor.grad = gradient
+
+
+def _identities(tensors: dict[str, Any]) -> dict[str, int]:
+    return {name: id(tensor) for name, tensor in tensors.items()}
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or is_lazy(tensor))
+
+
+def _has_same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are equal, also where they are nan."""
+    bits = _BITS.get(a.element_size())
+    if bits is None or a.layout != torch.strided or a.is_quantized:
+        return False
+    return torch.equal(a.view(bits), b.view(bits))

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-import random
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from normplug import _checks, _convert
+from normplug._batches import Call, Reader
 from normplug._ops import parts
+from normplug._restore import duplicate, seeded
 from normplug._swap import record as _record
 from normplug._swap.swap import unswap
 from normplug._table import Rows, counts, shown
@@ -81,13 +79,11 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Report:
 
     Args:
         model: any module that was swapped, or has normplug layers.
-        *batch: what a training step passes to the model: its arguments, or a single tuple, list or
-            mapping. If the model does not take a single tuple or list as it is, it gets the first
-            element (the inputs of a pair with labels). If it does not take a mapping as it is, it
-            gets the values that its forward names, as keywords. With a batch, the outputs of the
-            model and of the unswapped model are also compared in the same three settings. That
-            shows whether anything besides the layers reads their weights. This runs copies of the
-            model, with their hooks.
+        *batch: the model's arguments; or a single batch, such as (inputs, labels), or a loader,
+            whose first batch is used: docs/batches.md says how it is read. With a batch, the
+            outputs of the model and of the unswapped model are also compared in the same three
+            settings. That shows whether anything besides the layers reads their weights. This runs
+            copies of the model, with their hooks.
         **keywords: arguments that the model takes by keyword.
 
     Returns:
@@ -95,7 +91,8 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Report:
         layer.
 
     Raises:
-        RuntimeError: there are problems; the message lists them, one per line.
+        RuntimeError: there are problems; the message lists them, one per line. Or the model does
+            not take the batch.
         ValueError: `model` has no normplug layers and was not swapped.
         TypeError: `model` is not a module, is TorchScript, or cannot be copied.
 
@@ -253,13 +250,18 @@ def _distance(got: Tensor, expected: Tensor, tolerance: float) -> tuple[float, f
 
 def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> list[str]:
     """A message for each setting in which an unswapped copy of the model gives another output."""
-    args, keywords = _as_taken(model, args, keywords)
+    reader = Reader("check", _duplicate(model).train(), **keywords)
+    if len(args) == 1:
+        call = reader.call(reader.first(args[0]))
+    else:
+        call = Call(*reader.prepared((tuple(args), keywords)))
+    reader.model = model  # frees the copy
 
     def outputs(copied: nn.Module) -> dict[str, list[Tensor]]:
         found = {}
         for name, training, grad in _SETTINGS:
             with torch.set_grad_enabled(grad):
-                leaves = tree_leaves(_call(copied.train(training), args, keywords))
+                leaves = tree_leaves(_call(reader, copied.train(training), call))
             tensors = [x.detach() for x in leaves if isinstance(x, Tensor)]
             found[name] = [x for x in tensors if x.is_floating_point()]
             if not found[name]:
@@ -287,32 +289,10 @@ def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> li
     ]
 
 
-def _as_taken(model: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a model, which may be a single batch that it does not take as it is."""
-    if len(args) == 1 and isinstance(args[0], (Mapping, tuple, list)):
-        try:
-            _call(_duplicate(model), args, keywords)
-        except Exception:
-            args, named = arguments(model, args[0])
-            return args, named | keywords
-    return args, keywords
-
-
-def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model gets of a loader's batch: the input of a pair, or keywords that it names."""
-    if isinstance(batch, Mapping):
-        parameters = inspect.signature(model.forward).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        return (), {k: v for k, v in batch.items() if takes_all or k in parameters}
-    return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}
-
-
 def _duplicate(thing: Any) -> Any:
-    """A deep copy of a model or a batch, even with computed tensors (`weight_norm` makes some)."""
-    inside = [vars(m) for m in thing.modules()] if isinstance(thing, nn.Module) else thing
-    tensors = [t for t in tree_leaves(inside) if isinstance(t, Tensor)]
+    """A deep copy of a model or a batch, or an error that says how to do without."""
     try:
-        return copy.deepcopy(thing, {id(t): t.clone() for t in tensors if not t.is_leaf})
+        return duplicate(thing)
     except Exception as error:
         what = type(thing).__name__ if isinstance(thing, nn.Module) else "batch"
         text = str(error).partition("\n")[0].rstrip(".")
@@ -322,32 +302,10 @@ def _duplicate(thing: Any) -> Any:
         ) from error
 
 
-def _call(model: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
-    """Call a model on a copy of the batch, with the same random numbers each time."""
-    with generators_kept() as numpy:
-        torch.default_generator.manual_seed(0)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(0)
-        random.seed(0)
-        if numpy:
-            numpy.random.seed(0)
-        args, keywords = _duplicate((args, keywords))
-        return model(*args, **keywords)
-
-
-@contextmanager
-def generators_kept() -> Iterator[Any]:
-    """Restore the generators of torch, numpy and random; yields numpy, or None if it is unused."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    numpy: Any = sys.modules.get("numpy")
-    states = random.getstate(), numpy and numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield numpy
-    finally:
-        random.setstate(states[0])
-        if numpy:
-            numpy.random.set_state(states[1])
+def _call(reader: Reader, model: nn.Module, call: Call) -> Any:
+    """Call a model on a copy of its arguments, with the same random numbers each time."""
+    with seeded():
+        return reader.apply(model, Call(*_duplicate(tuple(call))))
 
 
 def _largest_distance(got: list[Tensor], expected: list[Tensor]) -> tuple[float, float] | None:

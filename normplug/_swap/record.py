@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from normplug import _checks, _convert
+from normplug._batches import unwrapped
 from normplug._swap.inventory import Inventory
 from normplug._table import shown, some
 from normplug._torch import is_class_patched
@@ -97,17 +98,6 @@ def refuse_other_modes(caller: str, now: dict[str, float], saved: dict[str, floa
             f"normplug.{caller}: the checkpoint was trained in other modes: "
             f"{some(differ, '; ')}. Resume with the modes of its training."
         )
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside the wrappers of DDP, DataParallel, FSDP and torch.compile."""
-    while True:
-        inner = model._modules.get("_orig_mod", model._modules.get("_fsdp_wrapped_module"))
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
 
 
 def _recorded(inventory: Inventory) -> Iterator[tuple[float, str, TargetVarianceNorm | None]]:

@@ -21,6 +21,7 @@ from torch.optim import SGD
 
 import normplug
 from normplug import _torch
+from normplug._batches import Reader
 from normplug._results import stamp
 from normplug._table import counts
 from normplug.bench import timing
@@ -68,10 +69,11 @@ def measure(
 
     Args:
         model: a model with stock norms, on the device to measure.
-        batch: the model's arguments: a tensor, a tuple of positional ones, or a dictionary of
-            keyword ones.
-        step: returns the loss of a model for the batch; by default the `loss` of the model's
-            output if it has one, and otherwise the mean square of all floating-point outputs.
+        batch: what a loader gives, or a loader, of which the first batch is used. It is moved to
+            the model's device as a whole. docs/batches.md says how a batch is read.
+        step: returns the loss of a model for the batch, with the labels in it; by default the
+            `loss` of the model's output if it has one, and otherwise the mean square of all
+            floating-point outputs.
         mode: the mode to swap in.
         autocast: the dtype of autocast in the forward; None for no autocast.
         rounds: how many turns each arm gets.
@@ -80,16 +82,24 @@ def measure(
     Returns:
         A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, the peak
         memory, and the seconds of the first step. An arm that fails is left out.
+
+    Raises:
+        RuntimeError: the model does not take the batch.
+        ValueError: the loss is not finite or has no gradient, or a loader gives no batch.
     """
-    device = next(model.parameters()).device
-    gpu = device.type == "cuda"
-    batch = _torch.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-    make = partial(make_step, model, batch, step or _loss, autocast)
+    gpu = next(model.parameters()).is_cuda
+    reader = Reader("bench.measure", model)
+    batch = reader.prepared(reader.first(batch))
+    step = step or default_step(model, batch, autocast)
+    make = partial(make_step, model, batch, step, autocast)
     torch.compiler.reset()  # earlier models count towards the recompilation limit
     # Libraries allocate workspaces in the first step and keep them: charge no arm for them.
     loss = make(lambda net: net)[0]()
     if not loss.isfinite():
-        raise ValueError(f"the loss is {loss.item()}, which would make the step faster")
+        raise ValueError(
+            f"normplug.bench.measure: the loss is {loss.item()}, which would make the step faster. "
+            "Pass other data, or a `step` with another loss."
+        )
     origin = stamp(gpu, "transformers", "timm", "diffusers", "liger-kernel")
     facts = {"mode": str(mode), "autocast": str(autocast).removeprefix("torch."), **origin}
     steps: dict[str, timing.Call] = {}
@@ -107,18 +117,25 @@ def measure(
     return Rows(rows.values(), COLUMNS, _notes(model, rows, ORIGIN.format(**origin)))
 
 
-def _loss(model: nn.Module, batch: Any) -> Tensor:
-    """The default of `measure`'s `step`."""
-    arguments = batch if isinstance(batch, (tuple, list)) else (batch,)
-    output = model(**batch) if isinstance(batch, Mapping) else model(*arguments)
+def default_step(model: nn.Module, batch: Any, autocast: torch.dtype | None = None) -> Loss:
+    """The default of `measure`'s `step`: it calls a model as `model` takes the batch."""
+    reader = Reader("bench.measure", copy.deepcopy(model).train())
+    with _autocast(model, autocast):
+        call = reader.call(batch)
+        reader.apply(reader.model, call)
+    return lambda net, _: _loss(net(*call.args, **call.keywords))
+
+
+def _loss(output: Any) -> Tensor:
+    """The loss of a model's output."""
     if isinstance(loss := getattr(output, "loss", None), Tensor):
         return loss
     leaves = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, Tensor)]
     squares = [leaf.float().square().mean() for leaf in leaves if leaf.requires_grad]
     if not squares:
         raise ValueError(
-            "normplug.bench: the model's output has no tensor with a gradient. Pass a `step` that "
-            "takes the model and the batch, and returns a loss."
+            "normplug.bench.measure: the model's output has no tensor with a gradient. Pass a "
+            "`step` that takes the model and the batch, and returns a loss."
         )
     return torch.stack(squares).sum()
 
@@ -131,10 +148,9 @@ def make_step(
     # A step's work does not depend on the rate. At 0 the weights stay finite: infinities take a GPU
     # less power, so it would run faster.
     optimizer = SGD([p for p in net.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
-    kind = next(model.parameters()).device.type
 
     def step() -> Tensor:
-        with torch.autocast(kind, autocast) if autocast else nullcontext():
+        with _autocast(model, autocast):
             value = loss(net, batch)
         value.backward()
         optimizer.step()
@@ -142,6 +158,13 @@ def make_step(
         return value.detach()
 
     return step, net
+
+
+def _autocast(model: nn.Module, dtype: torch.dtype | None) -> Any:
+    """Autocast to a dtype on the model's device; None for no autocast."""
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, dtype)
 
 
 def _warmed(
@@ -162,7 +185,8 @@ def _warmed(
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-        tensors = (each for each in _torch.tree_leaves(batch) if isinstance(each, Tensor))
+        parts = dict(batch) if isinstance(batch, Mapping) else batch
+        tensors = (each for each in _torch.tree_leaves(parts) if isinstance(each, Tensor))
         others -= sum(each.nbytes for each in tensors)
         facts["peak_gib"] = (torch.cuda.max_memory_allocated() - others) / 2**30
     if "fuse" in name:

@@ -5,6 +5,7 @@ A number is that of PyTorch's issue, whose fault the stock model shows.
 
 import copy
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 import statistics_cases
 import sync_cases
-from normplug import fuse, recalibrate, swap
+from normplug import doctor, freeze, fuse, recalibrate, swap
 from statistics_cases import equal, images, net, statistics
 
 
@@ -45,6 +46,80 @@ def test_statistics_are_those_of_all_the_data_in_uneven_batches(change):
         torch.testing.assert_close(model[index].running_mean.double(), x.mean((0, 2, 3)))
         torch.testing.assert_close(model[index].running_var.double(), x.var((0, 2, 3)))
         assert model[index].num_batches_tracked == 0
+
+
+def test_a_single_batch_is_a_loader_of_one():
+    model, twin = net(), net()
+    recalibrate(model, images(4))
+    recalibrate(twin, [images(4)])
+    assert equal(statistics(model), statistics(twin))
+
+
+def test_frozen_layers_keep_their_statistics():
+    model = net()
+    freeze(model, include="1")
+    before = statistics(model)
+    assert [row.path for row in recalibrate(model, images(4))] == ["4"]
+    after = statistics(model)
+    assert torch.equal(before["1.running_mean"], after["1.running_mean"])
+    assert torch.equal(before["1.running_var"], after["1.running_var"])
+    assert not torch.equal(before["4.running_mean"], after["4.running_mean"])
+    with pytest.raises(ValueError, match="that is not frozen"):
+        recalibrate(freeze(model), images(4))
+
+
+def test_how_far_it_moved_counts_unbiased_variances():
+    x = torch.randn(4, 3, 1, dtype=torch.float64)  # batches of three values
+    model = nn.BatchNorm1d(1).double()
+    (row,) = recalibrate(model, list(x))
+    variances = x.var(1).flatten()
+    error = (variances.var() / 4).sqrt()
+    assert row.variance == pytest.approx(((1 - x.flatten().var()) / error).abs().item())
+
+
+class Ema(nn.Module):
+    """Assigns a new tensor to its buffer, changes another, and makes a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("count", torch.zeros(()))
+        self.norm, self.scale = nn.BatchNorm1d(4), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        self.count += 1
+        self.scale.data += 1
+        self.register_buffer("last", x.detach(), persistent=False)
+        return self.norm(x) * self.scale
+
+
+@pytest.mark.parametrize("use", [recalibrate, doctor])
+@pytest.mark.parametrize("copies", [True, False])
+def test_buffers_and_parameters_are_left_by_name_and_bit_for_bit(use, copies):
+    model = Ema()
+    if not copies:
+        model.lock = threading.Lock()  # cannot be copied
+    before = {name: (id(t), t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    use(model, [torch.randn(8, 4) + 5 for _ in range(2)])
+    after = model.state_dict(keep_vars=True)
+    assert after.keys() == before.keys()
+    assert "last" not in dict(model.named_buffers())
+    assert not model._non_persistent_buffers_set
+    for name, t in after.items():
+        assert id(t) == before[name][0], name
+        statistic = "running" in name and use is recalibrate
+        assert torch.equal(t, before[name][1]) != statistic, name
+
+
+def test_watched_statistics_do_not_start_with_the_batches_of_recalibrate():
+    body = nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)
+    model = swap(nn.Sequential(*body), track_running_stats=True).to("meta").to_empty(device="cpu")
+    for t in (*model.parameters(), *model.buffers()):
+        nn.init.ones_(t)
+    assert model[1].watched_var is None
+    recalibrate(model, torch.randn(8, 4))
+    assert model[1].watched_var is None
 
 
 def test_an_instance_norm_averages_over_samples():
@@ -122,17 +197,19 @@ def test_generators_modes_and_after_an_error_statistics_are_restored():
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="no BatchNorm or InstanceNorm with running statistics"):
         recalibrate(nn.LayerNorm(3), [])
-    with pytest.raises(TypeError, match="must be an iterable of batches.*got Tensor"):
-        recalibrate(net(), images(2))
+    with pytest.raises(TypeError, match="must be an iterable of batches.*got int"):
+        recalibrate(net(), 2)
     with pytest.raises(ValueError, match="gave no batch"):
         recalibrate(net(), [])
 
 
 def test_two_processes_get_the_statistics_of_all_their_data(tmp_path):
+    cases = statistics_cases
     checks = [
-        statistics_cases.recalibrated,
-        statistics_cases.recalibrated_with_a_bad_batch,
-        statistics_cases.synchronised,
+        cases.recalibrated,
+        cases.recalibrated_with_a_bad_batch,
+        cases.synchronised,
+        cases.rounded,
     ]
     results = sync_cases.ran(sync_cases.process, 2, tmp_path, checks)
     (first, calls), (second, _) = (result["recalibrated"] for result in results)
@@ -150,6 +227,7 @@ def test_two_processes_get_the_statistics_of_all_their_data(tmp_path):
         assert (merged["1.running_mean"] == 3.0).all()
         assert (merged["4.running_var"] == 1.75 + 3.0).all()
         assert merged["4.num_batches_tracked"] == 2
+        assert result["rounded"] == 2  # of 1.5
 
 
 def test_30718_ranks_evaluate_differently(tmp_path):

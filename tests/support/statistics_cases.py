@@ -125,6 +125,13 @@ def synchronised(rank, world, device):
     return statistics(model)
 
 
+def rounded(rank, world, device):
+    """The processes have counted one batch and two."""
+    layer = nn.BatchNorm2d(4)
+    layer.num_batches_tracked.fill_(1 + rank)
+    return sync_buffers(layer).num_batches_tracked.item()
+
+
 def joined(rank, world, device, momentum=0.1):
     """Process 1 has a bad batch, and then none."""
     plain = net(lambda n, **how: nn.BatchNorm2d(n, momentum=momentum, **how))

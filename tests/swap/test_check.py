@@ -99,6 +99,12 @@ def test_a_layer_that_computes_something_else_is_found(net):
     assert "in train, its forward fails (its forward was replaced on the instance)" in found(net)
 
 
+def test_an_output_that_is_off_by_a_thousandth_is_found(net):
+    forward = type(net[1]).forward
+    net[1].forward = lambda x: 1.001 * forward(net[1], x)
+    assert "1: in train, its output differs from the formula of mode golden by" in found(net)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_check_changes_nothing(net, training, monkeypatch):
     net.append(nn.Dropout(0.5)).train(training)

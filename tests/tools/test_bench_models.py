@@ -4,6 +4,7 @@ import copy
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -155,12 +156,50 @@ def test_a_wrong_target_is_one_sentence(file, target, words, says):
 def test_models_by_name_have_a_loss_with_gradients(library, target, options):
     pytest.importorskip(library)
     model, batch, step = models.load(target, 2, options)
-    loss = (step or models._loss)(model.train(), batch)
+    loss = (step or models.default_step(model, batch))(model.train(), batch)
     loss.backward()
     assert loss.isfinite()
     gradients = [row.module.weight.grad for row in normplug.plan(model)]
     assert len(gradients) > 0
     assert None not in gradients
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+
+    def forward(self, x, y):
+        return self.norm(self.linear(x) + y)
+
+
+def test_a_batch_is_read_as_a_loader_gives_it(net):
+    images, labels = torch.randn(4, 3, 6, 6), torch.arange(4)
+    data = torch.utils.data.TensorDataset(images, labels)
+    x, y = torch.randn(4, 4), torch.randn(4, 6)
+    for model, batch in (
+        (net, (images, labels)),
+        (net, torch.utils.data.DataLoader(data, 2)),
+        (net, images.numpy()),
+        (Two(), (x, y)),
+        (Two(), ((x, y), labels)),
+        (Two(), {"x": x, "y": y, "label": labels}),
+    ):
+        rows = measure(model, batch, rounds=1, arms={"eager": lambda model: model})
+        assert [row["arm"] for row in rows] == ["eager"]
+
+
+def test_the_step_gets_the_whole_batch_as_tensors():
+    seen = []
+
+    def step(model, batch):
+        seen.append(batch)
+        return model(batch["x"], batch["y"]).square().mean()
+
+    batch = {"x": np.ones((4, 4)), "y": torch.randn(4, 6), "label": np.arange(4)}
+    measure(Two(), batch, step, rounds=1, arms={"eager": lambda model: model})
+    assert seen[0]["label"].tolist() == [0, 1, 2, 3]
+    assert isinstance(batch["x"], np.ndarray)
 
 
 @pytest.mark.gpu

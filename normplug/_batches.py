@@ -1,0 +1,348 @@
+"""The one reading of batches: what a loader gives, and how a model is called with it.
+
+A batch is a tensor, an array of numpy, a mapping, a tuple or a list of these, or another
+object. The model is called with the first of these that its forward takes:
+
+1. Of a mapping: the entries that forward names, as keywords.
+2. The batch as it is, as the only argument.
+3. Of a tuple or a list: its first elements, if forward requires more than one input.
+4. Of a tuple or a list: its first element, read by these rules, as of (inputs, labels).
+5. Of a tuple or a list: all its elements, as arguments.
+
+The signature of forward excludes some. The others are tried, once for a loader.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from normplug._checks import must
+from normplug._restore import generators_kept
+
+_WAY_OUT = (
+    "Pass a tensor, a tuple of the inputs, (inputs, labels), a mapping of forward's keywords, "
+    "or a loader of these."
+)
+
+
+def runnable(model: nn.Module) -> nn.Module:
+    """The module to call: inside the wrappers of DDP, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif (inner := model._modules.get("_orig_mod")) is not None:
+            model = inner
+        else:
+            return model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside the wrappers of DDP, DataParallel, FSDP and torch.compile."""
+    while True:
+        model = runnable(model)
+        inner = model._modules.get("_fsdp_wrapped_module")
+        if inner is None:
+            return model
+        model = inner
+
+
+class Call(NamedTuple):
+    """The arguments of one call of a model."""
+
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def __str__(self) -> str:
+        shown = [_described(value) for value in self.args]
+        shown += [f"{name}={_described(value)}" for name, value in self.keywords.items()]
+        return f"model({', '.join(shown)})"
+
+
+# A call that a model refused, and its error.
+_Refusal: TypeAlias = tuple[Call, Exception]
+
+
+class Reader:
+    """Reads batches for one model.
+
+    Where more than one reading is possible, it tries them on the model. So use it where a
+    forward leaves no trace.
+
+    Attributes:
+        caller: the function of normplug that reads, for errors.
+        model: the module that it calls, without wrappers.
+    """
+
+    def __init__(self, caller: str, model: nn.Module, **keywords: Any) -> None:
+        """keywords: further arguments of every call."""
+        self.caller = caller
+        self.model = runnable(model)
+        inner = unwrapped(model)
+        self._name = type(inner).__name__
+        self._forward = _Forward(inner.forward, self.prepared(keywords))
+        self._reading: str | None = None  # the name of the one that the model takes
+
+    def batches(self, data: Any, most: int | None = None) -> Iterator[Any]:
+        """Yield the first `most` batches of a loader or a list; a batch yields itself."""
+        if not (_is_loader(data) or _is_batch(data)):
+            rule = "an iterable of batches, such as a DataLoader, or a batch"
+            raise TypeError(must(self.caller, "loader", rule, type(data).__name__))
+        series: Iterable[Any] = data
+        if _is_batch(data) and not self._is_series(data):
+            series = [data]
+        count = 0
+        for batch in itertools.islice(series, most):
+            count += 1
+            yield batch
+        if count == 0:
+            raise ValueError(f"normplug.{self.caller}: the loader gave no batch.")
+
+    def first(self, data: Any) -> Any:
+        """The batch itself, or the first batch of a loader."""
+        if not _is_loader(data):
+            return data
+        with generators_kept():
+            for batch in data:
+                return batch
+        raise ValueError(f"normplug.{self.caller}: the loader gave no batch.")
+
+    def prepared(self, batch: Any) -> Any:
+        """A copy of a batch on the model's device, without arrays of numpy.
+
+        They become tensors, those of floating-point numbers in the model's dtype.
+        """
+        return _copied(batch, *self._place)
+
+    def call(self, batch: Any) -> Call:
+        """How to call the model with a batch: the first reading that it takes."""
+        calls = self._forward.calls(self.prepared(batch))
+        if self._reading in calls:
+            return calls[self._reading]
+        refusals: list[_Refusal] = []
+        for name, call in calls.items():
+            error = None if len(calls) == 1 else self._refusal(name, batch)
+            if error is None:
+                self._reading = name
+                return call
+            refusals.append((call, error))
+        raise self._error(f"the batch {_described(batch)}", refusals)
+
+    def run(self, batch: Any) -> Any:
+        """The model's output for a batch."""
+        return self.apply(self.model, self.call(batch))
+
+    def apply(self, model: nn.Module, call: Call) -> Any:
+        """The output of a model; an error of it names the arguments, and a way out."""
+        try:
+            return model(*call.args, **call.keywords)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise self._error("these arguments", [(call, error)]) from error
+
+    @cached_property
+    def _place(self) -> tuple[torch.device | None, torch.dtype]:
+        """The device of a model, and the dtype of its inputs."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        floating = [t for t in tensors if t.is_floating_point()]
+        dtype = floating[0].dtype if floating else torch.get_default_dtype()
+        return tensors[0].device if tensors else None, dtype
+
+    def _refusal(self, name: str, batch: Any) -> Exception | None:
+        """The error of the model for one reading of a batch; None if it takes it."""
+        call = self._forward.calls(self.prepared(batch))[name]
+        try:
+            with torch.no_grad(), generators_kept():
+                self.model(*call.args, **call.keywords)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _is_series(self, data: Any) -> bool:
+        """Whether a batch is a list or tuple of batches instead.
+
+        Its elements are alike, with the same dtypes and numbers of dimensions, and the model
+        takes them one by one.
+        """
+        if not isinstance(data, (tuple, list)):
+            return False
+        if not data:
+            return True
+        first = data[0]
+        if not _is_batch(first) or not self._forward.calls(first):
+            return False
+        if any(_kind(each) != _kind(first) for each in data):
+            return False
+        sizes = _kind(first, sizes=True)
+        others = [each for each in data if _kind(each, sizes=True) != sizes]
+        return not others or self._takes(others[0])
+
+    def _takes(self, batch: Any) -> bool:
+        names = self._forward.calls(self.prepared(batch))
+        return any(self._refusal(name, batch) is None for name in names)
+
+    def _error(self, what: str, refusals: list[_Refusal]) -> RuntimeError:
+        """The error for what the model refuses, with every call that was tried."""
+        forward = f"{self._name}.forward{self._forward}"
+        lines = [f"normplug.{self.caller}: {forward} does not take {what}."]
+        for call, error in refusals:
+            text = str(error).partition("\n")[0]
+            lines.append(f"  {call} raised {type(error).__name__}: {text}")
+        refused = RuntimeError("\n".join([*lines, _WAY_OUT]))
+        refused.__cause__ = refusals[-1][1] if refusals else None
+        return refused
+
+
+class _Forward:
+    """The signature of a forward, and the calls that it allows."""
+
+    def __init__(self, forward: Any, extra: dict[str, Any]) -> None:
+        """extra: keywords of every call."""
+        self._extra = extra
+        try:
+            self._signature = inspect.signature(forward)
+        except (TypeError, ValueError):  # a function without one
+            self._signature = inspect.signature(lambda *args, **keywords: None)
+        parameters = self._signature.parameters.values()
+        places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        required = [p for p in parameters if p.kind in places and p.default is p.empty]
+        self._required = len([p for p in required if p.name not in extra])
+        self._takes_all_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def __str__(self) -> str:
+        return str(self._signature)
+
+    def calls(self, batch: Any) -> dict[str, Call]:
+        """The readings of a batch that the signature allows, in order: name -> call."""
+        calls: dict[str, Call] = {}
+        if isinstance(batch, Mapping):
+            call = self._keywords(batch)
+            if call.keywords and self._allows(call):
+                return {"keywords": call}
+        calls["whole"] = Call((batch,), self._extra)
+        if isinstance(batch, (tuple, list)) and batch:
+            count = self._required
+            if 1 < count <= len(batch):
+                calls["inputs"] = Call(tuple(batch[:count]), self._extra)
+            for name, call in self.calls(batch[0]).items():
+                calls[f"first, {name}"] = call
+            if len(batch) > max(count, 1):
+                calls["all"] = Call(tuple(batch), self._extra)
+        return {name: call for name, call in calls.items() if self._allows(call)}
+
+    def _keywords(self, batch: Mapping[Any, Any]) -> Call:
+        names = self._signature.parameters
+        takes = {
+            key: value
+            for key, value in batch.items()
+            if isinstance(key, str) and (key in names or self._takes_all_keywords)
+        }
+        return Call((), takes | self._extra)
+
+    def _allows(self, call: Call) -> bool:
+        try:
+            self._signature.bind(*call.args, **call.keywords)
+        except TypeError:
+            return False
+        return True
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array or a number of numpy."""
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+def _is_batch(value: Any) -> bool:
+    """Whether a value can be a batch: not a loader, a number or a text."""
+    if isinstance(value, (Tensor, Mapping, tuple, list)) or _is_array(value):
+        return True
+    return callable(getattr(value, "to", None))
+
+
+def _is_loader(value: Any) -> bool:
+    """Whether a value gives batches when it is iterated."""
+    if isinstance(value, str) or _is_batch(value):
+        return False
+    return hasattr(value, "__iter__")
+
+
+def _kind(value: Any, sizes: bool = False) -> Any:
+    """What batches of one loader have in common: structure, dtypes and dimensions.
+
+    sizes: also the sizes of all dimensions but the first.
+    """
+    if isinstance(value, Tensor) or _is_array(value):
+        return str(value.dtype), value.ndim, tuple(value.shape[1:]) if sizes else None
+    if isinstance(value, Mapping):
+        return {key: _kind(inner, sizes) for key, inner in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_kind(inner, sizes) for inner in value]
+    return type(value)
+
+
+def _copied(value: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
+    """A copy of a batch on a device; see `Reader.prepared`."""
+    if isinstance(value, Tensor):
+        copied = value.detach().clone()
+        if device is not None:
+            copied = copied.to(device)
+        copied.requires_grad_(value.requires_grad)
+        return copied if value.is_leaf else copied.clone()  # which may be written to
+    if _is_array(value):
+        if value.dtype.kind not in "biufc":
+            return value
+        floating = dtype if value.dtype.kind == "f" else None
+        return torch.tensor(value, device=device, dtype=floating)
+    if isinstance(value, Mapping):
+        return _copied_mapping(value, device, dtype)
+    if callable(getattr(value, "to", None)):  # such as a PackedSequence, or a batch of graphs
+        return copy.copy(value) if device is None else copy.copy(value).to(device)
+    if isinstance(value, (tuple, list)):
+        elements = [_copied(each, device, dtype) for each in value]
+        if hasattr(value, "_fields"):  # a named tuple
+            return type(value)(*elements)
+        return elements if isinstance(value, list) else tuple(elements)
+    return value
+
+
+def _copied_mapping(
+    value: Mapping[Any, Any], device: torch.device | None, dtype: torch.dtype
+) -> Mapping[Any, Any]:
+    """A copy of a mapping; of the same class, such as BatchEncoding, if it is mutable."""
+    entries = {key: _copied(each, device, dtype) for key, each in value.items()}
+    if not isinstance(value, MutableMapping):
+        return entries
+    copied = copy.copy(value)
+    for key, each in entries.items():
+        copied[key] = each
+    return copied
+
+
+def _described(value: Any) -> str:
+    """What a value is, with the shapes of its tensors, as an error shows it."""
+    if isinstance(value, Tensor) or _is_array(value):
+        return f"{type(value).__name__} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        entries = [f"{key}: {_described(each)}" for key, each in _some(value.items())]
+        return f"{type(value).__name__} {{{', '.join(entries)}}}"
+    if isinstance(value, (tuple, list)):
+        elements = ", ".join(_described(each) for each in _some(value))
+        return f"[{elements}]" if isinstance(value, list) else f"({elements})"
+    return type(value).__name__
+
+
+def _some(values: Iterable[Any]) -> list[Any]:
+    """The first eight values."""
+    return list(itertools.islice(values, 8))
