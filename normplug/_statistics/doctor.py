@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from normplug import _checks, _convert, modules
 from normplug._batches import Reader
 from normplug._ops.peers import group_to_join
-from normplug._statistics import runs
+from normplug._statistics import groups, runs
 from normplug._swap.inventory import Inventory
 from normplug._table import Rows
 from normplug._torch import BatchNormBase, in_backward, tree_leaves
@@ -306,8 +306,8 @@ def _of_input(seen: _Seen) -> _Rows:
 
 
 def _of_decay(seen: _Seen, decays: dict[int, float]) -> _Rows:
-    own = seen.layer.parameters(recurse=False)
-    if decay := max((decays.get(id(p), 0) for p in own), default=0):
+    norms = groups.norm_parameters(seen.layer)
+    if decay := max((decays.get(id(p), 0) for p in norms), default=0):
         yield "norm parameters that decay", f"weight_decay={decay:g}", decay
 
 

@@ -40,15 +40,21 @@ class Inventory:
     @cached_property
     def norms(self) -> dict[nn.Module, list[str]]:
         """Every norm layer, stock or normplug's, with all its paths."""
-        return {module: paths for module, paths in self.names.items() if _is_norm(module)}
+        return {module: paths for module, paths in self.names.items() if is_norm(module)}
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_known_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm by its class, or is recognised by its behaviour."""
     if _convert.replacement(module) is not None:  # this registers other libraries' norms, too
         return True
     if isinstance(module, (TargetVarianceNorm, *_convert.REPLACEMENTS)):
         return True
-    if any(cls.__module__ in _TORCH_NORM_MODULES for cls in type(module).__mro__):
+    return any(cls.__module__ in _TORCH_NORM_MODULES for cls in type(module).__mro__)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, or is called one: enough to list it, but not to change it."""
+    if is_known_norm(module):
         return True
     # Norms of other libraries, by name. A leading underscore marks torch's own weight and spectral
     # normalisation, which are parametrizations, not layers.
@@ -60,7 +66,7 @@ def _is_norm(module: nn.Module) -> bool:
     if any(map(has_tensors, children)):
         # Or its child layers compute its scale. A block that contains norms is no norm.
         inner = chain.from_iterable(child.modules() for child in children)
-        return "eps" in vars(module) and not any(map(_is_norm, inner))
+        return "eps" in vars(module) and not any(map(is_norm, inner))
     return not children or "weight" in {**module._parameters, **module._buffers}
 
 

@@ -53,3 +53,68 @@ def test_the_module_prints_what_an_issue_needs(capsys, monkeypatch):
     out = capsys.readouterr().out
     for text in (normplug.__version__, str(torch.__version__), "host path", "NORMPLUG_BACKEND"):
         assert text in out
+
+
+class NormedLinear(nn.Linear):
+    """A classifier over directions, as mmdetection has it."""
+
+
+class NormalHead(nn.Conv2d):
+    """Predicts normals of surfaces."""
+
+
+class ChannelNorm(nn.Module):
+    """A norm that only its name tells, with a weight for each channel and a projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1, 4, 1, 1))
+        self.mixing = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return x * self.gain
+
+
+class OwnNorm(nn.LayerNorm):
+    """A subclass of a known norm."""
+
+
+def test_a_name_alone_takes_no_decay_from_a_matrix():
+    model = nn.Sequential(
+        NormedLinear(4, 4), NormalHead(4, 1, 1), NormalHead(1, 4, 1), ChannelNorm(), OwnNorm((2, 4))
+    )
+    decayed, plain = names(model, param_groups(model, 0.1))
+    assert decayed == ["0.weight", "1.weight", "2.weight", "3.mixing"]
+    assert plain == ["0.bias", "1.bias", "2.bias", "3.gain", "4.weight", "4.bias"]
+
+
+def test_the_parameters_of_parametrizations_belong_to_the_tensors_they_make():
+    class Doubled(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((3, 4)), nn.Bilinear(4, 4, 4))
+    for layer, name in ((model[0], "weight"), (model[1], "weight"), (model[1], "bias")):
+        nn.utils.parametrize.register_parametrization(layer, name, Doubled())
+    nn.utils.parametrizations.weight_norm(model[2])
+    decayed, plain = names(model, param_groups(model, 0.1))
+    inner = "2.parametrizations.weight.original"
+    assert decayed == ["0.parametrizations.weight.original", f"{inner}0", f"{inner}1"]
+    assert sorted(plain) == [
+        *("0.bias", "1.parametrizations.bias.original", "1.parametrizations.weight.original"),
+        "2.bias",
+    ]
+    optimizer = torch.optim.SGD(param_groups(model, 0.1))
+    assert not decaying(model[:2], optimizer)
+    assert decaying(model[:2], torch.optim.SGD(model.parameters(), weight_decay=0.1)) == ["1"]
+
+
+def decaying(model, optimizer):
+    found = normplug.doctor(model, torch.randn(9, 3, 4), optimizer=optimizer)
+    return [row.layer for row in found if row.finding == "norm parameters that decay"]
+
+
+def test_doctor_names_no_matrix_that_its_name_makes_a_norm():
+    model = nn.Sequential(nn.LayerNorm(4), NormedLinear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), weight_decay=0.1)
+    assert decaying(model, optimizer) == ["0"]
