@@ -199,7 +199,9 @@ def test_a_wrapped_model_gets_the_keywords_that_its_forward_names(name):
         batch = {"x": X, "y": Y, "label": LABELS}
         normplug.recalibrate(model, [batch])
         normplug.check(model, batch)
-        normplug.doctor(model, batch)
+        model.get_submodule(next(p for p, m in model.named_modules() if p.endswith("norm"))).eval()
+        (finding,) = normplug.doctor(model, batch).findings
+        assert type(model.get_submodule(finding.layer)) is normplug.BatchNorm1d
     finally:
         if name == "DDP":
             torch.distributed.destroy_process_group()

@@ -1,14 +1,17 @@
 """`doctor`: planted faults are found and named with their fix; healthy models have none."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from torch import nn
 
+import normplug
 import statistics_cases
 import sync_cases
 from normplug import doctor, freeze, fuse, param_groups, recalibrate, swap
+from normplug._statistics.doctor import _FIXES
 from statistics_cases import Checkpointed, healthy, images, net, trained
 
 
@@ -16,18 +19,28 @@ class Twice(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
+        self.last = self.norm
 
     def forward(self, x):
-        return self.norm(self.conv(self.norm(x)))
+        return self.last(self.conv(self.norm(x)))
 
 
-class Grows(nn.Module):
-    def __init__(self):
+class Block(nn.Module):
+    def __init__(self, factor=1):
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(9), nn.Linear(9, 9)
+        self.norm, self.linear, self.factor = nn.LayerNorm(9), nn.Linear(9, 9), factor
 
     def forward(self, x):
-        return 3 * x + self.linear(self.norm(x))
+        return self.factor * x + self.linear(self.norm(x))
+
+
+class Permuted(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 def data():
@@ -89,8 +102,45 @@ def slow():
     return trained(model, steps=10)
 
 
+def last_batch():
+    model = healthy()
+    model[1].momentum = 1.0
+    return trained(model)
+
+
+def in_evaluation():
+    model = trained()
+    model[1].eval()
+    return model
+
+
+def missing():
+    model = trained()
+    model[1].running_mean = model[1].running_var = None
+    return model
+
+
+def frozen_on_other_data():
+    return freeze(trained()), [3 * x + 4 for x in data()]
+
+
+def frozen_before_training():
+    return freeze(healthy())
+
+
 def growing():
-    return nn.Sequential(nn.Flatten(2), nn.Linear(81, 9), *(Grows() for _ in range(6)))
+    """The last block sees 400 times the variance of the first; by depth, 183 times."""
+    model = nn.Sequential(nn.Flatten(2), nn.Linear(81, 9), *(Block() for _ in range(6)))
+    x = model[:2](images(16))
+    branch = model[2].linear(model[2].norm(x))
+    ratio = 5 * branch.var(-1).mean() / x.var(-1).mean()
+    for parameter in model[1].parameters():
+        parameter.data *= (ratio / 400).sqrt()
+    return model
+
+
+def multiplied():
+    return nn.Sequential(nn.Flatten(2), nn.Linear(81, 9), *(Block(3) for _ in range(6)))
 
 
 def checkpointed():
@@ -107,7 +157,8 @@ def far_mean():
 
 
 def followed():
-    return nn.Sequential(nn.Flatten(2), nn.LayerNorm(81), nn.LayerNorm(81))
+    first = nn.LayerNorm(81, elementwise_affine=False)
+    return nn.Sequential(nn.Flatten(2), first, nn.LayerNorm(81))
 
 
 def wrong_axis():
@@ -132,9 +183,15 @@ PLANTED = [
     (linear_bias, "1", "a bias before a BatchNorm, which has no effect", "Linear(..., bias=False)"),
     (half_frozen, "1", "a frozen weight, and statistics that move", 'freeze(model, include="1")'),
     (checkpointed, "inner.1", "a BatchNorm under activation checkpointing", SAFE),
-    (Twice, "norm", "a BatchNorm that is called several times", RECALIBRATE),
+    (Twice, "norm", "a BatchNorm that is called on different inputs", "a layer for each call"),
     (half_statistics, "1", "statistics in half precision", '.get_submodule("1").float()'),
     (slow, "1", "a momentum too slow for the steps trained", "momentum = 0.3"),
+    (last_batch, "1", "a momentum that keeps only the last batch", "momentum = 0.1"),
+    (in_evaluation, "1", "a norm in evaluation, whose weight trains", ".train()"),
+    (missing, "1", "running statistics that are missing", "track_running_stats = False"),
+    (frozen_on_other_data, "1", "running statistics stale, or of other data", "normplug.thaw("),
+    (frozen_before_training, "1", "running statistics at their start", "normplug.thaw("),
+    (multiplied, "7.norm", "residual variance that grows with depth", "smaller weights"),
     (growing, "7.norm", "residual variance that grows with depth", 'by_depth("1/l")'),
     (far_mean, "0", "cancellation: a mean far above the deviation", "subtract the mean"),
     (followed, "1", "a norm without effect", "nn.Identity()"),
@@ -159,6 +216,187 @@ def test_a_planted_fault_is_found_and_named_with_its_fix(make, layer, finding, f
     assert finding in str(found)
     assert finding in found._repr_html_()
     assert found.to_pandas().finding.tolist() == [row.finding for row in found]
+
+
+def with_dropout_moved(model, batches):
+    model[4], model[5] = model[5], model[4]
+
+
+def with_new_weights(model, batches):
+    nn.init.normal_(model[0].weight)
+
+
+def with_a_layer_for_each_call(model, batches):
+    model.last = nn.BatchNorm2d(3)
+
+
+def with_smaller_factors(model, batches):
+    for block in model[2:]:
+        block.factor = 0.5
+
+
+# What is a sentence in a fix, done by program.
+BY_HAND = {
+    dropout_before: with_dropout_moved,
+    small: lambda model, batches: data(),
+    dead: with_new_weights,
+    net: lambda model, batches: [setattr(model[i], "bias", None) for i in (0, 3)] and None,
+    linear_bias: lambda model, batches: setattr(model[1], "bias", None),
+    Twice: with_a_layer_for_each_call,
+    multiplied: with_smaller_factors,
+    far_mean: lambda model, batches: [(x - 1000) for x in batches],
+    followed: lambda model, batches: model.__setitem__(1, nn.Identity()),
+    wrong_axis: lambda model, batches: model.__setitem__(1, Permuted(model[1])),
+    one_value: lambda model, batches: model.__setitem__(2, nn.GroupNorm(1, 8)),
+}
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize(
+    ("make", "finding"),
+    [(make, finding) for make, _, finding, _ in PLANTED],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_a_finding_ends_when_its_fix_is_applied(make, finding, swaps):
+    torch.manual_seed(0)
+    made = make()
+    model, batches = made if isinstance(made, tuple) else (made, data())
+    model = swap(model) if swaps else model
+    rows = [row for row in doctor(model, batches).findings if row.finding == finding]
+    if make in BY_HAND:
+        batches = BY_HAND[make](model, batches) or batches
+    for row in () if make in BY_HAND else rows:
+        exec(row.fix, {"model": model, "loader": batches, "normplug": normplug})
+    left = doctor(model, batches)
+    assert finding not in [row.finding for row in left], str(left)
+
+
+def test_every_finding_is_planted():
+    elsewhere = {"norm parameters that decay", "statistics that differ between ranks"}
+    assert {finding for _, _, finding, _ in PLANTED} | elsewhere == set(_FIXES)
+
+
+IDENTITY = "a norm without effect"
+BIAS = "a bias before a BatchNorm, which has no effect"
+
+
+def affine(norm):
+    for parameter in norm.parameters():
+        nn.init.uniform_(parameter, 0.2, 2)
+    return norm
+
+
+class Hidden(nn.Module):
+    """A BatchNorm before a LayerNorm, in a branch that has no effect yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(8), nn.LayerNorm(8)
+        nn.init.zeros_(self.second.weight)
+
+    def forward(self, x):
+        return x + self.second(self.first(x))
+
+
+# Name -> whether a norm is without effect, and the layers.
+PAIRS = {
+    "BatchNorm, LayerNorm": (False, (nn.BatchNorm1d(8), nn.LayerNorm(8))),
+    "BatchNorm, GroupNorm": (False, (nn.BatchNorm1d(8), nn.GroupNorm(2, 8))),
+    "LayerNorm, LayerNorm": (False, (nn.LayerNorm(8), nn.LayerNorm(8))),
+    "trained LayerNorm, LayerNorm": (False, (affine(nn.LayerNorm(8)), nn.LayerNorm(8))),
+    "LayerNorm, RMSNorm": (False, (nn.LayerNorm(8, bias=False), nn.RMSNorm(8))),
+    "a branch of weight 0": (False, (Hidden(),)),
+    "plain LayerNorm, LayerNorm": (
+        True,
+        (nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(8)),
+    ),
+    "BatchNorm, BatchNorm": (True, (affine(nn.BatchNorm1d(8)), nn.BatchNorm1d(8))),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_norm_is_without_effect_only_if_nothing_changes_without_it(name):
+    torch.manual_seed(0)
+    holds, layers = PAIRS[name]
+    linear = nn.Linear(8, 8, bias=False)
+    model = nn.Sequential(linear, *copy.deepcopy(layers), nn.Linear(8, 2))
+    x = torch.randn(64, 8) * torch.tensor([1, 1, 9, 1, 1, 1, 4, 1.0]) + 2
+    found = [row.layer for row in doctor(model, x).findings if row.finding == IDENTITY]
+    assert found == (["1"] if holds else [])
+    model.lock = threading.Lock()  # cannot be copied: nothing is claimed
+    assert IDENTITY not in [row.finding for row in doctor(model, x).findings]
+
+
+def test_a_bias_has_an_effect_before_a_batch_norm_that_does_not_use_its_batch():
+    for change in (freeze, lambda m: [n.eval().requires_grad_(False) for n in (m[1], m[4])]):
+        model = trained(net())
+        assert BIAS in [row.finding for row in doctor(model, data())]
+        change(model)
+        found = doctor(model, data())
+        assert not found.findings, str(found)
+
+
+def test_a_checkpoint_without_a_count_of_batches_is_not_at_its_start():
+    for counter in (torch.tensor(0), None):
+        model = trained()
+        nn.init.normal_(model[0].weight, std=9)  # statistics far from their start
+        recalibrate(model, data())
+        for norm in (model[1], model[4]):
+            norm.num_batches_tracked = counter
+            norm.momentum = 0.01
+        assert not doctor(model, data()).findings
+        model = trained(model, steps=5)
+        assert not doctor(model, data()).findings
+        found = doctor(model, [99 * x for x in data()])
+        assert "running statistics stale, or of other data" in [row.finding for row in found]
+
+
+def test_statistics_of_a_few_samples_are_not_stale_by_chance():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(1))
+    whole = torch.randn(4096, 1, 1, 1) + 0.1 * torch.randn(4096, 1, 4, 4)
+    recalibrate(model, whole)
+    few = [x for x in whole.split(4) if (x.mean() / x.std()).abs() > 1.1]
+    assert len(few) > 20
+    for x in few[:20]:  # 1.1 deviations away, of which sampling explains 2
+        assert not doctor(model, x).findings
+
+
+def test_calls_on_like_inputs_share_a_layer_without_a_finding():
+    model = Twice()
+    model.conv = nn.Identity()
+    assert not doctor(model, [(x - 1) / 2 for x in data()]).findings
+
+
+def test_layers_that_stay_in_evaluation_on_purpose_have_no_finding():
+    model = trained()
+    model[1].eval().requires_grad_(False)
+    assert not doctor(model, data()).findings
+    folded = freeze(healthy())  # weights that hold the statistics, as converters write them
+    for norm in (folded[1], folded[4]):
+        nn.init.uniform_(norm.weight, 0.4, 0.6)
+    found = [row.finding for row in doctor(folded, data())]
+    assert "running statistics at their start" not in found
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_an_optimizer_that_steps_in_the_backward_does_not_step(copies):
+    model = trained()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    model[3].register_full_backward_hook(lambda *_: optimizer.step())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if not copies:
+        model.lock = threading.Lock()
+    before = [p.clone() for p in model.parameters()]
+    doctor(model, data())
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert not optimizer.state
+    assert all((p.grad == 1).all() for p in model.parameters())
+    sum(p.sum() for p in model.parameters()).backward()  # the hooks are there again
+    assert optimizer.state
 
 
 def test_a_decaying_norm_is_found_by_the_optimizer():

@@ -1,0 +1,168 @@
+"""Effects that `doctor` names, tried on a copy of the model before it names them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from normplug._batches import Reader
+from normplug._restore import duplicate, seeded
+from normplug._swap.inventory import Inventory
+from normplug._swap.layer_modes import by_depth
+from normplug._swap.swap import swap
+from normplug._torch import tree_leaves
+
+# Differences that rounding and eps explain, relative to the largest value.
+_LAYER = 1e-4  # of one layer's output
+_MODEL = 1e-3  # of a model's output and gradients, which many layers follow
+# A gradient that is this much smaller than the largest is rounding.
+_NOISE = 1e-2
+
+
+class _Observed(NamedTuple):
+    """What one training step computes."""
+
+    layer: list[Tensor]  # the outputs of one layer
+    outputs: list[Tensor]  # of the model
+    gradients: dict[str, Tensor]  # parameter -> gradient
+
+
+class Trials:
+    """Tries changes on a copy of a model, and compares training steps of one batch.
+
+    Args:
+        reader: reads for the copy.
+        batch: the batch of all steps.
+        modes: module of the copy -> its `training` in a training step.
+    """
+
+    def __init__(self, reader: Reader, batch: Any, modes: dict[nn.Module, bool]) -> None:
+        self._reader = reader
+        self._batch = batch
+        self._modes = modes
+        self._inventory = Inventory(reader.model)
+
+    def is_bias_without_effect(self, path: str, norm: str) -> bool:
+        """Whether the norm's output and the model's stay if the bias at a path is 0."""
+        bias: Any = self._inventory.modules[path].bias
+        before = self._observed(norm)
+        value = bias.detach().clone()
+        with torch.no_grad():
+            bias.zero_()
+        try:
+            after = self._observed(norm)
+        finally:
+            with torch.no_grad():
+                bias.copy_(value)
+        return _have_same_outputs(before, after)
+
+    def is_norm_without_effect(self, path: str, following: str) -> bool:
+        """Whether an Identity for a norm changes no output and no gradient.
+
+        The norm's own parameters must have no gradient: else training makes use of them.
+        """
+        norm = self._inventory.modules[path]
+        before = self._observed(following, backward=True)
+        self._replace(norm, nn.Identity())
+        try:
+            after = self._observed(following, backward=True)
+        except RuntimeError:  # the model needs more of the norm than its output
+            return False
+        finally:
+            self._replace(norm, norm)
+        return _have_same_outputs(before, after) and _have_same_gradients(before, after)
+
+    def swapped_by_depth(self) -> nn.Module | None:
+        """Another copy, swapped by depth; None if the model has no such depth."""
+        model = duplicate(self._reader.model)
+        for module, twin in zip(self._reader.model.modules(), model.modules(), strict=True):
+            twin.training = self._modes[module]
+        try:
+            return swap(model, by_depth("1/l"), preserve_output=False, backend="torch")
+        except ValueError:  # its blocks are ambiguous
+            return None
+
+    def _replace(self, module: nn.Module, by: nn.Module) -> None:
+        for name in self._inventory.names[module]:
+            parent, _, last = name.rpartition(".")
+            self._inventory.modules[parent]._modules[last] = by
+
+    def _observed(self, path: str, backward: bool = False) -> _Observed:
+        """Run a training step; path: the layer whose output is kept."""
+        model = self._reader.model
+        for module, training in self._modes.items():
+            module.training = training
+        made: list[Tensor] = []
+
+        def keep(layer: nn.Module, inputs: Any, output: Any) -> None:
+            made.extend(_floats(output))
+
+        hook = self._inventory.modules[path].register_forward_hook(keep)
+        try:
+            with seeded(), torch.set_grad_enabled(backward):
+                outputs = _floats(self._reader.run(self._batch))
+                loss = _weighted_sum(outputs)
+                if loss.requires_grad:
+                    loss.backward()
+        finally:
+            hook.remove()
+        gradients = {}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
+            parameter.grad = None
+        detached = [y.detach() for y in outputs]
+        return _Observed([y.detach() for y in made], detached, gradients)
+
+
+def _floats(output: Any) -> list[Tensor]:
+    """The floating-point tensors in an output."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.is_floating_point()]
+
+
+def _weighted_sum(outputs: list[Tensor]) -> Tensor:
+    """A sum with different weights: that of plain squares is constant behind a norm."""
+    total = torch.zeros(())
+    for y in outputs:
+        if y.requires_grad:
+            weight = torch.arange(y.numel(), device=y.device).cos().reshape(y.shape)
+            total = total.to(y.device) + (y.float() * weight).mean()
+    return total
+
+
+def _have_same_outputs(before: _Observed, after: _Observed) -> bool:
+    in_layer = _are_close(before.layer, after.layer, _LAYER)
+    return in_layer and _are_close(before.outputs, after.outputs, _MODEL)
+
+
+def _are_close(some: list[Tensor], others: list[Tensor], tolerance: float) -> bool:
+    """Whether rounding explains every difference, relative to the largest value of a tensor."""
+    if not some or [x.shape for x in some] != [x.shape for x in others]:
+        return False
+    for x, y in zip(some, others, strict=True):
+        allowed = max(tolerance, 4 * torch.finfo(x.dtype).eps) * _largest(x)
+        if not _largest(x.double() - y.double()) <= allowed:  # nan is not
+            return False
+    return True
+
+
+def _have_same_gradients(before: _Observed, after: _Observed) -> bool:
+    """Whether all gradients agree, and those of parameters that are gone are rounding."""
+    scale = max((_largest(g) for g in before.gradients.values()), default=0.0)
+    for name, gradient in before.gradients.items():
+        if name in after.gradients:
+            off = _largest(gradient - after.gradients[name])
+            allowed = _MODEL * max(_largest(gradient), _NOISE * scale)
+        else:
+            off = _largest(gradient)
+            allowed = _MODEL * scale
+        if not off <= allowed:  # nan is not
+            return False
+    return True
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
