@@ -18,6 +18,7 @@ from normplug import modules
 from normplug._checks import as_number
 from normplug._ops import likely
 from normplug._torch import is_class_patched, is_patched
+from normplug.modules import frozen
 from normplug.modules.base import Settings, TargetVarianceNorm
 
 # The one table of norms: stock class -> normplug class. `register` adds rows for other libraries.
@@ -42,11 +43,12 @@ def register(ours: type[TargetVarianceNorm], stock: type[nn.Module]) -> None:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class, without the private subclass that torch may have derived from it."""
+    """The class without the private subclass that torch may have derived, and without a freeze."""
     cls = type(module)
     while _is_private(cls):
         cls = cls.__bases__[-1]
-    return cls
+    thawed: type[nn.Module] = vars(cls).get(frozen.THAWED, cls)
+    return thawed
 
 
 def _is_private(cls: type[nn.Module]) -> bool:
@@ -215,7 +217,30 @@ def desynchronise(module: nn.Module) -> None:
         revert(module)
 
 
+def freeze(module: nn.Module) -> None:
+    """Give a layer its frozen class, in place; the inverse of `thaw`."""
+    vars(module).setdefault(frozen.RECORD, {"trained": []})
+    assign_class(module, plain_class(module))
+
+
+def thaw(module: nn.Module) -> list[str]:
+    """Give a frozen layer its class back, in place; return the parameters that train again."""
+    frozen.unpack(module)
+    record: dict[str, Any] = vars(module).pop(frozen.RECORD, {})
+    _assign(module, plain_class(module))
+    return record.get("trained", [])
+
+
 def assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Change a module's class; a frozen layer stays frozen."""
+    if frozen.is_frozen(module):
+        frozen.unpack(module)
+        _register_adapted(cls)
+        cls = frozen.frozen_class(cls)
+    _assign(module, cls)
+
+
+def _assign(module: nn.Module, cls: type[nn.Module]) -> None:
     """Change a module's class; keep the private subclass that torch may have derived from it."""
     if not is_patched(module):
         vars(module).pop("forward", None)  # the old class's method

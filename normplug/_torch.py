@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "BatchNormBase",
     "InstanceNormBase",
+    "NormBase",
     "tree_leaves",
     "tree_map_only",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from abc import ABCMeta
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import is_
@@ -19,6 +18,7 @@ from normplug._convert import FORWARDS, has_fused_class, unfused_class
 from normplug._fuse.edit import Edited
 from normplug._fuse.trace import Reads
 from normplug._torch import GLOBAL_HOOKS, has_hooks
+from normplug.modules.frozen import unseen_subclass
 
 # The fused class of each class that has one; `fused_class` fills it.
 FUSED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -198,9 +198,7 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
         "__doc__": cls.__doc__,
         "forward": functools.update_wrapper(_with_parameters_of(like, run), original),
     }
-    # The user's metaclass may have effects, such as adding the class to a registry.
-    meta = ABCMeta if isinstance(cls, ABCMeta) else type
-    made: type[nn.Module] = meta.__new__(type(cls), cls.__name__, (FusedModule, cls), namespace)
+    made: type[nn.Module] = unseen_subclass(cls, (FusedModule, cls), namespace)
     FUSED_CLASSES[cls] = made
     return made
 

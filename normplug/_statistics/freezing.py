@@ -5,29 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from normplug import _checks
+from normplug import _checks, _convert
 from normplug._statistics.runs import is_frozen, running_layers
-from normplug._swap.inventory import Filters, matching
+from normplug._swap.inventory import Filters, Inventory, matching
+from normplug._table import shown, some
+from normplug.modules.frozen import RECORD
 
 
 class _StayInEvaluation:
-    """A frozen layer's `train`, an attribute of the instance; copies and pickles keep it.
+    """What version 0.3.0 pickled as the `train` of a frozen layer."""
 
-    An attribute works for every class, and a later swap, unswap or fuse leaves it alone.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-        self.training = layer.training  # as it would be without the freeze
-        self.trained: list[str] = []  # the parameters that `thaw` lets train again
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.layer: nn.Module = state["layer"]
+        record = {name: state[name] for name in ("trained", "training")}
+        vars(self.layer)[RECORD] = {**record, "train": self}
 
     def __call__(self, mode: bool = True) -> nn.Module:
-        """Record the mode, and stay in evaluation."""
-        self.training = mode
-        self.layer.training = False
-        for child in self.layer.children():  # such as the dropout of timm's BatchNormAct2d
-            child.train(mode)
+        """Stay in evaluation."""
         return self.layer
 
 
@@ -36,9 +32,14 @@ def freeze(
 ) -> nn.Module:
     """Keep norms on their running statistics, unchanged, whatever `model.train()` says.
 
-    It takes BatchNorms and InstanceNorms with running statistics, swapped or stock, in place; a
-    later `swap`, `fuse` or `unswap` keeps them frozen, and so do copies and pickles. Frozen with
-    `affine`, a swapped layer saves nothing for the backward; fused with relu, one bit per element.
+    It takes BatchNorms and InstanceNorms with running statistics, swapped or stock, in place,
+    by assigning each layer's `__class__`. A later `swap`, `fuse` or `unswap` keeps them frozen,
+    and so do copies and pickles. The new class is no subclass of `torch.nn.BatchNorm2d` or the
+    like, so tools that reset or rebuild such layers leave it alone. Only the frozen class of a
+    user's subclass is one.
+
+    Frozen with `affine`, a swapped layer saves nothing for the backward; fused with relu, one
+    bit per element.
 
     Args:
         model: any module.
@@ -52,7 +53,8 @@ def freeze(
 
     Raises:
         TypeError: `model` is not a module; an option of another type.
-        ValueError: there is no layer with running statistics, or `include` matches none.
+        ValueError: there is no layer with running statistics, `include` matches none, or a
+            layer is lazy and has no shape yet. No layer changes.
 
     Examples:
         >>> model = freeze(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))).train()
@@ -61,31 +63,37 @@ def freeze(
     """
     _checks.module("freeze", model)
     _checks.flags("freeze", affine=affine)
-    norms = {layer: [path] for path, layer in running_layers(model).items()}
+    inventory = Inventory(model)
+    norms: dict[Any, list[str]] = {
+        layer: inventory.names[layer] for layer in running_layers(model).values()
+    }
     if not norms:
         raise ValueError(
             f"normplug.freeze: {type(model).__name__} has no BatchNorm or InstanceNorm with "
             "running statistics."
         )
-    chosen = set(norms) if include is None else matching("include", include, norms)
-    for layer in chosen - matching("exclude", exclude, norms):
-        own: Any = vars(layer)
-        if not is_frozen(layer):
-            own["train"] = _StayInEvaluation(layer)
-            layer.training = False
-        for name, parameter in layer._parameters.items() if affine else ():
-            if parameter is not None and parameter.requires_grad:
-                own["train"].trained.append(name)
-                parameter.requires_grad_(False)
-                parameter.grad = None
+    chosen: set[Any] = set(norms) if include is None else matching("include", include, norms)
+    chosen -= matching("exclude", exclude, norms)
+    lazy = [shown(norms[layer][0]) for layer in chosen if is_lazy(layer.running_mean)]
+    if lazy:
+        raise ValueError(
+            f"normplug.freeze: lazy layers have no statistics yet: {some(sorted(lazy))}. "
+            "Run one forward, then freeze, or exclude them."
+        )
+    for layer in chosen:
+        _convert.freeze(layer)
+        if affine:
+            _stop_training(layer)
     return model
 
 
 def thaw(model: nn.Module) -> nn.Module:
     """Undo `normplug.freeze`: layers follow `train()` again, and their weights train.
 
-    Each layer gets the mode that it would have without the freeze. Parameters that did not train
-    before the freeze stay as they are, and so does a frozen class, such as FrozenBatchNorm2d.
+    Each layer gets the mode that it would have without the freeze: that of the last `train()`,
+    and training if the module that holds it is in training. Parameters that did not train
+    before the freeze stay as they are. So does a class that is always frozen, such as
+    FrozenBatchNorm2d.
 
     Args:
         model: any module.
@@ -101,12 +109,45 @@ def thaw(model: nn.Module) -> nn.Module:
         True
     """
     _checks.module("thaw", model)
+    trains = {child for m in model.modules() if m.training for child in m.children()}
     for layer in model.modules():
         if is_frozen(layer):
-            stay: Any = vars(layer).pop("train")
-            layer.training = stay.training
-            for name in stay.trained:
-                parameter = layer._parameters.get(name)
-                if parameter is not None:
-                    parameter.requires_grad_(True)
+            _train_again(layer, _convert.thaw(layer))
+            # Who restores modes, as Lightning does after validation, has read False here.
+            if layer in trains:
+                layer.training = True
     return model
+
+
+def _stop_training(layer: nn.Module) -> None:
+    """Stop the training of weight and bias, and record which of them trained."""
+    trained = list(vars(layer)[RECORD]["trained"])
+    for name, parameter in _affine(layer).items():
+        if parameter.requires_grad:
+            trained.append(name)
+            parameter.requires_grad_(False)
+            parameter.grad = None
+    vars(layer)[RECORD] = {"trained": trained}
+
+
+def _train_again(layer: nn.Module, names: list[str]) -> None:
+    """Let parameters train again, even if one has been parametrized since."""
+    parameters = _affine(layer)
+    for name in names:
+        now = [other for other in parameters if _attribute(other) == _attribute(name)]
+        for other in [name] if name in parameters else now:
+            parameters[other].requires_grad_(True)
+
+
+def _attribute(name: str) -> str:
+    """The attribute that a parameter makes: "weight" of `parametrizations.weight.original`."""
+    return name.removeprefix("parametrizations.").partition(".")[0]
+
+
+def _affine(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of weight and bias, by name, and not those of the layer's activation."""
+    return {
+        name: parameter
+        for name, parameter in layer.named_parameters()
+        if "." not in name or name.startswith("parametrizations.")
+    }

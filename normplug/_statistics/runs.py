@@ -15,7 +15,8 @@ from normplug._ops import parts
 from normplug._ops.peers import group_to_join
 from normplug._restore import generators_kept
 from normplug._swap.fold import write
-from normplug._torch import BatchNormBase, InstanceNormBase
+from normplug._torch import NormBase
+from normplug.modules.frozen import is_frozen as is_frozen
 
 # An integer dtype for each size of an element, to compare bits.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,14 +27,10 @@ def running_layers(model: nn.Module) -> dict[str, Any]:
     return {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, (BatchNormBase, InstanceNormBase))
-        and getattr(module, "running_mean", None) is not None
+        if isinstance(module, NormBase) and getattr(module, "running_mean", None) is not None
     }
 
 
-def is_frozen(module: nn.Module) -> bool:
-    """Whether `normplug.freeze` has frozen the layer."""
-    return "train" in vars(module)  # see `freezing`
 
 
 def gathered(own: Tensor) -> list[Tensor]:

@@ -168,7 +168,7 @@ def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
                 names.append(name)
                 x = 1 + 2 * torch.randn(*layer._example_shape(), generator=generator)
                 x = x.to(_like(layer))
-                expected = twin._expected(x, training)
+                expected = twin._expected(x, twin.training)
                 tolerance = max(4 * torch.finfo(x.dtype).eps, 1e-5)
                 away = _distance(twin.forward(x), expected, tolerance)
         except Exception as error:

@@ -115,7 +115,10 @@ def _hint(pattern: str, paths: Sequence[str]) -> str:
 
 def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:
     if isinstance(one, type):
-        return lambda path, module: isinstance(module, one)
+        # A frozen layer counts as one of the class that it would have without the freeze.
+        return lambda path, module: (
+            isinstance(module, one) or issubclass(_convert.plain_class(module), one)
+        )
     if not isinstance(one, str):
         return one
     try:

@@ -15,6 +15,7 @@ from normplug._table import Rows, counts, shown
 from normplug._torch import is_patched
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
+from normplug.modules.frozen import is_frozen
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class PlanRow:
         path: its first path in the model; "" is the model itself.
         module: the layer.
         becomes: the normplug class it becomes, or already is; None where it stays as it is.
-        note: why it stays and what to do, or that it is swapped already; "" otherwise.
+        note: why it stays and what to do, or that it is swapped already; and whether it is frozen.
+            "" otherwise.
         aliases: its other paths, if the layer is shared.
         mode: the mode it gets; None where it stays as it is, or the plan was made without a mode.
         block: the number of its block, from 1, where `normplug.by_depth` gives the mode; None
@@ -140,6 +142,8 @@ def make(
             becomes, note = None, "excluded"
         elif module not in included:
             becomes, note = None, "not included"
+        if is_frozen(module):
+            note = f"{note}; frozen" if note else "frozen"
         rows[module] = PlanRow(path, module, becomes, note, tuple(aliases))
     taken = [module for module, row in rows.items() if row.becomes]
     if rule is not None and taken:

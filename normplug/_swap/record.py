@@ -81,7 +81,8 @@ def findings(model: nn.Module) -> list[str]:
         "not run. Call normplug.unswap(model), or patch the class before normplug.swap, which then "
         "leaves its layers."
         for path, layer in _convert.normplug_layers(model)
-        if any(c in _convert.REPLACEMENTS and is_class_patched(c) for c in type(layer).__mro__)
+        for cls in _convert.plain_class(layer).__mro__
+        if cls in _convert.REPLACEMENTS and is_class_patched(cls)
     ]
     return found
 

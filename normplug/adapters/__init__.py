@@ -24,6 +24,7 @@ from normplug._torch import GLOBAL_HOOKS, has_hooks
 from normplug.adapters import frozen, rms_norms
 from normplug.modules import GroupNorm, LayerNorm, TargetVarianceNorm
 from normplug.modules.batch_norm import _BatchNorm, _SyncBatchNorm
+from normplug.modules.frozen import FrozenBatchNorm, register
 from normplug.modules.row_norms import RowNorm, _RMSNorm
 
 
@@ -81,6 +82,13 @@ class FusedActivation(TargetVarianceNorm):
         for module in after if name is None else ():
             y = module(y)
         return y
+
+
+class FrozenActivation(FrozenBatchNorm):
+    """The base of the frozen classes of BatchNorms with a dropout and an activation."""
+
+    def _finish(self, y: Tensor) -> Tensor:
+        return self.act(self.drop(y))  # type: ignore[operator]
 
 
 def _activation_of(*modules: nn.Module) -> _activations.ActivationLike:
@@ -249,6 +257,7 @@ def _made(cls: Any, place: str, row: Any) -> Any:
     if issubclass(ours, _BatchNorm):
         bases = (_SyncBatchNorm, ours)
         ours._synchronised = type(f"Sync{cls.__name__}", bases, dict(namespace))
+        register(cls, FrozenActivation)
     return ours
 
 

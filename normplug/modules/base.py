@@ -396,8 +396,8 @@ class TargetVarianceNorm(nn.Module):
             return own["running_mean"], own["running_var"], own["num_batches_tracked"]
         return self.running_mean, self.running_var, self.num_batches_tracked  # type: ignore[return-value]
 
-    def _as_leaf(self, input: fx.Proxy) -> Tensor:
-        """Make one graph node of the call of the layer, as torch.fx does for torch's own layers."""
+    def _as_leaf(self: nn.Module, input: fx.Proxy) -> Any:
+        """Make one graph node of the call of a layer, as torch.fx does for torch's own layers."""
         tracer: Any = input.tracer
         return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
 

@@ -13,11 +13,11 @@ from normplug._checks import as_number
 from normplug._ops import peers, stock
 from normplug._ops.batch_norm import BatchNormSpec, channel_stats
 from normplug._ops.spec import Pool, Tensors
-from normplug._torch import BatchNormBase
+from normplug._torch import NormBase
 from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_channels
 
 
-class _BatchNorm(TargetVarianceNorm, BatchNormBase):
+class _BatchNorm(TargetVarianceNorm, NormBase):
     _function = "functional.batch_norm"
     _by_channel = True
 
@@ -109,7 +109,8 @@ class _BatchNorm(TargetVarianceNorm, BatchNormBase):
         return (self.num_features,)
 
     def _example_shape(self) -> tuple[int, ...]:
-        input_class = self._normplug.unsynced_class or type(self)
+        thawed = getattr(type(self), "_thawed_class", type(self))
+        input_class = self._normplug.unsynced_class or thawed
         for cls, space in ((nn.BatchNorm2d, (2, 2)), (nn.BatchNorm3d, (2, 2, 2))):
             if issubclass(input_class, cls):
                 return (8, self.num_features, *space)

@@ -13,7 +13,7 @@ from normplug._checks import as_number
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.spec import Tensors, autocast_dtype
-from normplug._torch import InstanceNormBase
+from normplug._torch import NormBase
 from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_channels
 from normplug.modules.watched import REFUSALS, WatchedRows
 
@@ -94,7 +94,7 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
         return vector.reshape(-1, *[1] * (y.dim() - 2))
 
 
-class _InstanceNorm(_Groups, InstanceNormBase):
+class _InstanceNorm(_Groups, NormBase):
     _function = "functional.instance_norm"
     _by_channel = True
     # The result of torch's method, since torch.export of torch 2.6 cannot trace a call of it.
@@ -102,7 +102,7 @@ class _InstanceNorm(_Groups, InstanceNormBase):
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
-        cls._no_batch_dim = cls._get_no_batch_dim(cls)  # type: ignore[arg-type]
+        cls._no_batch_dim = cls._get_no_batch_dim(cls)  # type: ignore[attr-defined]
 
     def _fused(self, input: Tensor, *, activation: ActivationLike = None) -> Tensor:
         """Compute `activation(forward(input))` in one call."""

@@ -5,14 +5,38 @@ A number is that of PyTorch's issue, whose fault the stock model shows.
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
+import normplug
 from calls import saved_bytes
-from normplug import check, freeze, fuse, plan, swap, thaw, unswap
-from statistics_cases import equal, images, net, statistics
+from normplug import (
+    check,
+    doctor,
+    freeze,
+    fuse,
+    fusions,
+    plan,
+    recalibrate,
+    set_mode,
+    swap,
+    swapped,
+    thaw,
+    unfuse,
+    unswap,
+)
+from normplug.modules.frozen import is_frozen
+from statistics_cases import KINDS, equal, images, layer_and_input, net, statistics, trained
+
+
+def of_torch(layer):
+    """Whether tools that look for torch's base classes see a layer."""
+    kinds = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
+    return isinstance(layer, kinds)
 
 
 @pytest.mark.filterwarnings("ignore:normplug. a fused model is pickled")
@@ -28,7 +52,6 @@ def test_a_frozen_norm_survives_train_swap_and_copies(kind, change):
         assert each.training
         assert not each[1].training
         assert equal(before, statistics(each))
-    assert twin[1].train.layer is twin[1]
 
 
 def test_thaw_gives_back_what_the_freeze_took():
@@ -39,10 +62,224 @@ def test_thaw_gives_back_what_the_freeze_took():
     thaw(swap(model))
     assert [p.requires_grad for p in model[1].parameters()] == [True, False]
     assert model[1].training
-    assert "train" not in vars(model[1])
     before = statistics(model)
     model(images(4))
     assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_freeze_and_swap_lead_to_one_class_in_either_order_and_back(kind):
+    stock, x = layer_and_input(kind)
+    expected = copy.deepcopy(stock).eval()(x)
+    attributes = dict(vars(stock))
+    frozen = freeze(copy.deepcopy(stock))
+    both = [swap(copy.deepcopy(frozen)), freeze(swap(copy.deepcopy(stock)))]
+    assert type(both[0]) is type(both[1])
+    for layer in (frozen, *both):
+        assert not layer.train().training
+        assert not of_torch(layer)
+        assert list(layer.state_dict()) == list(stock.state_dict())
+        torch.testing.assert_close(layer(x), expected)
+        layer.training = True  # as a tool may assign it
+        torch.testing.assert_close(layer(x), expected)
+    assert type(unswap(both[0])) is type(frozen)
+    for layer in (thaw(both[0]), unswap(thaw(both[1])), thaw(frozen)):
+        assert type(layer) is type(stock)
+        assert set(vars(layer)) == set(attributes)
+        assert layer.training
+        assert all(p.requires_grad for p in layer.parameters())
+
+
+STEPS = {
+    "swap": (swap, unswap),
+    "swap(sync=True)": (partial(swap, sync=True), unswap),
+    "set_mode": (lambda m: set_mode(swap(m), 0.5), partial(unswap, fold=False)),
+    "fuse": (lambda m: fuse(swap(m)), lambda m: unswap(unfuse(m))),
+    "copy.deepcopy": (copy.deepcopy, lambda m: m),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_freeze_commutes_with_every_other_step(step):
+    do, undo = STEPS[step]
+    before, after = do(freeze(net())), freeze(do(net()))
+    assert type(before[1]) is type(after[1])
+    torch.testing.assert_close(before.train()(images(4)), after.train()(images(4)))
+    for model in (undo(before), undo(thaw(after))):
+        assert [type(m) for m in thaw(model)] == [type(m) for m in net()]
+        assert model[1].training
+
+
+def test_a_fused_frozen_norm_is_one_call_with_its_activation():
+    model = fuse(freeze(swap(net()))).train()
+    assert [row.label for row in fusions(model)] == ["ReLU", None]
+    torch.testing.assert_close(model(images(4)), net().eval()(images(4)))
+
+
+def test_swapped_keeps_a_freeze_and_a_thaw_in_its_block():
+    model = freeze(net())
+    with swapped(model, 0.5):
+        assert not model.train()[1].training
+    assert is_frozen(model[1])
+    with swapped(model, 0.5):
+        thaw(model)
+    assert type(model[1]) is nn.BatchNorm2d
+    assert model[1].training
+
+
+def test_copies_of_a_frozen_layer_are_frozen_layers_of_their_own():
+    layer = freeze(nn.BatchNorm2d(4))
+    layer.bound = layer.extra_repr
+    deep, shallow = copy.deepcopy(layer), copy.copy(layer)
+    assert deep.bound.__self__ is deep
+    thaw(layer)
+    for twin in (deep, shallow):
+        assert is_frozen(twin)
+        assert not twin.train().training
+    assert shallow.running_mean is layer.running_mean
+    assert deep.running_mean is not layer.running_mean
+
+
+def test_freezing_again_adds_layers_and_keeps_what_thaw_gives_back():
+    model = freeze(freeze(freeze(net(), include="1"), include=nn.BatchNorm2d))
+    assert all(is_frozen(model[i]) for i in (1, 4))
+    swap(model, include=nn.BatchNorm2d)
+    assert freeze(model, include=normplug.BatchNorm2d) is model
+    thaw(unswap(model))
+    assert all(p.requires_grad for p in model.parameters())
+    assert [type(m) for m in model] == [type(m) for m in net()]
+
+
+def test_a_shared_layer_matches_by_each_of_its_names():
+    norm = nn.BatchNorm2d(3)
+    model = nn.ModuleDict({"first": norm, "second": norm})
+    assert is_frozen(freeze(model, include="second")["first"])
+    thaw(model)
+    other = nn.ModuleDict({"norms": model, "third": nn.BatchNorm2d(3)})
+    freeze(other, exclude="norms.second")
+    assert [is_frozen(norm), is_frozen(other["third"])] == [False, True]
+
+
+def test_freeze_removes_gradients_so_that_no_optimizer_moves_the_weights():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.1)
+    model(images(4)).sum().backward()
+    freeze(model)
+    assert all(p.grad is None for i in (1, 4) for p in model[i].parameters())
+    before = copy.deepcopy(model[1].state_dict())
+    optimizer.step()
+    assert equal(before, model[1].state_dict())
+
+
+def test_what_a_frozen_norm_holds_follows_train():
+    timm = pytest.importorskip("timm.layers")
+    layer = timm.BatchNormAct2d(4, drop_layer=nn.Dropout)
+    for change in (freeze, swap):
+        change(layer)
+        for mode in (True, False):
+            layer.train(mode)
+            assert [layer.training, layer.drop.training] == [False, mode]
+
+
+def test_the_weight_of_a_parametrized_norm_stops_training_and_trains_again():
+    def parametrized(model):
+        parametrize.register_parametrization(model[1], "weight", nn.Identity())
+        return model
+
+    for model in (freeze(parametrized(net())), parametrized(freeze(net()))):
+        model.train()
+        swap(model)
+        assert not any(p.requires_grad for p in model[1].parameters())
+        torch.testing.assert_close(model(images(4)), net().eval()(images(4)))
+        assert is_frozen(copy.deepcopy(model)[1])
+        thaw(unswap(model))
+        assert all(p.requires_grad for p in model[1].parameters())
+        assert model[1].training
+        assert type(model[1]).__bases__ == (nn.BatchNorm2d,)
+        parametrize.remove_parametrizations(model[1], "weight")
+
+
+def test_a_lazy_layer_is_refused_and_nothing_changes():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d())
+    with pytest.raises(ValueError, match="lazy layers have no statistics yet: 1. Run one"):
+        freeze(model)
+    assert not is_frozen(model[0])
+    assert is_frozen(freeze(model, exclude="1")[0])
+
+
+def disabled_train(mode=True):
+    return None
+
+
+def test_train_attributes_of_other_code_stay():
+    model = net()
+    model.train = model[1].train = disabled_train
+    thaw(freeze(thaw(model)))
+    assert model.train is disabled_train
+    assert model[1].train is disabled_train
+    loaded = pickle.loads(pickle.dumps(freeze(model)))
+    assert loaded[1].train is disabled_train
+    loaded[4].train = disabled_train
+    thaw(loaded)
+    assert loaded[1].train is disabled_train
+    assert loaded[4].train is disabled_train
+
+
+def test_a_forward_that_other_code_put_on_the_instance_stays_and_sees_evaluation():
+    model = net()
+    expected, forward = 2 * net().eval()[:2](images(4)), model[1].forward
+    model[1].forward = lambda x: 2 * forward(x)
+    freeze(model).train()
+    assert torch.equal(model[:2](images(4)), expected)
+
+
+def test_reports_say_that_a_layer_is_frozen():
+    model = freeze(net(), include="1")
+    assert "frozen" in repr(model[1])
+    assert [row.note for row in plan(model)] == ["frozen", ""]
+    assert [row.kind for row in plan(model)] == 2 * ["BatchNorm2d"]
+    swap(model)
+    assert "frozen, mode=standard" in repr(model[1])
+    already = "swapped already, mode standard"
+    assert [row.note for row in plan(model)] == [f"{already}; frozen", already]
+    assert [row.becomes for row in plan(model)] == 2 * ["BatchNorm2d"]
+
+
+def test_check_compares_a_frozen_layer_with_the_running_statistics_in_every_setting():
+    model = freeze(swap(net(), 0.5))
+    assert [row.tested for row in check(model, images(4))] == 2 * [
+        "train, eval, eval under no_grad"
+    ]
+    model[1].running_mean += 1.0  # an input of the formula as well
+    check(model)
+
+
+def test_tools_that_run_a_model_leave_the_mode_that_thaw_gives_back():
+    for mode in (True, False):
+        model = freeze(trained(), include="1").train(mode)
+        doctor(model, images(16))
+        recalibrate(model, [images(16)])
+        assert thaw(model)[1].training is mode
+
+
+def test_a_layer_trains_after_thaw_where_other_code_has_restored_the_modes_that_it_read():
+    """As Lightning does around a validation."""
+    model = freeze(net())
+    modes = {m: m.training for m in model.modules()}
+    model.eval()
+    for m, mode in modes.items():
+        m.training = mode
+    assert thaw(model)[1].training
+    assert not thaw(freeze(model).eval())[1].training
+
+
+def test_reset_running_stats_keeps_frozen_statistics_and_reset_parameters_does_not():
+    for layer in (freeze(nn.BatchNorm2d(4)), freeze(swap(nn.BatchNorm2d(4)))):
+        layer.running_mean += 1.0
+        layer.reset_running_stats()
+        assert layer.running_mean.all()
+        layer.reset_parameters()
+        assert not layer.running_mean.any()
 
 
 def test_filters_and_affine():

@@ -1,7 +1,9 @@
 """Models, data, and what each of two processes checks about running statistics."""
 
 import csv
+from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -84,6 +86,32 @@ def safe_statistics(batches, momentum, instance=False):
         mean = torch.where(finite, mean + step * (batch_mean - mean), mean)
         var = torch.where(finite, var + step * (batch_var - var), var)
     return mean, var, count
+
+
+# Layer with running statistics -> what makes it of a number of channels, and a shape of its input.
+KINDS = {
+    "BatchNorm1d": (nn.BatchNorm1d, (8, 4)),
+    "BatchNorm2d": (nn.BatchNorm2d, (8, 4, 3, 3)),
+    "BatchNorm2d without weight": (partial(nn.BatchNorm2d, affine=False), (8, 4, 3, 3)),
+    "BatchNorm3d": (nn.BatchNorm3d, (8, 4, 2, 3, 3)),
+    "SyncBatchNorm": (nn.SyncBatchNorm, (8, 4, 3, 3)),
+    "InstanceNorm1d": (nn.InstanceNorm1d, (8, 4, 9)),
+    "InstanceNorm2d": (partial(nn.InstanceNorm2d, affine=True), (8, 4, 3, 3)),
+    "InstanceNorm3d": (nn.InstanceNorm3d, (8, 4, 2, 3, 3)),
+    "BatchNormAct2d": (None, (8, 4, 3, 3)),  # of timm
+}
+
+
+def layer_and_input(kind):
+    """A layer of a kind with values that are not those of its start, and an input for it."""
+    make, shape = KINDS[kind]
+    make = make or pytest.importorskip("timm.layers").BatchNormAct2d
+    torch.manual_seed(0)
+    layer = make(4, track_running_stats=True)
+    for t in (*layer.parameters(), *layer.buffers()):
+        if t.is_floating_point():
+            t.data.uniform_(0.5, 2.0)
+    return layer, torch.randn(shape)
 
 
 def rows_of(path):
