@@ -243,6 +243,7 @@ def sync_buffers(model: nn.Module) -> nn.Module:
 
     w_r is process r's share of all `num_batches_tracked`; without counts, all shares are equal.
     Call it in every process before evaluation or before saving, unless the model has SyncBatchNorm.
+    Frozen layers keep their statistics.
     It sends one small collective. `num_batches_tracked` becomes the average of all processes.
 
     Args:
@@ -258,7 +259,7 @@ def sync_buffers(model: nn.Module) -> nn.Module:
         >>> model = sync_buffers(nn.BatchNorm2d(4))
     """
     _checks.module("sync_buffers", model)
-    layers = runs.running_layers(model).values()
+    layers = [m for m in runs.running_layers(model).values() if not runs.is_frozen(m)]
     if not layers or group_to_join(None) is None:
         return model
     moments = []

@@ -230,6 +230,14 @@ def test_two_processes_get_the_statistics_of_all_their_data(tmp_path):
         assert result["rounded"] == 2  # of 1.5
 
 
+def test_two_processes_leave_the_statistics_of_frozen_layers_alone(tmp_path):
+    results = sync_cases.ran(sync_cases.process, 2, tmp_path, [statistics_cases.partly_frozen])
+    for rank, result in enumerate(results):
+        kept = result["partly_frozen"]
+        assert (kept["1.running_mean"] == rank).all()
+        assert (kept["4.running_mean"] == 0.5).all()
+
+
 def test_30718_ranks_evaluate_differently(tmp_path):
     results = sync_cases.ran(sync_cases.process, 2, tmp_path, [statistics_cases.evaluated])
     (stock, synced), (other, same) = (result["evaluated"] for result in results)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from normplug import doctor, recalibrate, swap, sync_buffers
+from normplug import doctor, freeze, recalibrate, swap, sync_buffers
 
 
 class Checkpointed(nn.Module):
@@ -158,6 +158,14 @@ def rounded(rank, world, device):
     layer = nn.BatchNorm2d(4)
     layer.num_batches_tracked.fill_(1 + rank)
     return sync_buffers(layer).num_batches_tracked.item()
+
+
+def partly_frozen(rank, world, device):
+    """Each process has other statistics; one layer is frozen."""
+    model = freeze(net(), include="1")
+    for layer in (model[1], model[4]):
+        layer.running_mean.fill_(rank)
+    return statistics(sync_buffers(model))
 
 
 def joined(rank, world, device, momentum=0.1):
