@@ -31,8 +31,6 @@ def running_layers(model: nn.Module) -> dict[str, Any]:
     }
 
 
-
-
 def gathered(own: Tensor) -> list[Tensor]:
     """The tensors of all processes, of equal shapes, in the order of the ranks."""
     if (group := group_to_join(None)) is None:
