@@ -18,6 +18,7 @@ from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 from launches import (  # noqa: E402
     H100,
+    JOIN,
     Driver,
     batch_norm_launches,
     group_norm_launches,
@@ -26,8 +27,6 @@ from launches import (  # noqa: E402
     row_launches,
 )
 from normplug._kernels import ahead, launch  # noqa: E402
-from normplug._kernels.batch_norm import launches, schedule  # noqa: E402
-from normplug.reference import accumulator_dtype  # noqa: E402
 from programs import wait_until  # noqa: E402
 
 pytestmark = [
@@ -59,18 +58,17 @@ def dtypes_of(made):
     return [kinds.get(name, torch.float32) for name in made.pointers]
 
 
-FLAGS = [launches.Flags(weight=False, bias=False), launches.Flags(bias=False), launches.Flags()]
+ACTIVATIONS = [None, "relu", "silu"]
 
 
-def a_job(flags=FLAGS[0]):
-    shape = schedule.geometry(64, 8, 1, True, 4, 1, 132, True)
-    made = launches.forward_launch(shape, torch.float32, flags, 0.1, 1e-5, 0.6)
+def a_job(activation=None):
+    made, _ = batch_norm_launches((64, 8, 1, True), torch.float32, False, activation=activation)
     return made.job(dtypes_of(made))
 
 
 def expect(mine, count):
     """Request so many kernels from a worker; return their jobs."""
-    jobs = [a_job(flags) for flags in FLAGS[:count]]
+    jobs = [a_job(activation) for activation in ACTIVATIONS[:count]]
     for job in jobs:
         mine.expect(job)
     return jobs
@@ -101,7 +99,7 @@ def test_a_job_that_no_worker_has_started_is_compiled_by_this_process(mine):
     jobs = expect(mine, 2)
     mine.settle(jobs[1])
     assert mine.counts == {"here": 1, "workers": 0, "cache": 0}
-    last = a_job(FLAGS[2])
+    last = a_job(ACTIVATIONS[2])
     mine.expect(last)
     assert done(mine, last)
     assert mine._expected[jobs[1].key].cancelled()
@@ -109,14 +107,14 @@ def test_a_job_that_no_worker_has_started_is_compiled_by_this_process(mine):
 
 def every_kernel(dtype):
     """A launch of each kernel, some with 64-bit sizes."""
-    joined = {"world": 2, "peers": 1 << 40, "activation": "relu"}
+    joined = {"join": JOIN, "activation": "relu"}
     for channels_last in (False, True):
         for n in (64, 1 << 14):
             yield from batch_norm_launches((n, 512, 400, channels_last), dtype, False, **joined)
         yield from group_norm_launches((1 << 14, 32, 10, 4096, channels_last), dtype)
     yield from (*pool_launches(dtype), merge_launch(dtype))
     for width in (768, 1 << 17):
-        yield from row_launches(4096, width, dtype.itemsize, accumulator_dtype(dtype), width)
+        yield from row_launches(4096, width, dtype, width, residual=True, running=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -151,7 +149,7 @@ def test_a_job_is_the_kernel_that_triton_compiles_for_the_call(dtype, monkeypatc
 def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
     caplog.set_level(logging.DEBUG, "normplug")
     (job,) = expect(mine, 1)
-    broken = a_job(FLAGS[1])
+    broken = a_job(ACTIVATIONS[1])
     broken = broken._replace(constants={**broken.constants, (27,): "no size"})
     mine.expect(broken)
     mine.settle(job)
@@ -159,13 +157,13 @@ def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
     assert "CompilationError" in capfd.readouterr().err
     mine.settle(broken)
     assert mine.counts == {"here": 1, "workers": 1, "cache": 0}
-    assert mine.expect(a_job(FLAGS[2]))
+    assert mine.expect(a_job(ACTIVATIONS[2]))
 
 
 @pytest.mark.parametrize("executable", ["/no/such/python", "/bin/false"])
 def test_if_no_worker_can_start_this_process_compiles(mine, monkeypatch, executable):
     monkeypatch.setattr(sys, "executable", executable)
-    (first,), second = expect(mine, 1), a_job(FLAGS[1])
+    (first,), second = expect(mine, 1), a_job(ACTIVATIONS[1])
     assert not done(mine, first)
     mine.settle(first)
     assert not mine.expect(second)  # no worker has ever compiled a kernel
@@ -226,7 +224,7 @@ def test_a_killed_worker_only_loses_its_kernel(mine):
 
 
 def test_without_the_server_this_process_compiles(mine):
-    (first,), second = expect(mine, 1), a_job(FLAGS[1])
+    (first,), second = expect(mine, 1), a_job(ACTIVATIONS[1])
     assert done(mine, first)
     mine._server.kill()
     mine.expect(second)
@@ -242,7 +240,7 @@ def test_stop_ends_the_workers_at_once_and_starts_no_other(mine):
     wait_until(lambda: not Path(f"/proc/{worker}").exists())
     assert mine._server.returncode == -signal.SIGKILL
     assert not any(done(mine, job) for job in jobs)
-    assert not mine.expect(a_job(FLAGS[2]))
+    assert not mine.expect(a_job(ACTIVATIONS[2]))
 
 
 SCRIPT = """

@@ -15,17 +15,15 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from launches import (  # noqa: E402
     H100,
+    JOIN,
     SHARED,
-    SMS,
     batch_norm_launches,
     group_norm_launches,
     merge_launch,
     row_launches,
 )
 from normplug._kernels import launch, tiles  # noqa: E402
-from normplug._kernels.layer_norm import launches as layer_norm  # noqa: E402
-from normplug._kernels.layer_norm import schedule as ln  # noqa: E402
-from normplug._kernels.layer_norm.launches import Levels, Strides  # noqa: E402
+from normplug._layouts import Levels  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
@@ -33,7 +31,7 @@ pytestmark = [
 ]
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 INTEGERS = {"counters": torch.int64, "tracked": torch.int64, "bits": torch.uint8}
-TILES = ("x", "y", "dy", "dx", "residual", "dresidual", "total")
+TILES = ("x", "y", "dy", "dx", "residual", "dresidual", "total", "peaks")
 
 
 def compiled(made, dtype, target=H100, **others):
@@ -86,15 +84,15 @@ BATCH_NORMS = {
 def test_batch_norm_compiles_alone_and_exchanging_its_statistics(name, dtype):
     leaky = dtype == FLOAT64 and name in ("columns, own rows", "small planes")
     alone = {"activation": ("leaky_relu", 0.2) if leaky else "relu"}
-    for options in (alone, {"world": 2, "peers": 1 << 40, "activation": "relu"}):
+    for options in (alone, {"join": JOIN, "activation": "relu"}):
         for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, **options):
             check(made, dtype)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("join", [0, JOIN])
 @pytest.mark.parametrize("name", BATCH_NORMS)
-def test_batch_norm_with_safe_statistics_compiles(name, world):
-    others = {"world": world, "peers": 1 << 40 if world > 1 else 0, "safe": True}
+def test_batch_norm_with_safe_statistics_compiles(name, join):
+    others = {"join": join, "safe": True}
     forward, _ = batch_norm_launches(BATCH_NORMS[name], BFLOAT16, False, **others)
     check(forward, BFLOAT16)
 
@@ -116,8 +114,7 @@ def test_batch_norm_of_constants_compiles(name):
     ids=str,
 )
 def test_layer_norm_compiles(width, spacing, dtype):
-    acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
-    for made in row_launches(4096, width, dtype.itemsize, acc, spacing):
+    for made in row_launches(4096, width, dtype, spacing, residual=True, running=True):
         check(made, dtype, dtotal=dtype)
 
 
@@ -168,7 +165,7 @@ def test_each_family_compiles_for_every_target_without_a_card(name, monkeypatch)
     dtype = FLOAT16 if name == "sm_75" else BFLOAT16
     for made in (
         *batch_norm_launches((128, 256, 196, False), dtype, True, sms),
-        *row_launches(4096, 768, dtype.itemsize, FLOAT32, 768, sms, shared),
+        *row_launches(4096, 768, dtype, 768, sms, shared, residual=True, running=True),
         *group_norm_launches((16, 32, 2, 196, False), dtype, sms),
         next(group_norm_launches((32, 32, 20, 1024, False), dtype, sms)),  # read twice
         # Those over columns take three times as long to compile: for the oldest target alone.
@@ -191,7 +188,7 @@ def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(rows, widt
     """Else the compiler may reduce a row twice, and save other statistics than it normalises by."""
     narrow = {"x": BFLOAT16, "y": BFLOAT16, "dy": BFLOAT16, "weight": BFLOAT16, "bias": BFLOAT16}
     for made, others in zip(
-        row_launches(rows, width, 4, FLOAT32, spacing),
+        row_launches(rows, width, FLOAT32, spacing, residual=True, running=True),
         (narrow, {"dy": BFLOAT16, "dtotal": FLOAT32, "weight": BFLOAT16}),
         strict=True,
     ):
@@ -199,20 +196,14 @@ def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(rows, widt
         conversions = [line for line in ir.splitlines() if "convert_layout" in line]
         height, steps, columns = (made._constants[name] for name in ("R", "U", "BC"))
         lanes = (height, steps) if tiles.STEP_AXIS.value == 1 else (steps, height)
-        tile = "-> tensor<{}x{}x{}x".format(*lanes, columns)
-        assert not [c for c in conversions if tile + "f32" in c or tile + "bf16" in c]
+        shape = "-> tensor<{}x{}x{}x".format(*lanes, columns)
+        assert not [c for c in conversions if shape + "f32" in c or shape + "bf16" in c]
 
 
 @pytest.mark.parametrize("width", [128, 4096, 131072])
 def test_rms_norm_compiles(width):
     """With rows on three levels of strides, rounding before the weight, and a weight offset."""
-    forward = ln.layer_norm_forward(4096, width, 8, 2, False, SMS)
-    backward = ln.layer_norm_backward(4096, width, 8, 2, False, SMS, SHARED, launch.COOPERATIVE)
-    flags = layer_norm.Flags(centred=False, offset=1.0, rounded=BFLOAT16, bias=False)
     heads = Levels(64, 64 * 24 * width, 24 * width, 8, width)
-    strides, needs = Strides(heads, dy=heads), (True, True, False, False)
-    for made in (
-        layer_norm.forward_launch(forward, FLOAT32, flags, Strides(heads), 0.1, 1e-5, 0.6),
-        layer_norm.backward_launch(backward, FLOAT32, flags, strides, needs, 0.6),
-    ):
+    rms = {"centred": False, "weight_offset": 1.0, "rounding": "input"}
+    for made in row_launches(4096, width, BFLOAT16, heads, **rms):
         check(made, BFLOAT16)
