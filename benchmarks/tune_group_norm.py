@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from normplug._kernels import ahead, power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
-from normplug._ops.group_norm import GroupNormPlan, GroupNormSpec
+from normplug._ops.group_norm import GroupNormSpec
+from normplug._ops.group_norm_plan import GroupNormPlan
 from normplug._ops.spec import Tensors
 from normplug._results import stamp
 from normplug.bench.op import error

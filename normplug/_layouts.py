@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -83,3 +84,48 @@ class Levels(NamedTuple):
 
 
 Spacing = int | Levels  # of rows: one stride from each to the next, or strides on levels
+
+
+def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> Spacing | None:
+    """The spacing of rows; None if a row is not dense, or the kernels cannot express it."""
+    outer = len(shape) - row_dims
+    if not is_contiguous(shape[outer:], stride[outer:]):
+        return None
+    levels: list[tuple[int, int]] = []  # (count, stride), the innermost first
+    for size, step in zip(reversed(shape[:outer]), reversed(stride[:outer]), strict=True):
+        if size == 1:
+            continue
+        if levels and step == math.prod(levels[-1]):
+            levels[-1] = (levels[-1][0] * size, levels[-1][1])
+        else:
+            levels.append((size, step))
+    match levels:
+        case []:
+            return math.prod(shape[outer:])
+        case [(_, step)]:
+            return step
+        case [(inner, step), (_, apart)]:
+            return Levels(inner, apart, step)
+        # Only heads within a token: the two are compiled into the kernel, and other layouts may
+        # change them from call to call.
+        case [(inner, step), (heads, middle), (_, apart)] if 0 < middle < step:
+            return Levels(inner, apart, step, heads, middle)
+    return None
+
+
+def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
+    """Whether rows, in any order, have no gaps between them. Their gradient then has none."""
+    if isinstance(spacing, Levels):
+        return spacing.dense(rows, width)
+    return spacing == width
+
+
+def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spacing | None:
+    """The row spacing of t; None if no launch can take it together with the spacings `before`."""
+    if t.is_contiguous():
+        return width
+    spacing = row_spacing(t.shape, t.stride(), row_dims)
+    others = [each for each in before if isinstance(each, Levels)]
+    if isinstance(spacing, Levels) and not all(map(spacing.goes_with, others)):
+        return None
+    return spacing

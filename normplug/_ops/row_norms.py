@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from normplug import _checks
-from normplug._layouts import Levels, Spacing, is_contiguous
+from normplug._layouts import is_contiguous, lies_dense, row_spacing, spacing_after
 from normplug._ops import eligible, parts, stock
 from normplug._ops.operators import NormOperators
-from normplug._ops.plans import (
-    RUNNING,
-    Gradients,
-    Layout,
-    Needs,
-    Plan,
-    Program,
-    accumulator_of,
-    gradients_of,
-    named,
-    strides_of,
-)
+from normplug._ops.plans import Plan, accumulator_of
 from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype, rms_eps
-
-if TYPE_CHECKING:
-    from normplug._kernels.launch import Launch
-    from normplug._kernels.layer_norm import launches
 
 _OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 
@@ -169,7 +153,9 @@ class LayerNormSpec(NamedTuple):
             residual = residual.contiguous()
         return t.reading(x, residual)
 
-    def plan(self, t: Tensors) -> LayerNormPlan:
+    def plan(self, t: Tensors) -> Plan:
+        from normplug._ops.row_norms_plan import LayerNormPlan
+
         return LayerNormPlan(t, self)
 
     # The operators for compilers. They update the running statistics. Outside them, a compiler
@@ -305,203 +291,3 @@ PLAIN, ADD = (
 )
 # For torch.compile, which guards on each attribute that it reads.
 _plain, _add = PLAIN.differentiable, ADD.differentiable
-
-
-class LayerNormPlan(Plan):
-    """The launches of a LayerNorm or RMSNorm, with a residual or an input bias: one per direction.
-
-    State: stats, mean and rstd of the rows, (2 * rows,), or for RMSNorm rstd alone, (rows,). With a
-    residual, the total x + residual is normalised.
-    """
-
-    spec: LayerNormSpec
-    state = ("stats",)
-
-    def __init__(self, t: Tensors, spec: LayerNormSpec) -> None:
-        from normplug._kernels import processors, shared_memory
-        from normplug._kernels.launch import COOPERATIVE
-        from normplug._kernels.layer_norm.launches import Flags
-
-        super().__init__(t, spec)
-        x, residual, weight = t.x, t.residual, t.weight
-        self._dtypes = (x.dtype, x.dtype if residual is None else residual.dtype)
-        self._total_dtype = torch.promote_types(*self._dtypes)
-        weight_dtype = None if weight is None else weight.dtype
-        self._output_dtype = spec.output_dtype(self._total_dtype, weight_dtype)
-        self._shape, self._strides = x.shape, strides_of(x.shape)
-        self._row_dims, self._width = len(spec.normalized_shape), math.prod(spec.normalized_shape)
-        self._rows = x.numel() // self._width
-        self.has_total = self.is_recomputable = residual is not None
-        running = t.running_var is not None and (t.running_mean is not None or not spec.centred)
-        self._flags = Flags(
-            centred=spec.centred,
-            offset=float(spec.weight_offset),
-            rounded=spec.rounds_to(self._total_dtype, weight_dtype),
-            **t.has("weight", "bias", "input_bias", "residual"),
-            running=running,
-            tracked=running and t.tracked is not None,
-            cumulative=running and spec.momentum is None,
-        )
-        self._numbers = (rms_eps(self._total_dtype, spec.eps), spec.target_variance)
-        # The widest value that a thread holds decides how a row is tiled.
-        widest = max(self._total_dtype.itemsize, self._output_dtype.itemsize)
-        self._itemsize = 8 if self.acc == torch.float64 else widest
-        cooperative = COOPERATIVE and x.is_cuda
-        self._machine = (processors(x.device), shared_memory(x.device), cooperative)
-        # Row spacing of what is normalised: x, or the total, which is allocated contiguous.
-        self._normalised = self._width if self.has_total else self._spacing(x)
-
-    def _spacing(self, t: Tensor | None) -> Any:
-        return None if t is None else row_spacing(t.shape, t.stride(), self._row_dims)
-
-    def _forward(self, flags: launches.Flags, *spacings: Any) -> tuple[Launch, tuple[int, int]]:
-        """The launch of a forward, and its scratch memory. spacings: of x and the residual."""
-        from normplug._kernels.layer_norm import launches, schedule
-
-        strides = launches.Strides(*spacings)
-        sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
-        shape = schedule.layer_norm_forward(*sizes, flags.running, self._machine[0])
-        numbers = (0.0 if flags.given else self.spec.momentum or 0.0, *self._numbers)
-        launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
-        return launch, launches.forward_scratch(shape, flags)
-
-    def forward_program(self, t: Tensors, keep: bool) -> Program:
-        spacings = self._spacing(t.x), self._spacing(t.residual)
-        launch, scratch = self._forward(replace(self._flags, stats=keep), *spacings)
-        dense = (self._shape, self._strides)
-        empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
-        if keep:
-            empties["stats"] = (((1 + self.spec.centred) * self._rows,), (1,), self.acc)
-        if self.has_total:
-            empties["total"] = (*dense, self._total_dtype)
-        normalised = "total" if self.has_total else "x"
-        return Program(
-            named(t),
-            (launch, {}),
-            empties=empties,
-            results=("y", "total") if self.has_total else ("y",),
-            saved=(normalised, "nothing", "weight", "bias", "input_bias", "stats"),
-            updates=RUNNING,
-            scratch=scratch,
-        )
-
-    def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        flags = replace(
-            self._flags, given=True, stats=False, residual=False, running=False, tracked=False,
-            cumulative=False,
-        )  # fmt: skip
-        launch, _ = self._forward(flags, self._width)  # of the total
-        y = (self._shape, self._strides, self._output_dtype)
-        return Program(saved, (launch, {}), empties={"y": y})
-
-    def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
-        from normplug._kernels.layer_norm import launches, schedule
-
-        if "dy" not in given:  # y was not used
-            return Program(given, empties={}, results=self._results("dtotal", needs))
-        copies: dict[str, tuple[int, ...]] = {}
-        spacings: dict[str, Spacing] = {}
-        for name in ("dy", "dtotal"):
-            if name not in given:
-                continue
-            before = (self._normalised, *spacings.values())
-            spacing = spacing_after(given[name], self._row_dims, self._width, *before)
-            if spacing is None:
-                copies[name], spacing = self._strides, self._width
-            spacings[name] = spacing
-        wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
-        flags, strides = self._flags, launches.Strides(self._normalised, **spacings)
-        sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
-        shape = schedule.layer_norm_backward(*sizes, flags.input_bias, *self._machine)
-        tv = self.spec.target_variance
-        launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
-        empties = gradients_of(given, wanted)
-        # If the rows of x are dense, in any order, dx has the strides of x.
-        if wanted[0] and not lies_dense(self._normalised, self._rows, self._width):
-            empties["dx"] = (self._shape, self._strides, self._total_dtype)
-        return Program(
-            given,
-            (launch, {}),
-            empties=empties,
-            results=self._results("dx", needs),
-            copies=copies,
-            scratch=launches.backward_scratch(shape, wanted),
-        )
-
-    def _results(self, through: str, needs: Needs) -> list[Any]:
-        """The gradients; x and the residual share the slot `through`."""
-        both = [
-            (through if need else "nothing", dtype)
-            for need, dtype in zip(needs, self._dtypes, strict=False)
-        ]
-        return [*both, "dweight", "dbias", "dinput_bias"]
-
-    def composed_backward(
-        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
-    ) -> Gradients:
-        if not self.has_total:
-            return super().composed_backward(saved, dy, None, needs)
-        # x and the residual have the same gradient, `through`.
-        through, vectors = dtotal, list[Tensor | None]([None] * 3)
-        if dy is not None:
-            asked = (needs[0] or needs[1], False, *needs[2:])
-            by_y, _, *vectors = super().composed_backward(saved, dy, None, asked)
-            if by_y is not None:
-                through = by_y if dtotal is None else by_y + dtotal
-        both = (
-            through.to(dtype) if need and through is not None else None
-            for need, dtype in zip(needs, self._dtypes, strict=False)
-        )
-        return (*both, *vectors)
-
-    def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, LayerNormSpec, Tensor]:
-        t, spec, dy = super().composed(saved, dy)
-        return t, spec._replace(eps=self._numbers[0], rounding="output"), dy
-
-
-# How the rows of a tensor lie in memory, if the kernels can address them.
-
-
-def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> Spacing | None:
-    """The spacing of rows; None if a row is not dense, or the kernels cannot express it."""
-    outer = len(shape) - row_dims
-    if not is_contiguous(shape[outer:], stride[outer:]):
-        return None
-    levels: list[tuple[int, int]] = []  # (count, stride), the innermost first
-    for size, step in zip(reversed(shape[:outer]), reversed(stride[:outer]), strict=True):
-        if size == 1:
-            continue
-        if levels and step == math.prod(levels[-1]):
-            levels[-1] = (levels[-1][0] * size, levels[-1][1])
-        else:
-            levels.append((size, step))
-    match levels:
-        case []:
-            return math.prod(shape[outer:])
-        case [(_, step)]:
-            return step
-        case [(inner, step), (_, apart)]:
-            return Levels(inner, apart, step)
-        # Only heads within a token: the two are compiled into the kernel, and other layouts may
-        # change them from call to call.
-        case [(inner, step), (heads, middle), (_, apart)] if 0 < middle < step:
-            return Levels(inner, apart, step, heads, middle)
-    return None
-
-
-def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
-    """Whether rows, in any order, have no gaps between them. Their gradient then has none."""
-    if isinstance(spacing, Levels):
-        return spacing.dense(rows, width)
-    return spacing == width
-
-
-def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spacing | None:
-    """The row spacing of t; None if no launch can take it together with the spacings `before`."""
-    if t.is_contiguous():
-        return width
-    spacing = row_spacing(t.shape, t.stride(), row_dims)
-    others = [each for each in before if isinstance(each, Levels)]
-    if isinstance(spacing, Levels) and not all(map(spacing.goes_with, others)):
-        return None
-    return spacing
