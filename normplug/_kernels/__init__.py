@@ -1,4 +1,4 @@
-"""Triton kernels, the schedules that set them up, and their launches; only `_ops` imports them.
+"""Triton kernels, the schedules that set them up, and what launches them; only `_ops` imports them.
 
 Here is what the schedules share: properties of the GPU, limits of int32 offsets, sizes of tiles.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the processes that compile kernels never import torch
     import torch
 
+FAN_IN = 32  # parts of a unit, or of a gradient, that one program merges at a time
 _INT32 = 2**31 - 2**24  # offsets in the padding of the last tile must not overflow either
 LONGEST_AXIS = _INT32  # the longest axis that kernels index in int32
 
@@ -60,6 +61,12 @@ def unit_of(*sizes: int) -> int:
 def tile_of(bytes_each: int) -> int:
     """Values of a tile that is read twice, sized for `bytes_each` bytes per value."""
     return 8192 if bytes_each <= 4 else 4096 if bytes_each <= 8 else 2048
+
+
+def room_for_parts(units: int, items: int, columns: int) -> tuple[int, int]:
+    """Counters, `merging.ready_flag`'s included, and partial results for `merging.publish_part`."""
+    batches = -(-items // FAN_IN)
+    return units * (batches + 2), units * (items + batches) * 2 * columns
 
 
 def at_once(warps: int, columns: int, itemsize: int, unit: int) -> int:

@@ -9,11 +9,10 @@ bytes, since the stored kernel was compiled for aligned ones.
 
 from __future__ import annotations
 
-import inspect
 import os
 import struct
-from collections.abc import Mapping, Sequence
-from functools import cache, reduce
+from collections.abc import Sequence
+from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from normplug._kernels import ahead
+from normplug._kernels.constants import Constants, Work, as_compiled
 from normplug._kernels.primitives import SCALARS, VERSION
 
 _DIRECT = (3, 3) <= VERSION <= (3, 9) and torch.version.hip is None
@@ -59,33 +59,41 @@ class Compiled(NamedTuple):
 class Launch:
     """A kernel with everything but its tensors: grid, sizes, constants and compiler options.
 
-    The kernel's signature names its arguments, in order: `x_ptr` is the tensor `x` of a call. The
-    others are filled by name, from `given` or from the first source with this attribute, in lower
-    case: `ROWS` is `source.rows`, and `ROWS_UNITS` is `source.rows // source.unit`.
+    The kernel's arguments are tensors, whose names end in `_ptr`; numbers; and the constants T and
+    F. `pointers` names the tensors: `x` for `x_ptr`.
 
-    `grid` programs have `warps` warps each. The programs of a `cooperative` launch all run at once.
+    Args:
+        kernel: the kernel, decorated by `primitives.kernel`.
+        work: its grid, warps, tile and sizes.
+        constants: its flags.
+        numbers: the other numbers, by name.
+
+    Raises:
+        TypeError: if the sizes and the numbers are not those that the kernel takes.
     """
 
-    def __init__(
-        self,
-        kernel: Any,
-        grid: int,
-        warps: int,
-        *sources: Any,
-        cooperative: bool = False,
-        **given: Any,
-    ) -> None:
-        tensors, numbers, constants = _arguments(kernel)
-        values = _filled(kernel, (*numbers, *constants), sources, given)
+    def __init__(self, kernel: Any, work: Work, constants: Constants, **numbers: float) -> None:
+        tensors = [name for name in kernel.arg_names if name.endswith("_ptr")]
+        names = kernel.arg_names[len(tensors) : -2]
+        values = work.sizes | numbers
+        if values.keys() != set(names):
+            raise TypeError(
+                f"normplug: {kernel.__name__} takes the numbers {', '.join(names)}; got "
+                f"{', '.join(values)}. Pass each of them once, by its name."
+            )
         self.pointers = tuple(name.removesuffix("_ptr") for name in tensors)
-        self._kernel, self._grid = kernel, grid
-        self._numbers = tuple(_number(name, values) for name in numbers)
-        constant = {name: values[name] for name in constants}
+        self._kernel, self._grid = kernel, work.grid
+        is_double = constants.acc == tl.float64
+        self._numbers = tuple(_encoded(name, values[name], is_double) for name in names)
+        tile, flags = work.tile, constants
+        if not INTERPRETED:
+            tile = as_compiled(tile)
+            flags = as_compiled(flags)
         # Allow a fused multiply-add for a * b + c: the default of Triton before 3.10.
-        self._constants = {**constant, "num_warps": warps, "enable_fp_fusion": True}
-        if cooperative:
+        self._constants = {"T": tile, "F": flags, "num_warps": work.warps, "enable_fp_fusion": True}
+        if work.cooperative:
             self._constants["launch_cooperative_grid"] = True
-        self._tail = (*self._numbers, *constant.values())
+        self._tail = (*self._numbers, tile, flags)
         self._direct = _DIRECT and not INTERPRETED
         self._run: Any = None  # Triton's launcher, once it is known
         self._function: Any = None
@@ -159,41 +167,12 @@ class Launch:
         return ahead.Job(self._kernel, signature, constants, attributes, options)
 
 
-@cache
-def _arguments(kernel: Any) -> tuple[list[str], list[str], list[str]]:
-    """The names of a kernel's arguments: tensors, numbers and constants."""
-    parameters = inspect.signature(kernel.fn).parameters
-    constants = [name for name, p in parameters.items() if p.annotation is tl.constexpr]
-    tensors = [name for name in parameters if name.endswith("_ptr")]
-    numbers = [name for name in parameters if name not in (*tensors, *constants)]
-    return tensors, numbers, constants
-
-
-def _filled(
-    kernel: Any, names: Sequence[str], sources: Sequence[Any], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The values of a kernel's arguments, by name: see `Launch`."""
-    values = dict(given)
-    for name in names:
-        if name not in values:
-            attribute = name.removesuffix("_UNITS").lower()
-            source = next((each for each in sources if hasattr(each, attribute)), None)
-            if source is None:
-                raise TypeError(f"{kernel.__name__}: a launch must have a value for {name}.")
-            value = getattr(source, attribute)
-            values[name] = value // source.unit if name.endswith("_UNITS") else value
-    if unknown := sorted(values.keys() - set(names)):
-        raise TypeError(f"{kernel.__name__} has no argument {unknown[0]}.")
-    return values
-
-
-def _number(name: str, values: Mapping[str, Any]) -> float | int:
+def _encoded(name: str, value: float, is_double: bool) -> float:
     """Encode a number for the kernels, which decode it by `primitives.scalar`."""
-    value: float | int = values[name]
     if name not in SCALARS:
         return value
     bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return bits if values["ACC"] == tl.float64 else float(value)
+    return bits if is_double else float(value)
 
 
 class Workspace:

@@ -14,16 +14,11 @@ doi:10.1080/00031305.1983.10483115. Other programs' results are loaded with ".cg
 import triton
 import triton.language as tl
 
+from normplug import _kernels
 from normplug._kernels.primitives import as_stored, scalar
 from normplug._kernels.waiting import arrive
 
-FAN_IN = tl.constexpr(32)  # parts that `publish_part` and `finish_gradients` take at a time
-
-
-def room_for_parts(units: int, items: int, columns: int) -> tuple[int, int]:
-    """The counters, `ready_flag`'s included, and partial results that `publish_part` needs."""
-    batches = -(-items // FAN_IN.value)
-    return units * (batches + 2), units * (items + batches) * 2 * columns
+FAN_IN = tl.constexpr(_kernels.FAN_IN)
 
 
 @triton.jit
@@ -132,19 +127,19 @@ def _merge_column_sums(partial_ptr, items, BC, ACC):
 
 
 @triton.jit
-def publish_part(
-    a, b, partial_ptr, counters_ptr, unit, item, UNITS, ITEMS, ROWS, ROWS_EACH, HW, BC, ACC,
-    MOMENTS, SINGLE,
-):  # fmt: skip
+def publish_part(a, b, scratch, unit, item, sizes, BC, ACC, MOMENTS, SINGLE):
     """Publish an item's part of a unit; return the whole, and True, to the last program to arrive.
 
-    The others get False, and no result. A unit is ROWS rows of BC columns, and an item ROWS_EACH of
-    these rows; a row has HW values per column. a and b are two numbers per column: mean and m2 if
-    MOMENTS, else two sums. Parts are merged in two levels: FAN_IN items are a batch, which its last
-    program merges; the last of these programs merges the unit's batches. `partial` holds a and b of
-    each item, then of each batch. `counters` holds one counter per batch, then one for each unit's
-    batches; the last to arrive clears them. SINGLE: the one item is the whole unit.
+    The others get False, and no result. There are UNITS units of ITEMS items. A unit is ROWS rows
+    of BC columns, and an item ROWS_EACH of these rows; a row has HW values per column. a and b are
+    two numbers per column: mean and m2 if MOMENTS, else two sums. Parts are merged in two levels:
+    FAN_IN items are a batch, which its last program merges; the last of these programs merges the
+    unit's batches. `scratch` has two addresses. The first holds a and b of each item, then of each
+    batch. The other holds one counter per batch, then one for each unit's batches; the last to
+    arrive clears them. SINGLE: the one item is the whole unit.
     """
+    partial_ptr, counters_ptr = scratch
+    UNITS, ITEMS, ROWS, ROWS_EACH, HW = sizes
     places = tl.arange(0, BC)
     batches = tl.cdiv(ITEMS, FAN_IN)
     last = ITEMS == 1
@@ -210,20 +205,19 @@ def _finish_columns(gradient_ptr, parts, which, factor, SUMS, FINISH, ACC):
 
 
 @triton.jit
-def finish_gradients(
-    dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, PARTS, root, FINISH, ACC,
-    DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROOT,
-):  # fmt: skip
+def finish_gradients(gradients, parts, root, FINISH, SUMS, ROOT, F):
     """Store a stretch of FINISH columns of each wanted gradient.
 
-    Each of PARTS parts has SUMS rows of WIDTH sums, in the order of the gradients. ROOT: the sums
-    for dweight lack the factor root.
+    gradients: the addresses of dweight, dbias and dinput_bias. parts: the address of the parts, the
+    stretch, the width of a part, and how many there are. A part has SUMS rows of sums, in the order
+    of the gradients. ROOT: the sums for dweight lack the factor root.
     """
-    parts = parts_ptr, stretch, WIDTH, PARTS
-    if DWEIGHT:
-        factor = scalar(root, ACC) if ROOT else 1.0
-        _finish_columns(dweight_ptr, parts, 0, factor, SUMS, FINISH, ACC)
-    if DBIAS:
-        _finish_columns(dbias_ptr, parts, SUMS - 1 - DINPUT_BIAS, 1.0, SUMS, FINISH, ACC)
-    if DINPUT_BIAS:
-        _finish_columns(dinput_bias_ptr, parts, SUMS - 1, 1.0, SUMS, FINISH, ACC)
+    dweight_ptr, dbias_ptr, dinput_bias_ptr = gradients
+    if F.dweight:
+        factor = scalar(root, F.acc) if ROOT else 1.0
+        _finish_columns(dweight_ptr, parts, 0, factor, SUMS, FINISH, F.acc)
+    if F.dbias:
+        row: tl.constexpr = SUMS - 1 - F.dinput_bias
+        _finish_columns(dbias_ptr, parts, row, 1.0, SUMS, FINISH, F.acc)
+    if F.dinput_bias:
+        _finish_columns(dinput_bias_ptr, parts, SUMS - 1, 1.0, SUMS, FINISH, F.acc)

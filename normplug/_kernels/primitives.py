@@ -1,18 +1,12 @@
 """What the kernels of several norms share: arguments, scalars, dtypes, running statistics, sums.
 
-A kernel's arguments are tensors, whose names end in `_ptr`; numbers; and constants, which Triton
-passes on as constants. These are the arguments of most kernels:
-
-Sizes, such as N or ROWS, are not compiled in, so another batch size needs no other kernel. The size
-    X_UNITS is X / UNIT, a constant that divides it, so that the compiler sees the alignment.
-ACC: the dtype to compute in: float32, or float64 if a tensor is float64.
-EVEN: no tile has padding. WIDE: offsets need 64 bits.
-WEIGHT, BIAS, INPUT_BIAS, RESIDUAL, DTOTAL: there is one, and it is needed.
-DX, DWEIGHT and so on: this gradient is wanted. ACTIVATION: see `activation`.
-root: the square root of the target variance.
+A kernel's arguments are tensors, whose names end in `_ptr`; numbers; and two constants: see
+`constants`. Sizes, such as N or ROWS, are numbers: they are not compiled in, so another batch size
+needs no other kernel. The size X_UNITS is X / unit, a constant that divides it, so that the
+compiler sees the alignment. root is the square root of the target variance.
 
 How the work is cut is explained in the classes of the schedules, whose attributes have the names of
-sizes and constants in lower case.
+sizes in lower case.
 """
 
 import inspect
@@ -20,8 +14,22 @@ import inspect
 import triton
 import triton.language as tl
 
+from normplug._kernels.constants import KernelConstant
+
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])  # of Triton
 SCALARS = ("momentum", "eps", "root")  # the arguments that `scalar` decodes
+
+
+def _field(constant, name):
+    """A field of a `KernelConstant` that a `constexpr` holds."""
+    value = vars(constant).get("value")
+    if isinstance(value, KernelConstant):
+        return getattr(value, name)
+    raise AttributeError(name)
+
+
+if VERSION < (3, 4):  # since 3.4, Triton itself reads the attributes of what a constexpr holds
+    tl.constexpr.__getattr__ = _field
 
 
 def kernel(function):
@@ -29,9 +37,8 @@ def kernel(function):
 
     By default, Triton compiles another kernel for an integer that is 1 or divisible by 16.
     """
-    given = inspect.signature(function).parameters.values()
-    values = [p.name for p in given if p.annotation is not tl.constexpr]
-    numbers = [name for name in values if not name.endswith("_ptr")]
+    parameters = inspect.signature(function).parameters
+    numbers = [name for name in [*parameters][:-2] if not name.endswith("_ptr")]
     return triton.jit(function, do_not_specialize=numbers)
 
 

@@ -68,21 +68,33 @@ def _places(area, row, U, BT, WIDE):
 
 
 @triton.jit
-def load_tile(pointer, area, row, U, BT, EVEN, WHOLE, WIDE, LAST):
-    """Load U * BT rows of an area, from `row` on.
-
-    WHOLE: all of these rows exist. EVEN: all columns exist. WIDE: offsets need 64 bits. LAST: the
-    tile is not read again.
-    """
-    offsets, mask = _places(area, row, U, BT, WIDE)
-    return load(pointer, offsets, mask, WHOLE and EVEN, LAST)
+def places(area, row, T):
+    """Offsets and mask of the tile of an area from `row` on: U * BT rows."""
+    return _places(area, row, T.u, T.bt, T.wide)
 
 
 @triton.jit
-def write_tile(value, pointer, area, row, U, BT, EVEN, WHOLE, WIDE):
-    """Store a tile of U * BT rows, with the arguments of `load_tile`."""
-    offsets, mask = _places(area, row, U, BT, WIDE)
-    store(pointer, offsets, value, mask, WHOLE and EVEN, True)
+def load_tile(pointer, area, row, T, WHOLE, LAST):
+    """Load the tile of an area from `row` on.
+
+    WHOLE: all its rows exist. LAST: it is not read again.
+    """
+    offsets, mask = places(area, row, T)
+    return load(pointer, offsets, mask, WHOLE and T.even, LAST)
+
+
+@triton.jit
+def load_row(pointer, area, row, T):
+    """Load a row of an area, as a tile."""
+    offsets, mask = _places(area, row, 1, 1, T.wide)
+    return load(pointer, offsets, mask, False, False)
+
+
+@triton.jit
+def write_tile(value, pointer, area, row, T, WHOLE):
+    """Store the tile of an area from `row` on. WHOLE: all its rows exist."""
+    offsets, mask = places(area, row, T)
+    store(pointer, offsets, value, mask, WHOLE and T.even, True)
 
 
 @triton.jit

@@ -15,10 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from normplug._activations import backward_reads_input
+from normplug._activations import backward_reads_input, kernel_code
 from normplug._kernels import processors
-from normplug._kernels.batch_norm import launches, schedule, windows
-from normplug._kernels.launch import COOPERATIVE, Launch
+from normplug._kernels.batch_norm import columns, planes, schedule, windows
+from normplug._kernels.batch_norm.schedule import Geometry, Planes, Window
+from normplug._kernels.constants import Constants
+from normplug._kernels.launch import COOPERATIVE, Launch, accumulator
 from normplug._layouts import is_channels_last, lies_like
 from normplug._ops import eligible, peers, stock
 from normplug._ops.plans import RUNNING, Needs, Plan, Program, gradients_of, named, strides_of
@@ -38,49 +40,113 @@ class BatchNormPlan(Plan):
 
     def __init__(self, t: Tensors, spec: Any) -> None:
         super().__init__(t, spec)
-        x, self.peers = t.x, peers.peers_of(spec.join)
+        x = t.x
+        self.peers = peers.peers_of(spec.join)
         self.acc = accumulator_dtype(x.dtype)
         n, self._channels, *space = x.shape
-        self._dtype, self._numbers = x.dtype, (spec.eps, spec.target_variance)
+        self._dtype = x.dtype
         # What the schedule takes: sizes, whether x is channels_last, and the bytes of a value.
         sizes = (n, self._channels, math.prod(space))
         self._shape = (*sizes, not x.is_contiguous(), x.element_size())
         updates = spec.training and t.running_mean is not None
-        self._flags = launches.Flags(
-            training=spec.training,
-            **t.has("weight", "bias", "residual"),
-            activation=spec.activation,
-            running=t.running_mean is not None,
-            cumulative=updates and spec.momentum is None,
-            tracked=updates and t.tracked is not None and spec.momentum is not None,
-            safe=spec.safe and updates,
-            constant=spec.constant and spec.pool is None,
-            **({"world": self.peers.world, "peers": self.peers.table} if self.peers else {}),
+        # The host counts the batch before the launch, whatever the batch holds.
+        self._counts = updates and spec.momentum is None
+        assert not (self._counts and spec.safe)
+        self._constant = spec.constant and spec.pool is None
+        self._has_residual = has_residual = t.residual is not None
+        self._world = self.peers.world if self.peers else 1
+        # What both directions share; `_forward` and `_backward` have the rest.
+        self._constants = Constants(
+            acc=accumulator(x.dtype),
+            weight=t.weight is not None,
+            bias=t.bias is not None,
+            bits=spec.activation == "relu" and (has_residual or self._constant),
+            activation=kernel_code(spec.activation),
         )
-        self._reads_residual = self._flags.residual and backward_reads_input(spec.activation)
+        self._updates = {
+            "running": updates,
+            "cumulative": self._counts,
+            "tracked": updates and t.tracked is not None and not self._counts,
+        }
+        self._root = math.sqrt(spec.target_variance)
+        self._reads_residual = has_residual and backward_reads_input(spec.activation)
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         # Of constants, dx needs no x, if relu's mask replaces it.
-        self._keeps_x = not (self._flags.constant and spec.activation in (None, "relu"))
+        self._keeps_x = not (self._constant and spec.activation in (None, "relu"))
         self._layout = x.shape, x.stride(), x.dtype
-        self.is_recomputable = self._keeps_residual or not self._flags.residual
+        self.is_recomputable = self._keeps_residual or not has_residual
         self.is_recomputable &= x.numel() > 0 and spec.pool is None and self._keeps_x
         self._machine = machine_of(x, self.peers is None)
 
-    def _forward(self, flags: launches.Flags) -> tuple[Launch, tuple[int, int]]:
+    def _forward(self, constants: Constants) -> tuple[Launch, tuple[int, int]]:
         """The launch of a forward, or of a part of it, and its scratch memory."""
-        geometry = schedule.geometry(*self._shape, 1, *self._machine)
-        numbers = (0.0 if flags.given else self.spec.momentum or 0.0, *self._numbers)
-        launch = launches.forward_launch(geometry, self._dtype, flags, *numbers)
-        return launch, launches.scratch(geometry)
+        constants = replace(constants, residual=self._has_residual)
+        momentum = 0.0
+        world = 1
+        if not constants.given:
+            world = self._world
+            constants = replace(
+                constants,
+                training=self.spec.training,
+                safe=self.spec.safe and self._updates["running"],
+                world=world,
+                **self._updates,
+            )
+            momentum = self.spec.momentum or 0.0
+        shape = schedule.geometry(*self._shape, 1, *self._machine)
+        is_planes = isinstance(shape, Planes)
+        launch = Launch(
+            planes.batch_norm_planes_forward if is_planes else columns.batch_norm_columns_forward,
+            shape.forward(constants.training, constants.normalize),
+            constants,
+            PEERS=self._table_of(world),
+            momentum=momentum,
+            eps=self.spec.eps,
+            root=self._root,
+        )
+        return launch, shape.scratch
+
+    def _backward(
+        self, shape: Geometry, needs: tuple[bool, bool, bool, bool], share: bool = False
+    ) -> Launch:
+        """The launch of a backward; `needs`: of dx, dweight, dbias and dresidual."""
+        dx, dweight, dbias, dresidual = needs
+        late = self.spec.training and dx
+        sums = late or dweight or dbias or share
+        world = self._world if late or share else 1
+        constants = replace(
+            self._constants,
+            sums=sums,
+            late=late,
+            share=share,
+            residual=self._reads_residual,
+            dx=dx,
+            dresidual=dresidual,
+            dweight=dweight,
+            dbias=dbias,
+            world=world,
+        )
+        is_planes = isinstance(shape, Planes)
+        return Launch(
+            planes.batch_norm_planes_backward if is_planes else columns.batch_norm_columns_backward,
+            shape.backward(sums, late),
+            constants,
+            PEERS=self._table_of(world),
+            root=self._root,
+        )
+
+    def _table_of(self, world: int) -> int:
+        """The address of the process's table, if a launch exchanges statistics."""
+        return 0 if self.peers is None or world == 1 else self.peers.table
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         x, spec = t.x, self.spec
-        launch, scratch = self._forward(self._flags)
+        launch, scratch = self._forward(replace(self._constants, normalize=True))
         empties = {
             "y": (x.shape, x.stride(), x.dtype),
             "stats": ((2 * self._channels + (self.peers is not None),), (1,), self.acc),
         }
-        if self._flags.bits:
+        if self._constants.bits:
             mask_bytes = schedule.mask_bytes(*self._shape)
             empties["bits"] = ((mask_bytes,), (1,), torch.uint8)
         kept = "residual" if self._keeps_residual else "nothing"
@@ -91,17 +157,14 @@ class BatchNormPlan(Plan):
             empties=empties,
             saved=("x" if self._keeps_x else "nothing", *saved),
             updates=RUNNING if spec.training else (),
-            counts=self._flags.cumulative,
+            counts=self._counts,
             scratch=scratch,
         )
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
         x = saved["x"]  # normalised by the saved statistics
-        flags = replace(
-            self._flags, training=False, given=True, running=False, cumulative=False, tracked=False,
-            world=1, peers=0,
-        )  # fmt: skip
-        launch, _ = self._forward(flags)
+        constants = replace(self._constants, normalize=True, given=True, bits=False)
+        launch, _ = self._forward(constants)
         return Program(saved, (launch, {}), empties={"y": (x.shape, x.stride(), x.dtype)})
 
     def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
@@ -117,16 +180,14 @@ class BatchNormPlan(Plan):
         results = ("dx", for_residual, "dweight", "dbias", "nothing")
         if not any(wanted):
             return Program(given, copies=copies, empties={}, results=results)
-        geometry = schedule.geometry(*self._shape, 2, *self._machine)
-        tv = self.spec.target_variance
-        launch = launches.backward_launch(geometry, self._dtype, self._flags, wanted, tv)
+        shape = schedule.geometry(*self._shape, 2, *self._machine)
         return Program(
             given,
-            (launch, {}),
+            (self._backward(shape, wanted), {}),
             copies=copies,
             empties=empties,
             results=results,
-            scratch=launches.scratch(geometry),
+            scratch=shape.scratch,
         )
 
     def _stand_in(self, device: Any) -> Tensor:
@@ -141,14 +202,14 @@ class BatchNormPlan(Plan):
             x = self._stand_in(self.device).zero_().requires_grad_()
         if spec.join:
             raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
-        if self._flags.bits:
+        if self._constants.bits:
             # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
             needs = (False, True, False, False, False)
             detached = (x.detach(), *saved[1:])
             _, mask, *_ = self.backward(detached, torch.ones_like(x), None, needs)
             assert mask is not None
             dy, spec = dy * mask, spec._replace(activation=None)
-        if self._flags.residual and not self._reads_residual:
+        if self._has_residual and not self._reads_residual:
             # The gradients do not depend on its values.
             residual = torch.zeros_like(x).requires_grad_()
         if not spec.training:
@@ -173,7 +234,7 @@ class StatisticsPlan(BatchNormPlan):
     state = ()
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        launch, scratch = self._forward(replace(self._flags, normalize=False, variance=True))
+        launch, scratch = self._forward(replace(self._constants, variance=True))
         empties = {"y": ((2 * self._channels,), (1,), self.acc)}
         renamed = {"stats": "y", "y": "x"}
         return Program(named(t), (launch, renamed), empties=empties, scratch=scratch)
@@ -186,12 +247,21 @@ class MergePlan(StatisticsPlan):
     """The launch that merges the processes' statistics; y: mean, var and n of the joined batch."""
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        (processes, width), numbers = t.x.shape, (self.spec.momentum or 0.0, self.spec.eps)
-        flags = self._flags
-        launch = launches.merge_launch(processes, width // 2, self._dtype, flags, *numbers)
-        empties = {"y": ((width,), (1,), self.acc)}
-        step, counts = (launch, {"stats": "y"}), flags.cumulative
-        return Program(named(t), step, empties=empties, updates=RUNNING, counts=counts)
+        processes, width = t.x.shape
+        acc = self._constants.acc
+        constants = Constants(acc=acc, variance=True, world=0, **self._updates)
+        momentum = self.spec.momentum or 0.0
+        work = schedule.merge(processes, width // 2)
+        launch = Launch(
+            columns.batch_norm_merge, work, constants, momentum=momentum, eps=self.spec.eps
+        )
+        return Program(
+            named(t),
+            (launch, {"stats": "y"}),
+            empties={"y": ((width,), (1,), self.acc)},
+            updates=RUNNING,
+            counts=self._counts,
+        )
 
 
 def refusal_to_pool(t: Tensors, pool: Pool) -> str | None:
@@ -223,21 +293,26 @@ class PooledPlan(BatchNormPlan):
         self._size, self._pooled = (height, width), pool.size(t.x)
         shape = (self._n, self._channels, *self._pooled)
         self._output = (shape, strides_of(shape, torch.channels_last))
-        self._window = (pool.kernel, pool.stride, pool.padding)
+        self._window = Window(pool.kernel, pool.stride, pool.padding, self._size, self._pooled)
         self._joined = self.peers is not None
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        spec, flags, (height, width) = self.spec, self._flags, self._pooled
+        spec, constants = self.spec, self._constants
+        height, width = self._pooled
         steps: list[tuple[Launch, dict[str, str]]] = []
         scratch = (0, 0)
         if spec.training:
-            alone = replace(flags, weight=False, bias=False, activation=None, normalize=False)
-            launch, scratch = self._forward(alone)
+            launch, scratch = self._forward(Constants(acc=constants.acc))
             steps.append((launch, {"weight": "partial", "bias": "partial", "y": "x"}))
-        forward = self._launch(
-            windows.batch_norm_pool_forward, self._n * height, width, eps=spec.eps,
-            TRAINING=spec.training, WEIGHT=flags.weight, BIAS=flags.bias, KEEP=keep,
-        )  # fmt: skip
+        pooling = Constants(
+            acc=constants.acc,
+            training=spec.training,
+            weight=constants.weight,
+            bias=constants.bias,
+            peaks=keep,
+        )
+        kernel = windows.batch_norm_pool_forward
+        forward = self._launch(kernel, self._n * height, width, pooling, eps=spec.eps)
         steps.append((forward, {}))
         size = 2 * self._channels + self._joined
         empties = {"stats": ((size,), (1,), self.acc), "y": (*self._output, self._dtype)}
@@ -250,13 +325,13 @@ class PooledPlan(BatchNormPlan):
             empties=empties,
             saved=("x", "nothing", "weight", "bias", "nothing", *self.state),
             updates=RUNNING if spec.training else (),
-            counts=flags.cumulative,
+            counts=self._counts,
             scratch=scratch,
         )
 
     def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
         """The program: the sums by channel, in the dtype of stats, and then dx."""
-        training, tv = self.spec.training, self.spec.target_variance
+        training = self.spec.training
         is_laid_out = given["dy"].is_contiguous(memory_format=torch.channels_last)
         through = needs[0] and training
         summed = (needs[2] or through, needs[3] or through)
@@ -265,18 +340,22 @@ class PooledPlan(BatchNormPlan):
         if any(summed):
             shape = (self._n, self._channels, math.prod(self._pooled), True, self._dtype.itemsize)
             geometry = schedule.geometry(*shape, 2, *self._machine)
-            scratch = launches.scratch(geometry)
-            flags = replace(self._flags, share=self._joined and through)
+            scratch = geometry.scratch
             wanted = (False, *summed, False)
-            launch = launches.backward_launch(geometry, self._dtype, flags, wanted, tv)
+            launch = self._backward(geometry, wanted, share=self._joined and through)
             steps.append((launch, {"x": "peaks", "dx": "message"}))
         if needs[0]:
-            sh, sw = self._window[1]  # the schedule's pixels are blocks of sh * sw inputs
-            rows, columns = self._n * -(-self._size[0] // sh), -(-self._size[1] // sw)
-            launch = self._launch(
-                windows.batch_norm_pool_backward, rows, columns, TRAINING=training,
-                JOINED=self._joined, WEIGHT=self._flags.weight,
-            )  # fmt: skip
+            sh, sw = self._window.stride  # the schedule's pixels are blocks of sh * sw inputs
+            height, width = self._size
+            rows = self._n * -(-height // sh)
+            blocks = -(-width // sw)
+            constants = Constants(
+                acc=self._constants.acc,
+                training=training,
+                joined=self._joined,
+                weight=self._constants.weight,
+            )
+            launch = self._launch(windows.batch_norm_pool_backward, rows, blocks, constants)
             sums = {"dweight": "message"} if self._joined and training else {}
             steps.append((launch, sums))
         channels = ((self._channels,), (1,), self.acc)
@@ -297,8 +376,9 @@ class PooledPlan(BatchNormPlan):
             scratch=scratch,
         )
 
-    def _launch(self, kernel: Any, rows: int, width: int, **given: Any) -> Launch:
+    def _launch(
+        self, kernel: Any, rows: int, width: int, constants: Constants, **numbers: float
+    ) -> Launch:
         """The launch of a kernel of `windows` over `rows` rows of `width` pixels."""
         pixels = schedule.pixels(rows, width, self._channels, self._dtype.itemsize)
-        sizes = (self._window, self._size, self._pooled, self.spec.target_variance)
-        return launches.pool_launch(kernel, pixels, self._dtype, *sizes, **given)
+        return Launch(kernel, pixels.work(self._window), constants, root=self._root, **numbers)

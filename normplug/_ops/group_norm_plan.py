@@ -7,8 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from normplug._activations import kernel_code
 from normplug._kernels import processors
-from normplug._kernels.group_norm import launches, schedule
+from normplug._kernels.constants import Constants
+from normplug._kernels.group_norm import columns, planes, schedule
+from normplug._kernels.group_norm.schedule import Columns
+from normplug._kernels.launch import Launch, accumulator
 from normplug._layouts import lies_like
 from normplug._ops.plans import Needs, Plan, Program, gradients_of, named
 from normplug._ops.spec import Tensors
@@ -25,9 +29,16 @@ class GroupNormPlan(Plan):
 
     def __init__(self, t: Tensors, spec: Any) -> None:
         super().__init__(t, spec)
-        x, (n, c, *space) = t.x, t.x.shape
+        x = t.x
+        n, c, *space = x.shape
         self._output_dtype = spec.output_dtype(x.dtype)
-        self._flags = launches.Flags(**t.has("weight", "bias"), activation=spec.activation)
+        self._constants = Constants(
+            acc=accumulator(self.acc),
+            weight=t.weight is not None,
+            bias=t.bias is not None,
+            activation=kernel_code(spec.activation),
+        )
+        self._root = math.sqrt(spec.target_variance)
         self._groups = n * spec.groups
         widest = max(x.dtype.itemsize, self._output_dtype.itemsize)
         itemsize = 8 if self.acc.itemsize == 8 else widest
@@ -43,10 +54,16 @@ class GroupNormPlan(Plan):
         return y
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        x, spec = t.x, self.spec
-        geometry = schedule.group_norm_forward(*self._shape, self._machine)
-        numbers = (spec.eps, spec.target_variance)
-        launch = launches.forward_launch(geometry, self.acc, self._flags, *numbers)
+        x = t.x
+        shape = schedule.group_norm_forward(*self._shape, self._machine)
+        if isinstance(shape, Columns):
+            kernel = columns.group_norm_columns_forward
+        elif shape.solo:
+            kernel = planes.group_norm_planes_solo_forward
+        else:
+            kernel = planes.group_norm_planes_forward
+        numbers = {"eps": self.spec.eps, "root": self._root}
+        launch = Launch(kernel, shape.forward(), self._constants, **numbers)
         return Program(
             named(t),
             (launch, {}),
@@ -55,19 +72,34 @@ class GroupNormPlan(Plan):
                 "stats": ((2 * self._groups,), (1,), self.acc),
             },
             saved=("x", "nothing", "weight", "bias", "nothing", "stats"),
-            scratch=launches.forward_scratch(geometry),
+            scratch=shape.scratch,
         )
 
     def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
-        x, dy, tv = given["x"], given["dy"], self.spec.target_variance
-        wanted = (needs[0], needs[2], needs[3])
-        geometry = schedule.group_norm_backward(*self._shape, self._machine)
-        launch = launches.backward_launch(geometry, self.acc, self._flags, wanted, tv)
+        x, dy = given["x"], given["dy"]
+        dx, _, dweight, dbias, _ = needs
+        is_activated = self.spec.activation is not None
+        constants = Constants(
+            acc=self._constants.acc,
+            weight=self._constants.weight and (dx or is_activated),
+            bias=self._constants.bias and is_activated,
+            activation=self._constants.activation,
+            dx=dx,
+            dweight=dweight,
+            dbias=dbias,
+        )
+        shape = schedule.group_norm_backward(*self._shape, self._machine)
+        if isinstance(shape, Columns):
+            kernel = columns.group_norm_columns_backward
+        else:
+            kernel = planes.group_norm_planes_backward
+        sums = dweight + dbias
+        launch = Launch(kernel, shape.backward(dx, sums), constants, root=self._root)
         return Program(
             given,
             (launch, {}),
             copies={} if lies_like(dy, x) else {"dy": x.stride()},
-            empties=gradients_of(given, wanted),
+            empties=gradients_of(given, (dx, dweight, dbias)),
             results=("dx", "nothing", "dweight", "dbias", "nothing"),
-            scratch=launches.backward_scratch(geometry, wanted),
+            scratch=shape.backward_scratch(sums),
         )

@@ -1,19 +1,23 @@
-"""The plan of a LayerNorm or an RMSNorm."""
+"""The plan of a LayerNorm or an RMSNorm, and where its rows lie in memory."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from normplug._kernels import processors, shared_memory
-from normplug._kernels.launch import COOPERATIVE, Launch
-from normplug._kernels.layer_norm import launches, schedule
-from normplug._layouts import Spacing, lies_dense, row_spacing, spacing_after
+from normplug._kernels import needs_int64, processors, shared_memory, unit_of
+from normplug._kernels.constants import Constants
+from normplug._kernels.launch import COOPERATIVE, TYPES, Launch, accumulator
+from normplug._kernels.layer_norm import rows, schedule, wide_rows
+from normplug._kernels.layer_norm.schedule import RowLayout, Wide
+from normplug._layouts import Levels, Spacing, lies_dense, row_spacing, spacing_after
 from normplug._ops.plans import (
     RUNNING,
     Gradients,
@@ -27,6 +31,54 @@ from normplug._ops.plans import (
 )
 from normplug._ops.spec import Tensors
 from normplug.reference import rms_eps
+
+
+class Strides(NamedTuple):
+    """The spacing of each tensor's rows; None for a tensor that a call does not have.
+
+    All `inner` are the same, and so are all `heads` of rows with three levels.
+    """
+
+    x: Spacing
+    residual: Spacing | None = None
+    dy: Spacing | None = None
+    dtotal: Spacing | None = None
+
+    def unit(self, width: int) -> int:
+        """A divisor of the width and all strides: the alignment the compiler may assume."""
+        sizes = ((s.outer, s.step, s.middle) if isinstance(s, Levels) else (s or 0,) for s in self)
+        return unit_of(width, *itertools.chain(*sizes))
+
+    @property
+    def levels(self) -> Levels | None:
+        """The `Levels` of the tensor with the most levels; None if there are none."""
+        every = (s for s in self if isinstance(s, Levels))
+        return max(every, key=lambda levels: levels.heads, default=None)
+
+    def layout(self, rows: int, width: int, *names: str) -> tuple[dict[str, int], RowLayout]:
+        """Where the rows of the tensors of these names lie: a kernel's sizes, and its constants."""
+        unit, levels = self.unit(width), self.levels
+        inner = rows if levels is None else levels.inner
+        sizes = {"INNER": inner, "WIDTH_UNITS": width // unit}
+        middles: dict[str, int] = {}
+        furthest = rows * width
+        for name in names:
+            spacing = getattr(self, name)
+            if isinstance(spacing, Levels):
+                _, outer, step, heads, middle = spacing
+            else:
+                step = width if spacing is None else spacing
+                outer, heads, middle = inner * step, 1, 0
+            sizes[f"{name.upper()}_UNITS"] = step // unit
+            sizes[f"{name.upper()}_OUTER_UNITS"] = outer // unit
+            middles[f"{name}_middle"] = middle
+            furthest = max(furthest, rows // inner // heads * outer + heads * middle + inner * step)
+        return sizes, RowLayout(
+            unit=unit,
+            heads=0 if levels is None else levels.heads,
+            wide=needs_int64(1, furthest),
+            **middles,
+        )
 
 
 class LayerNormPlan(Plan):
@@ -51,16 +103,26 @@ class LayerNormPlan(Plan):
         self._rows = x.numel() // self._width
         self.has_total = self.is_recomputable = residual is not None
         running = t.running_var is not None and (t.running_mean is not None or not spec.centred)
-        self._flags = launches.Flags(
+        acc = accumulator(self.acc)
+        rounded = spec.rounds_to(self._total_dtype, weight_dtype)
+        # What both directions share.
+        self._constants = Constants(
+            acc=acc,
             centred=spec.centred,
             offset=float(spec.weight_offset),
-            rounded=spec.rounds_to(self._total_dtype, weight_dtype),
-            **t.has("weight", "bias", "input_bias", "residual"),
-            running=running,
-            tracked=running and t.tracked is not None,
-            cumulative=running and spec.momentum is None,
+            rounded=acc if rounded is None else tl.dtype(TYPES[rounded]),
+            weight=weight is not None,
+            input_bias=t.input_bias is not None,
         )
-        self._numbers = (rms_eps(self._total_dtype, spec.eps), spec.target_variance)
+        # What a forward has besides, unless it normalises by given statistics.
+        self._updates = {
+            "running": running,
+            "tracked": running and t.tracked is not None,
+            "cumulative": running and spec.momentum is None,
+        }
+        self._has_bias = t.bias is not None
+        self._root = math.sqrt(spec.target_variance)
+        self._eps = rms_eps(self._total_dtype, spec.eps)
         # The widest value that a thread holds decides how a row is tiled.
         widest = max(self._total_dtype.itemsize, self._output_dtype.itemsize)
         self._itemsize = 8 if self.acc == torch.float64 else widest
@@ -72,18 +134,39 @@ class LayerNormPlan(Plan):
     def _spacing(self, t: Tensor | None) -> Any:
         return None if t is None else row_spacing(t.shape, t.stride(), self._row_dims)
 
-    def _forward(self, flags: launches.Flags, *spacings: Any) -> tuple[Launch, tuple[int, int]]:
-        """The launch of a forward, and its scratch memory. spacings: of x and the residual."""
-        strides = launches.Strides(*spacings)
-        sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
-        shape = schedule.layer_norm_forward(*sizes, flags.running, self._machine[0])
-        numbers = (0.0 if flags.given else self.spec.momentum or 0.0, *self._numbers)
-        launch = launches.forward_launch(shape, self.acc, flags, strides, *numbers)
-        return launch, launches.forward_scratch(shape, flags)
+    def _forward(self, constants: Constants, strides: Strides) -> tuple[Launch, tuple[int, int]]:
+        """The launch of a forward, and its scratch memory."""
+        # The wide kernel would wait forever: with given statistics, no program stores the total.
+        assert not (constants.given and constants.residual)
+        running = constants.running
+        unit = strides.unit(self._width)
+        sizes = (self._rows, self._width, unit, self._itemsize)
+        shape = schedule.layer_norm_forward(*sizes, running, self._machine[0])
+        places, layout = strides.layout(self._rows, self._width, "x", "residual")
+        if isinstance(shape, Wide):
+            kernel = wide_rows.layer_norm_wide_forward
+        else:
+            kernel = rows.layer_norm_rows_forward
+        launch = Launch(
+            kernel,
+            shape.forward(places, layout, running, constants.given),
+            constants,
+            momentum=0.0 if constants.given else self.spec.momentum or 0.0,
+            eps=self._eps,
+            root=self._root,
+        )
+        return launch, shape.forward_scratch(running)
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
-        spacings = self._spacing(t.x), self._spacing(t.residual)
-        launch, scratch = self._forward(replace(self._flags, stats=keep), *spacings)
+        constants = replace(
+            self._constants,
+            bias=self._has_bias,
+            residual=self.has_total,
+            stats=keep,
+            **self._updates,
+        )
+        strides = Strides(self._spacing(t.x), self._spacing(t.residual))
+        launch, scratch = self._forward(constants, strides)
         dense = (self._shape, self._strides)
         empties: dict[str, Layout] = {"y": (*dense, self._output_dtype)}
         if keep:
@@ -102,11 +185,8 @@ class LayerNormPlan(Plan):
         )
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
-        flags = replace(
-            self._flags, given=True, stats=False, residual=False, running=False, tracked=False,
-            cumulative=False,
-        )  # fmt: skip
-        launch, _ = self._forward(flags, self._width)  # of the total
+        constants = replace(self._constants, bias=self._has_bias, given=True)
+        launch, _ = self._forward(constants, Strides(self._width))  # of the total
         y = (self._shape, self._strides, self._output_dtype)
         return Program(saved, (launch, {}), empties={"y": y})
 
@@ -123,12 +203,30 @@ class LayerNormPlan(Plan):
             if spacing is None:
                 copies[name], spacing = self._strides, self._width
             spacings[name] = spacing
-        wanted = (needs[0] or needs[1], needs[2], needs[3], needs[4])
-        flags, strides = self._flags, launches.Strides(self._normalised, **spacings)
+        dx = needs[0] or needs[1]
+        wanted = (dx, needs[2], needs[3], needs[4])
+        sums = sum(wanted[1:])
+        strides = Strides(self._normalised, **spacings)
         sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
-        shape = schedule.layer_norm_backward(*sizes, flags.input_bias, *self._machine)
-        tv = self.spec.target_variance
-        launch = launches.backward_launch(shape, self.acc, flags, strides, wanted, tv)
+        has_input_bias = self._constants.input_bias
+        shape = schedule.layer_norm_backward(*sizes, has_input_bias, *self._machine)
+        places, layout = strides.layout(self._rows, self._width, "x", "dy", "dtotal")
+        constants = replace(
+            self._constants,
+            dtotal="dtotal" in spacings,
+            dx=dx,
+            dweight=needs[2],
+            dbias=needs[3],
+            dinput_bias=needs[4],
+            dx_as_x=isinstance(strides.x, Levels) and strides.x.dense(self._rows, self._width),
+        )
+        if isinstance(shape, Wide):
+            kernel = wide_rows.layer_norm_wide_backward
+        else:
+            kernel = rows.layer_norm_rows_backward
+        late = dx or needs[4]
+        work = shape.backward(places, layout, late, sums)
+        launch = Launch(kernel, work, constants, root=self._root)
         empties = gradients_of(given, wanted)
         # If the rows of x are dense, in any order, dx has the strides of x.
         if wanted[0] and not lies_dense(self._normalised, self._rows, self._width):
@@ -139,7 +237,7 @@ class LayerNormPlan(Plan):
             empties=empties,
             results=self._results("dx", needs),
             copies=copies,
-            scratch=launches.backward_scratch(shape, wanted),
+            scratch=shape.backward_scratch(sums),
         )
 
     def _results(self, through: str, needs: Needs) -> list[Any]:
@@ -170,4 +268,4 @@ class LayerNormPlan(Plan):
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, Any, Tensor]:
         t, spec, dy = super().composed(saved, dy)
-        return t, spec._replace(eps=self._numbers[0], rounding="output"), dy
+        return t, spec._replace(eps=self._eps, rounding="output"), dy

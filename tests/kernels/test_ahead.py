@@ -150,7 +150,8 @@ def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
     caplog.set_level(logging.DEBUG, "normplug")
     (job,) = expect(mine, 1)
     broken = a_job(ACTIVATIONS[1])
-    broken = broken._replace(constants={**broken.constants, (27,): "no size"})
+    (tile, _) = broken.constants
+    broken = broken._replace(constants={**broken.constants, tile: "no tile"})
     mine.expect(broken)
     mine.settle(job)
     assert not done(mine, broken)

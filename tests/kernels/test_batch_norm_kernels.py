@@ -23,9 +23,6 @@ from normplug import functional, reference
 
 pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
-
-from normplug._kernels import merging  # noqa: E402
 
 pytestmark = interpreted.MARKS
 
@@ -206,11 +203,7 @@ def test_channel_stats_are_accurate(setup, dtype, prepared):
     ids=str,
 )
 def test_more_parts_than_one_merge_takes_are_merged_right(setup, dtype, prepared, monkeypatch):
-    def by_twos(constants):
-        return {**constants, "KP": 2} if "KP" in constants else constants
-
-    routes.watch_compiled(monkeypatch, by_twos)
-    monkeypatch.setattr(merging, "FAN_IN", tl.constexpr(2))
+    routes.merge_two_at_a_time(monkeypatch, "kp")
     assert_accurate(prepared(setup, dtype=dtype, offset=1e3, residual="contiguous"))
 
 

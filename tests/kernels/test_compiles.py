@@ -137,8 +137,9 @@ GROUP_NORMS = {
 )
 def test_group_norm_compiles(name, dtype):
     for made in group_norm_launches(GROUP_NORMS[name], dtype):
-        assert made._constants.get("HELD", False) == ("held" in name)
-        assert made._constants.get("SOLO", False) == ("alone" in name)
+        tile = made._constants["T"]
+        assert bool(getattr(tile, "held", False)) == ("held" in name)
+        assert bool(getattr(tile, "solo", False)) == ("alone" in name)
         check(made, dtype)
 
 
@@ -194,7 +195,8 @@ def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(rows, widt
     ):
         ir = compiled(made, FLOAT32, **others).asm["ttgir"]
         conversions = [line for line in ir.splitlines() if "convert_layout" in line]
-        height, steps, columns = (made._constants[name] for name in ("R", "U", "BC"))
+        tile = made._constants["T"]
+        height, steps, columns = tile.r.value, tile.u.value, tile.bc.value
         lanes = (height, steps) if tiles.STEP_AXIS.value == 1 else (steps, height)
         shape = "-> tensor<{}x{}x{}x".format(*lanes, columns)
         assert not [c for c in conversions if shape + "f32" in c or shape + "bf16" in c]

@@ -25,9 +25,7 @@ from normplug._ops.row_norms import LayerNormSpec
 from row_cases import INPUTS, LAYOUTS, Case, assert_accurate, call, check_recomputed, make, run
 
 pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
 
-from normplug._kernels import merging  # noqa: E402
 
 pytestmark = interpreted.MARKS
 
@@ -261,20 +259,13 @@ def test_autocast_leaves_float64_alone():
 
 
 def test_more_parts_than_one_addition_takes_are_added_right(prepared, monkeypatch):
-    seen, most = set(), {"KP", "FAN_IN"}
-
-    def by_twos(constants):
-        seen.update(most & constants.keys())
-        return {**constants, **{n: min(constants[n], 2) for n in most & constants.keys()}}
-
-    routes.watch_compiled(monkeypatch, by_twos)
-    monkeypatch.setattr(merging, "FAN_IN", tl.constexpr(2))  # of gradients
+    seen = routes.merge_two_at_a_time(monkeypatch, "kp", "fan_in")
     for setup in ("rows, uneven", "rows, folded", "wide", "wide, all late"):
         for dtype in (torch.float32, torch.float64):
             vectors = "weight+bias+input_bias"
             case = {"dtype": dtype, "offset": 1e3, "running": dtype, "vectors": vectors}
             assert_accurate(prepared(setup, **case))
-    assert seen == most
+    assert seen == {"kp", "fan_in"}
 
 
 # How rows are addressed.

@@ -97,27 +97,21 @@ def test_offsets_fit_and_the_mask_has_a_bit_for_every_value_and_for_the_padding(
             assert (shape.channels, shape.bc) == (other.channels, other.bc), key
 
 
-def launches(kernels, shape, dtype):
+def works(shape):
     """Every launch that a call of this geometry may make."""
-    for training, normalize, residual in itertools.product((True, False), repeat=3):
-        if training or normalize:
-            options = {"training": training, "normalize": normalize, "residual": residual}
-            flags = kernels.Flags(**options, activation="relu")
-            yield kernels.forward_launch(shape, dtype, flags, 0.1, 1e-5, 1.0)
-            for needs in itertools.product((True, False), repeat=4):
-                if any(needs):
-                    yield kernels.backward_launch(shape, dtype, flags, needs, 1.0)
+    for training, normalize in ((True, True), (True, False), (False, True)):
+        yield shape.forward(training, normalize)
+    for sums, late in ((True, True), (True, False), (False, False)):
+        yield shape.backward(sums, late)
 
 
 def test_launches_have_a_program_for_every_tile_and_cooperative_ones_fit_the_gpu():
-    kernels = pytest.importorskip("normplug._kernels.batch_norm.launches")
     for key, shape in GEOMETRIES.items():
         tiles = shape.tiles if isinstance(shape, Planes) else shape.slabs * shape.gathers
-        for launch in launches(kernels, shape, DTYPES[key[2]]):
-            where = (key, launch._constants)
-            assert max(tiles, 1) <= launch._grid < 2**31, where
-            if launch._constants.get("launch_cooperative_grid"):
-                assert launch._grid <= key[-2], where
+        for work in works(shape):
+            assert max(tiles, 1) <= work.grid < 2**31, (key, work)
+            if work.cooperative:
+                assert work.grid <= key[-2], (key, work)
 
 
 # LayerNorm: rows and widths, what is aligned, and the machine.
@@ -198,18 +192,14 @@ def test_every_program_has_a_tile_that_fits_and_those_that_share_a_row_all_run_a
 
 
 def test_launches_for_rows_fit_the_grid_and_only_sharing_programs_are_cooperative():
-    kernels = pytest.importorskip("normplug._kernels.layer_norm.launches")
-    flags = kernels.Flags(running=True, tracked=True)
+    layout = ln.RowLayout(unit=1, heads=0, wide=False)
     for key, shape in (*list(ROW_FORWARD.items())[::7], *list(ROW_BACKWARD.items())[::7]):
-        dtype = torch.promote_types(DTYPES[key[3]], torch.float32)
-        strides = kernels.Strides(shape.width)
         if ROW_FORWARD[key] is shape:
-            launch = kernels.forward_launch(shape, dtype, flags, strides, 0.1, 1e-5, 1.0)
+            work = shape.forward({}, layout, running=True, given=False)
         else:
-            launch = kernels.backward_launch(shape, dtype, flags, strides, (True,) * 4, 1.0)
-        assert 0 < launch._grid < 2**31, key
-        shares = isinstance(shape, Rows) and shape.k > 1
-        assert launch._constants.get("launch_cooperative_grid", False) == shares, key
+            work = shape.backward({}, layout, late=True, sums=3)
+        assert 0 < work.grid < 2**31, key
+        assert work.cooperative == (isinstance(shape, Rows) and shape.k > 1), key
 
 
 # GroupNorm: N, groups, channels per group, values per plane.

@@ -6,6 +6,7 @@ Import it after `pytest.importorskip("triton")` where a test needs the kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -132,22 +133,40 @@ def by_kernels(t: Tensors, spec: Any) -> Any:
     return calls.call("test", t, spec, "triton")
 
 
-def watch_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
-) -> list[dict[str, Any]]:
-    """Record the arguments of launches that are created from now on, after `change`."""
-    from normplug._kernels import launch
+def change_tiles(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    """Change the tiles of launches that are created from now on."""
+    from normplug._kernels.launch import Launch
 
-    made: list[dict[str, Any]] = []
+    start = Launch.__init__
 
-    def watched(*args: Any, filled: Callable[..., dict[str, Any]] = launch._filled) -> Any:
-        made.append(change(filled(*args)))
-        return made[-1]
+    def changed(launch: Any, kernel: Any, work: Any, *args: Any, **numbers: Any) -> None:
+        start(launch, kernel, work._replace(tile=change(work.tile)), *args, **numbers)
 
-    monkeypatch.setattr(launch, "_filled", watched)
+    monkeypatch.setattr(Launch, "__init__", changed)
     forget(monkeypatch)
-    return made
+
+
+def merge_two_at_a_time(monkeypatch: pytest.MonkeyPatch, *names: str) -> set[str]:
+    """Merge two parts at a time, where kernels merge more; `names` are fields of their tiles.
+
+    It returns the names that a tile has had, once there are launches.
+    """
+    import triton.language as tl
+
+    from normplug import _kernels
+    from normplug._kernels import merging
+
+    seen: set[str] = set()
+
+    def by_twos(tile: Any) -> Any:
+        smaller = {name: min(vars(tile)[name], 2) for name in names if name in vars(tile)}
+        seen.update(smaller)
+        return replace(tile, **smaller)
+
+    change_tiles(monkeypatch, by_twos)
+    monkeypatch.setattr(_kernels, "FAN_IN", 2)
+    monkeypatch.setattr(merging, "FAN_IN", tl.constexpr(2))
+    return seen
 
 
 def assert_counters_are_zero() -> None:

@@ -1,1 +1,1 @@
-"""Triton kernels of BatchNorm and their launches; only `_ops` imports them."""
+"""Triton kernels of BatchNorm and their schedule; only `_ops` imports them."""

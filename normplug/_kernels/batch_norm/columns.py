@@ -4,6 +4,7 @@ The tensor is ROWS rows of W columns. A channel is HW adjacent columns: one for 
 channels_last; a whole plane for a contiguous tensor with small planes. A slab is CHANNELS adjacent
 channels. Its columns are padded to BC, of which the first LIVE exist. A tile of a slab is U * BT
 rows of BC columns: BT lanes, each of which takes every BT-th row, in U steps (see `tiles`).
+`schedule.Columns` explains the sizes, and `schedule.ColumnsTile` the tile T.
 
 The sums of a slab come from GATHERS items of ROWS_EACH rows, one program per item. The programs
 publish their parts. The last one to arrive merges them, in the order of the rows and in two levels
@@ -18,9 +19,9 @@ order the reads, described for the forward:
   normalise it. These go in *reverse* order, since the L2 cache still holds what was read last. The
   first HEAD items of the next group come before them, so that the GPU has work while the last
   moments are merged.
-- OWN: each program writes the rows that it has read. It reads them downwards for the moments, and
+- T.own: each program writes the rows that it has read. It reads them downwards for the moments, and
   back upwards to normalise. The programs of a slab wait for each other, so they must all run at
-  once (a cooperative launch). SOLO: a single program takes each slab, and none waits.
+  once (a cooperative launch). T.solo: a single program takes each slab, and none waits.
 """
 
 import triton
@@ -30,13 +31,8 @@ from normplug._kernels import activation, tiles
 from normplug._kernels.batch_norm.exchange import joined_moments, joined_sums
 from normplug._kernels.merging import after_parts, publish_part, ready_flag
 from normplug._kernels.primitives import is_finite, kernel, load_both, scalar, update_running
-from normplug._kernels.tiles import STEP_AXIS, load_tile, write_tile
+from normplug._kernels.tiles import STEP_AXIS, load_row, load_tile, write_tile
 from normplug._kernels.waiting import arrive, wait
-
-# The arguments that `schedule.Columns` and `primitives` do not explain.
-#   OWN                  a program writes the rows that it gathered
-#   BITS                 relu's mask is saved, one bit per value
-#   WORLD, PEERS         processes that join their batches; the address of a table: see `exchange`
 
 
 @triton.jit
@@ -61,37 +57,39 @@ def assignment(t, GATHERS, WRITES, GROUP, HEAD):
 
 
 @triton.jit
-def columns_of(slab, LIVE, W, HW, CHANNELS, BC, SEGMENTS):
+def columns_of(slab, LIVE, W, HW, CHANNELS, T):
     """A slab's columns, which of them exist, and their channels: in the slab, or -1, and in all."""
-    places = tl.arange(0, BC)
+    places = tl.arange(0, T.bc)
     columns = slab * LIVE + places
     live = (places < LIVE) & (columns < W)
-    channel = tl.where(live, places // HW, -1) if SEGMENTS else places
+    channel = tl.where(live, places // HW, -1) if T.segments else places
     return columns, live, channel, slab * CHANNELS + channel
 
 
 @triton.jit
-def bit_columns(slab, BC):
+def _bit_columns(slab, BC):
     """Columns of a slab in relu's mask, whose rows have BC / 8 bytes per slab."""
     return slab * (BC // 8) + tl.arange(0, BC // 8)
 
 
 @triton.jit
-def column_moments(x_ptr, area, start, U, BT, BC, STAGES, ACC, EVEN, WIDE):
+def column_moments(x_ptr, area, start, T, ACC):
     """Each column's mean, and sum of squared distances from it, over the rows from `start` on.
 
     Each lane takes U rows at a time, and merges their moments with its earlier rows' moments. The
     first row is subtracted from all values, so that no sum rounds at the size of the mean.
     """
+    U: tl.constexpr = T.u
+    BT: tl.constexpr = T.bt
     columns, live, end, W = area
-    top = load_tile(x_ptr, area, start, 1, 1, EVEN, False, WIDE, False).to(ACC)
-    mean = tl.zeros([BT, BC], ACC)
-    m2 = tl.zeros([BT, BC], ACC)
+    top = load_row(x_ptr, area, start, T).to(ACC)
+    mean = tl.zeros([BT, T.bc], ACC)
+    m2 = tl.zeros([BT, T.bc], ACC)
     n = tl.full([], 0.0, ACC)
     whole = (end - start) // (U * BT)
-    for tile in tl.range(0, whole, num_stages=STAGES):
+    for tile in tl.range(0, whole, num_stages=T.stages):
         row = start + tile * (U * BT)
-        x = load_tile(x_ptr, area, row, U, BT, EVEN, True, WIDE, False).to(ACC) - top
+        x = load_tile(x_ptr, area, row, T, WHOLE=True, LAST=False).to(ACC) - top
         tile_mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)
         x = x - tl.expand_dims(tile_mean, STEP_AXIS)
         difference = tile_mean - mean
@@ -102,7 +100,7 @@ def column_moments(x_ptr, area, start, U, BT, BC, STAGES, ACC, EVEN, WIDE):
     row = start + whole * (U * BT)
     counts = n + tl.zeros([BT, 1], ACC)
     if row < end:
-        x = load_tile(x_ptr, area, row, U, BT, EVEN, False, WIDE, False).to(ACC) - top
+        x = load_tile(x_ptr, area, row, T, WHOLE=False, LAST=False).to(ACC) - top
         there = (tiles.tile_rows(row, U, BT) < end)[:, :, None]
         more = tiles.lane_counts(end - row, BT, ACC)
         tile_mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / tl.maximum(more, 1.0)
@@ -128,70 +126,72 @@ def channel_moments(mean, m2, rows, own, HW):
 
 
 @triton.jit
-def affine(mean, rstd, vectors, channels, live, ACC, WEIGHT, BIAS):
+def affine(mean, rstd, vectors, channels, live, F):
     """Each column's mean, scale and bias: the norm is (x - mean) * scale + bias."""
     weight_ptr, bias_ptr, root = vectors
-    scale = rstd * scalar(root, ACC)
-    if WEIGHT:
-        scale *= tl.load(weight_ptr + channels, mask=live, other=0.0).to(ACC)
+    scale = rstd * scalar(root, F.acc)
+    if F.weight:
+        scale *= tl.load(weight_ptr + channels, mask=live, other=0.0).to(F.acc)
     bias = tl.zeros_like(scale)
-    if BIAS:
-        bias = tl.load(bias_ptr + channels, mask=live, other=0.0).to(ACC)
+    if F.bias:
+        bias = tl.load(bias_ptr + channels, mask=live, other=0.0).to(F.acc)
     return mean, scale, bias
 
 
 @triton.jit
-def coefficients(stats_ptr, vectors, channels, live, C, ACC, WEIGHT, BIAS):
+def coefficients(stats_ptr, vectors, channels, live, C, F):
     """Each column's mean, scale and bias; another program may have written the statistics."""
     mean, rstd = load_both(stats_ptr, channels, live, C)
-    return affine(mean, rstd, vectors, channels, live, ACC, WEIGHT, BIAS)
+    return affine(mean, rstd, vectors, channels, live, F)
 
 
 @triton.jit
-def finish_forward(
-    mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, HW,
-    CHANNELS, PEERS, momentum, eps, BCH, ACC, VARIANCE, RUNNING, CUMULATIVE, TRACKED, SAFE, WORLD,
-):  # fmt: skip
+def finish_forward(mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, BCH, F):
     """Save a slab's statistics, update its running statistics, and count the batch.
 
-    A batch is joined by the exchange if WORLD > 1, and was joined before if WORLD is 0. A joined
-    batch with fewer than two values per channel updates nothing, and is not counted. With SAFE,
-    neither does a channel whose moments are not finite; the first channel's decide whether the
-    batch is counted.
+    A batch is joined by the exchange if F.world > 1, and was joined before if F.world is 0. A
+    joined batch with fewer than two values per channel updates nothing, and is not counted. With
+    F.safe, neither does a channel whose moments are not finite; the first channel's decide whether
+    the batch is counted.
+
+    sizes: channels, rows and values per row of a channel; channels of a slab. running: the
+    addresses of mean, variance and count, and the momentum. BCH: channels of a slab, with padding.
     """
+    C, ROWS, HW, CHANNELS = sizes
+    running_mean_ptr, running_var_ptr, tracked_ptr, momentum = running
     places = tl.arange(0, BCH)
     channels = slab * CHANNELS + places
     there = (places < CHANNELS) & (channels < C)
-    n = ROWS.to(ACC) * HW
+    n = ROWS.to(F.acc) * HW
     updated = there
     counted = 1
-    if WORLD > 1:
-        n, mean, m2 = joined_moments(mean, m2, ROWS * HW, channels, there, C, PEERS, WORLD, ACC)
-    if WORLD != 1:
+    if F.world > 1:
+        n, mean, m2 = joined_moments(mean, m2, ROWS * HW, channels, there, C, PEERS, F)
+    if F.world != 1:
         updated = there & (n > 1)
         counted = tl.where(tl.max(n, axis=0) > 1, 1, 0)
         tl.store(stats_ptr + 2 * C + 0 * channels, n, mask=channels == 0)
         n = tl.maximum(n, 1.0)
-    if SAFE:
+    if F.safe:
         finite = is_finite(mean, m2)
         updated = updated & finite
         counted = counted * tl.max(tl.where((places == 0) & finite, 1, 0), axis=0)
     var = m2 / n
-    rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+    rstd = 1.0 / tl.sqrt(var + scalar(eps, F.acc))
     tl.store(stats_ptr + channels, mean, mask=there)
-    tl.store(stats_ptr + C + channels, var if VARIANCE else rstd, mask=there)
-    if RUNNING:
-        step = scalar(momentum, ACC)
-        if CUMULATIVE:
-            step = 1.0 / tl.load(tracked_ptr).to(ACC)
-            if WORLD != 1:
+    tl.store(stats_ptr + C + channels, var if F.variance else rstd, mask=there)
+    if F.running:
+        step = scalar(momentum, F.acc)
+        if F.cumulative:
+            step = 1.0 / tl.load(tracked_ptr).to(F.acc)
+            if F.world != 1:
                 if slab == 0:  # the host has counted the batch
                     tl.store(tracked_ptr, tl.load(tracked_ptr) + counted - 1)
         old_mean = tl.load(running_mean_ptr + channels, mask=updated, other=0.0)
         update_running(running_mean_ptr + channels, old_mean, mean, step, updated)
         old_var = tl.load(running_var_ptr + channels, mask=updated, other=0.0)
         update_running(running_var_ptr + channels, old_var, m2 / (n - 1.0), step, updated)
-    if TRACKED:
+    if F.tracked:
         if slab == 0:
             tl.store(tracked_ptr, tl.load(tracked_ptr) + counted)
 
@@ -199,19 +199,19 @@ def finish_forward(
 @kernel
 def batch_norm_merge(
     x_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, C, PROCESSES, momentum, eps,
-    BCH: tl.constexpr, ACC: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
-    TRACKED: tl.constexpr,
+    T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Merge the statistics of PROCESSES processes: stats = (mean, var, n) of the joined batch.
 
     x has the mean and var of all channels, and the number of values, of each process in turn.
     """
+    BCH: tl.constexpr = T.bch
     slab = tl.program_id(0)
     channels = slab * BCH + tl.arange(0, BCH)
     there = channels < C
-    n = tl.zeros([BCH], ACC)
-    mean = tl.zeros([BCH], ACC)
-    m2 = tl.zeros([BCH], ACC)
+    n = tl.zeros([BCH], F.acc)
+    mean = tl.zeros([BCH], F.acc)
+    m2 = tl.zeros([BCH], F.acc)
     for process in range(PROCESSES):
         own_ptr = x_ptr + process * (2 * C + 1)
         count = tl.load(own_ptr + 2 * C)
@@ -221,29 +221,27 @@ def batch_norm_merge(
         m2 += own_var * count + difference * difference * (n * fraction)
         mean += difference * fraction
         n += count
-    finish_forward(
-        mean, m2, slab, C, n, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, 1, BCH, 0,
-        momentum, eps, BCH, ACC, True, RUNNING, CUMULATIVE, TRACKED, False, 0,
-    )  # fmt: skip
+    running = running_mean_ptr, running_var_ptr, tracked_ptr, momentum
+    finish_forward(mean, m2, slab, (C, n, 1, BCH), running, stats_ptr, eps, 0, BCH, F)
 
 
 @triton.jit
-def _normalise(
-    x, y_ptr, residual_ptr, bits_ptr, area, row, norm, slab, SLABS, U, BT, BC, ACC, RESIDUAL, BITS,
-    ACTIVATION, EVEN, WHOLE, WIDE,
-):  # fmt: skip
-    """Write a tile of y and, if BITS, of relu's mask."""
+def _normalise(x, tensors, area, row, norm, slabs, T, F, WHOLE):
+    """Write a tile of y and, if F.bits, of relu's mask. WHOLE: all its rows exist."""
+    residual_ptr, bits_ptr, y_ptr = tensors
     mean, scale, bias = norm
-    z = (x.to(ACC) - mean[None, None, :]) * scale[None, None, :] + bias[None, None, :]
-    if RESIDUAL:
-        z += load_tile(residual_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, True).to(ACC)
-    if BITS:
-        at = bit_columns(slab, BC)
-        packed = tiles.as_tile(activation.pack_mask(z, BT * U * BC), BT, U, BC // 8)
-        bits_area = at, at >= 0, area[2], SLABS * (BC // 8)
-        write_tile(packed, bits_ptr, bits_area, row, U, BT, True, WHOLE, WIDE)
-    y = activation.activate(z, ACTIVATION)
-    write_tile(y, y_ptr, area, row, U, BT, EVEN, WHOLE, WIDE)
+    z = (x.to(F.acc) - mean[None, None, :]) * scale[None, None, :] + bias[None, None, :]
+    if F.residual:
+        z += load_tile(residual_ptr, area, row, T, WHOLE, LAST=True).to(F.acc)
+    if F.bits:
+        slab, SLABS = slabs
+        columns = _bit_columns(slab, T.bc)
+        packed = tiles.as_tile(activation.pack_mask(z, T.bt * T.u * T.bc), T.bt, T.u, T.bc // 8)
+        bits_area = columns, columns >= 0, area[2], SLABS * (T.bc // 8)
+        offsets, mask = tiles.places(bits_area, row, T)
+        tiles.store(bits_ptr, offsets, packed, mask, WHOLE, LAST=True)
+    y = activation.activate(z, F.activation)
+    write_tile(y, y_ptr, area, row, T, WHOLE)
 
 
 @kernel
@@ -252,86 +250,72 @@ def batch_norm_columns_forward(
     y_ptr, bits_ptr, stats_ptr, partial_ptr, counters_ptr,
     ROWS, C, HW, CHANNELS, LIVE_UNITS, WIDTH_UNITS, SLABS, GATHERS, WRITES, ROWS_EACH, GROUP, HEAD,
     PEERS, momentum, eps, root,
-    UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BCH: tl.constexpr,
-    STAGES: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr,
-    TRAINING: tl.constexpr, GIVEN: tl.constexpr, NORMALIZE: tl.constexpr, VARIANCE: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr, RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
-    TRACKED: tl.constexpr, SAFE: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr, WORLD: tl.constexpr,
+    T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
-    TRAINING: mean and rstd are the batch's. Otherwise they come from the running statistics or, if
-    GIVEN, from stats. Without NORMALIZE, only statistics are written. VARIANCE: stats are (mean,
-    var). If WORLD > 1, the number of values per channel follows them. RUNNING: the running
-    statistics are updated, with CUMULATIVE as averages over `tracked` batches (the host has counted
-    this one), and otherwise by momentum. TRACKED: `tracked` is incremented. SAFE: see
-    `finish_forward`.
+    If F.world > 1, the number of values per channel follows the statistics.
     """
+    ACC: tl.constexpr = F.acc
+    R: tl.constexpr = T.u * T.bt
     t = tl.program_id(0)
-    W = WIDTH_UNITS * UNIT
-    if (TRAINING and NORMALIZE) and not OWN:
+    W = WIDTH_UNITS * T.unit
+    if (F.training and F.normalize) and not T.own:
         slab, item, late = assignment(t, GATHERS, WRITES, GROUP, HEAD)
     else:
-        slab, item, late = t % SLABS, t // SLABS, not TRAINING
-    LIVE = LIVE_UNITS * UNIT
-    columns, live, channel, channels = columns_of(slab, LIVE, W, HW, CHANNELS, BC, SEGMENTS)
+        slab, item, late = t % SLABS, t // SLABS, not F.training
+    LIVE = LIVE_UNITS * T.unit
+    columns, live, channel, channels = columns_of(slab, LIVE, W, HW, CHANNELS, T)
     flag_ptr = ready_flag(counters_ptr, slab, SLABS, GATHERS)
     vectors = weight_ptr, bias_ptr, root
-    R: tl.constexpr = U * BT
+    tensors = residual_ptr, bits_ptr, y_ptr
+    slabs = slab, SLABS
     if slab < SLABS:
         if not late:
             start = tl.minimum(item * ROWS_EACH, ROWS)
             end = tl.minimum(start + ROWS_EACH, ROWS)
             area = columns, live, end, W
-            mean, m2 = column_moments(x_ptr, area, start, U, BT, BC, STAGES, ACC, EVEN, WIDE)
-            if SEGMENTS:
+            mean, m2 = column_moments(x_ptr, area, start, T, ACC)
+            if T.segments:
                 rows = end - start
-                own = channel[None, :] == tl.arange(0, BCH)[:, None]
+                own = channel[None, :] == tl.arange(0, T.bch)[:, None]
                 mean, m2 = channel_moments(mean, m2, rows, own, HW)
+            scratch = partial_ptr, counters_ptr
+            parts = SLABS, GATHERS, ROWS, ROWS_EACH, HW
             mean, m2, last = publish_part(
-                mean, m2, partial_ptr, counters_ptr, slab, item, SLABS, GATHERS, ROWS, ROWS_EACH,
-                HW, BCH, ACC, MOMENTS=True, SINGLE=SOLO,
+                mean, m2, scratch, slab, item, parts, T.bch, ACC,
+                MOMENTS=True, SINGLE=T.solo,
             )  # fmt: skip
             if last:
-                finish_forward(
-                    mean, m2, slab, C, ROWS, running_mean_ptr, running_var_ptr, tracked_ptr,
-                    stats_ptr, HW, CHANNELS, PEERS, momentum, eps, BCH, ACC, VARIANCE, RUNNING,
-                    CUMULATIVE, TRACKED, SAFE, WORLD,
-                )  # fmt: skip
-                if NORMALIZE and not SOLO:
+                sizes = C, ROWS, HW, CHANNELS
+                running = running_mean_ptr, running_var_ptr, tracked_ptr, momentum
+                finish_forward(mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, T.bch, F)
+                if F.normalize and not T.solo:
                     arrive(flag_ptr)
-            if OWN and NORMALIZE:
-                if SOLO:
+            if T.own and F.normalize:
+                if T.solo:
                     tl.debug_barrier()  # all threads see the statistics just stored
                 else:
                     wait(flag_ptr, 1, GATHERS)
                 # Back up: first the rows after the last whole tile, then the tiles in reverse.
-                norm = coefficients(stats_ptr, vectors, channels, live, C, ACC, WEIGHT, BIAS)
+                norm = coefficients(stats_ptr, vectors, channels, live, C, F)
                 whole = (end - start) // R
                 if start + whole * R < end:
                     row = start + whole * R
-                    x = load_tile(x_ptr, area, row, U, BT, EVEN, False, WIDE, True)
-                    _normalise(
-                        x, y_ptr, residual_ptr, bits_ptr, area, row, norm, slab, SLABS, U, BT, BC,
-                        ACC, RESIDUAL, BITS, ACTIVATION, EVEN, False, WIDE,
-                    )  # fmt: skip
-                for tile in tl.range(0, whole, num_stages=STAGES):
+                    x = load_tile(x_ptr, area, row, T, WHOLE=False, LAST=True)
+                    _normalise(x, tensors, area, row, norm, slabs, T, F, WHOLE=False)
+                for tile in tl.range(0, whole, num_stages=T.stages):
                     row = start + (whole - 1 - tile) * R
-                    x = load_tile(x_ptr, area, row, U, BT, EVEN, True, WIDE, True)
-                    _normalise(
-                        x, y_ptr, residual_ptr, bits_ptr, area, row, norm, slab, SLABS, U, BT, BC,
-                        ACC, RESIDUAL, BITS, ACTIVATION, EVEN, True, WIDE,
-                    )  # fmt: skip
+                    x = load_tile(x_ptr, area, row, T, WHOLE=True, LAST=True)
+                    _normalise(x, tensors, area, row, norm, slabs, T, F, WHOLE=True)
         else:
             row = item * R
             area = columns, live, ROWS, W
-            x = load_tile(x_ptr, area, row, U, BT, EVEN, False, WIDE, True)
-            if TRAINING:
+            x = load_tile(x_ptr, area, row, T, WHOLE=False, LAST=True)
+            if F.training:
                 wait(flag_ptr, 1, WRITES)
-            if TRAINING or GIVEN:
-                norm = coefficients(stats_ptr, vectors, channels, live, C, ACC, WEIGHT, BIAS)
+            if F.training or F.given:
+                norm = coefficients(stats_ptr, vectors, channels, live, C, F)
             else:
                 average = tl.load(running_mean_ptr + channels, mask=live, other=0.0).to(ACC)
                 var = tl.load(running_var_ptr + channels, mask=live, other=1.0).to(ACC)
@@ -339,87 +323,116 @@ def batch_norm_columns_forward(
                 if item == 0:
                     tl.store(stats_ptr + channels, average, mask=live)
                     tl.store(stats_ptr + C + channels, rstd, mask=live)
-                norm = affine(average, rstd, vectors, channels, live, ACC, WEIGHT, BIAS)
-            _normalise(
-                x, y_ptr, residual_ptr, bits_ptr, area, row, norm, slab, SLABS, U, BT, BC, ACC,
-                RESIDUAL, BITS, ACTIVATION, EVEN, False, WIDE,
-            )  # fmt: skip
+                norm = affine(average, rstd, vectors, channels, live, F)
+            _normalise(x, tensors, area, row, norm, slabs, T, F, WHOLE=False)
 
 
 @triton.jit
-def finish_backward(
-    sum_dz, sum_dz_centred, slab, C, ROWS, HW, CHANNELS, PEERS, stats_ptr, dweight_ptr, dbias_ptr,
-    means_ptr, root, BCH, ACC, DWEIGHT, DBIAS, TERMS, WORLD,
-):  # fmt: skip
-    """Write a slab's dweight and dbias and, if TERMS, the mean of dz and the slope for its dx."""
+def finish_backward(a, b, slab, sizes, stats_ptr, results, root, PEERS, BCH, F):
+    """Write a slab's dweight and dbias and, if wanted, the mean of dz and the slope for its dx.
+
+    a and b are the sums of dz, and of dz * (x - mean). results: the addresses of dweight and dbias,
+    and of the mean and the slope. sizes, BCH: as in `finish_forward`.
+    """
+    C, ROWS, HW, CHANNELS = sizes
+    dweight_ptr, dbias_ptr, means_ptr = results
     places = tl.arange(0, BCH)
     channels = slab * CHANNELS + places
     there = (places < CHANNELS) & (channels < C)
     rstd = tl.load(stats_ptr + C + channels, mask=there, other=0.0)
-    if DWEIGHT:
-        dweight = (sum_dz_centred * rstd * scalar(root, ACC)).to(dweight_ptr.dtype.element_ty)
+    if F.dweight:
+        dweight = (b * rstd * scalar(root, F.acc)).to(dweight_ptr.dtype.element_ty)
         tl.store(dweight_ptr + channels, dweight, mask=there)
-    if DBIAS:
-        tl.store(dbias_ptr + channels, sum_dz.to(dbias_ptr.dtype.element_ty), mask=there)
-    n = ROWS.to(ACC) * HW
-    if WORLD > 1:  # dweight and dbias remain sums over this process's batch
-        sum_dz, sum_dz_centred = joined_sums(
-            sum_dz, sum_dz_centred, channels, there, C, PEERS, WORLD, ACC
-        )
+    if F.dbias:
+        tl.store(dbias_ptr + channels, a.to(dbias_ptr.dtype.element_ty), mask=there)
+    n = ROWS.to(F.acc) * HW
+    if F.world > 1:  # dweight and dbias remain sums over this process's batch
+        a, b = joined_sums(a, b, channels, there, C, PEERS, F)
         n = tl.maximum(tl.load(stats_ptr + 2 * C), 1.0)
-    if TERMS:
-        tl.store(means_ptr + channels, sum_dz / n, mask=there)
-        tl.store(means_ptr + C + channels, sum_dz_centred * rstd * rstd / n, mask=there)
+    if F.late or F.share:
+        tl.store(means_ptr + channels, a / n, mask=there)
+        tl.store(means_ptr + C + channels, b * rstd * rstd / n, mask=there)
 
 
 @triton.jit
-def _tile_gradients(
-    sum_dz, sum_dz_centred, terms, tensors, area, row, norm, slab, SLABS, U, BT, BC, ACC, RESIDUAL,
-    BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE, WHOLE, SUM, LATE, WRITE, WAIT,
-):  # fmt: skip
-    """Read a tile of dy and x, add its dz to the sums, write its gradients; return the two sums.
+def _load_gradient(tensors, area, row, slabs, T, F, WHOLE, LAST):
+    """Load a tile of dy, x and what else the derivative needs: relu's mask or the residual.
 
-    WHOLE: all its rows exist. SUM: add to the sums. WRITE: write dx and dresidual. LATE: dx has the
-    terms that depend on the sums. WAIT: another program stores these terms, and `terms` says where;
-    wait for them after the tile's loads, which then overlap with the wait.
+    WHOLE: all its rows exist. LAST: it is not read again.
     """
-    dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr, dresidual_ptr = tensors
+    dy_ptr, x_ptr, residual_ptr, bits_ptr = tensors
+    dy = load_tile(dy_ptr, area, row, T, WHOLE, LAST)
+    x = load_tile(x_ptr, area, row, T, WHOLE, LAST)
+    if F.bits:
+        slab, SLABS = slabs
+        columns = _bit_columns(slab, T.bc)
+        bits_area = columns, columns >= 0, area[2], SLABS * (T.bc // 8)
+        offsets, mask = tiles.places(bits_area, row, T)
+        extra = tiles.load(bits_ptr, offsets, mask, WHOLE, LAST)
+    elif F.residual:
+        extra = load_tile(residual_ptr, area, row, T, WHOLE, LAST)
+    else:
+        extra = 0
+    return dy, x, extra
+
+
+@triton.jit
+def _gradient(tile, norm, T, F):
+    """Compute dz, the gradient of the activation's input, and x - mean, from `_load_gradient`."""
+    dy, x, extra = tile
     mean, scale, bias = norm
-    dy = load_tile(dy_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, WRITE)
-    x = load_tile(x_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, WRITE)
-    if BITS:
-        at = bit_columns(slab, BC)
-        bits_area = at, at >= 0, area[2], SLABS * (BC // 8)
-        bits = load_tile(bits_ptr, bits_area, row, U, BT, True, WHOLE, WIDE, WRITE)
-    elif RESIDUAL:
-        residual = load_tile(residual_ptr, area, row, U, BT, EVEN, WHOLE, WIDE, WRITE)
-    if WAIT:
-        flag_ptr, writes, means_ptr, channels, C = terms
-        wait(flag_ptr, 1, writes)
-        terms = load_both(means_ptr, channels, area[1], C)
-    centred = x.to(ACC) - mean[None, None, :]
-    dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
-    if BITS:
-        positive_z = activation.unpack_mask(tl.reshape(bits, [BT * U * BC // 8]), BT * U * BC)
-        dz = tl.where(tiles.as_tile(positive_z, BT, U, BC) != 0, dz, 0.0)
-    elif ACTIVATION != 0:
+    centred = x.to(F.acc) - mean[None, None, :]
+    dz = dy.to(F.acc)  # 0 out of bounds, and so is all that is computed from it
+    if F.bits:
+        positive_z = activation.unpack_mask(
+            tl.reshape(extra, [T.bt * T.u * T.bc // 8]), T.bt * T.u * T.bc
+        )
+        dz = tl.where(tiles.as_tile(positive_z, T.bt, T.u, T.bc) != 0, dz, 0.0)
+    elif F.activation != 0:
         z = centred * scale[None, None, :] + bias[None, None, :]
-        if RESIDUAL:
-            z += residual.to(ACC)
-        dz = activation.activation_gradient(dz, z, ACTIVATION)
-    if SUM:
+        if F.residual:
+            z += extra.to(F.acc)
+        dz = activation.activation_gradient(dz, z, F.activation)
+    return dz, centred
+
+
+@triton.jit
+def _first_read(sums, tensors, results, area, row, norm, slabs, T, F, WHOLE):
+    """Read a tile of dy and x, and add it to the sums; unless F.late, write its gradients, too."""
+    sum_dz, sum_dz_centred = sums
+    dx_ptr, dresidual_ptr = results
+    mean, scale, bias = norm
+    tile = _load_gradient(tensors, area, row, slabs, T, F, WHOLE, LAST=not F.late)
+    dz, centred = _gradient(tile, norm, T, F)
+    if F.sums:
         sum_dz += tl.sum(dz, axis=STEP_AXIS)
         sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)
-    if WRITE and DX:
-        dx = dz
-        if LATE:
-            mean_dz, slope = terms
-            dx = dz - mean_dz[None, None, :] - centred * slope[None, None, :]
-        dx *= scale[None, None, :]
-        write_tile(dx, dx_ptr, area, row, U, BT, EVEN, WHOLE, WIDE)
-    if WRITE and DRESIDUAL:
-        write_tile(dz, dresidual_ptr, area, row, U, BT, EVEN, WHOLE, WIDE)
+    if F.dx and not F.late:
+        write_tile(dz * scale[None, None, :], dx_ptr, area, row, T, WHOLE)
+    if F.dresidual and not F.late:
+        write_tile(dz, dresidual_ptr, area, row, T, WHOLE)
     return sum_dz, sum_dz_centred
+
+
+@triton.jit
+def _write_gradients(dz, centred, terms, results, area, row, norm, T, F, WHOLE):
+    """Write a tile of dx and dresidual. terms: the mean of dz, and the slope."""
+    dx_ptr, dresidual_ptr = results
+    mean, scale, bias = norm
+    mean_dz, slope = terms
+    dx = dz - mean_dz[None, None, :] - centred * slope[None, None, :]
+    dx *= scale[None, None, :]
+    write_tile(dx, dx_ptr, area, row, T, WHOLE)
+    if F.dresidual:
+        write_tile(dz, dresidual_ptr, area, row, T, WHOLE)
+
+
+@triton.jit
+def _second_read(terms, tensors, results, area, row, norm, slabs, T, F, WHOLE):
+    """Read a tile of dy and x again, and write its gradients."""
+    tile = _load_gradient(tensors, area, row, slabs, T, F, WHOLE, LAST=True)
+    dz, centred = _gradient(tile, norm, T, F)
+    _write_gradients(dz, centred, terms, results, area, row, norm, T, F, WHOLE)
 
 
 @kernel
@@ -428,101 +441,88 @@ def batch_norm_columns_backward(
     dweight_ptr, dbias_ptr, partial_ptr, counters_ptr,
     ROWS, C, HW, CHANNELS, LIVE_UNITS, WIDTH_UNITS, SLABS, GATHERS, WRITES, ROWS_EACH, GROUP, HEAD,
     PEERS, root,
-    UNIT: tl.constexpr, U: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BCH: tl.constexpr,
-    STAGES: tl.constexpr, OWN: tl.constexpr, SOLO: tl.constexpr, ACC: tl.constexpr,
-    SUMS: tl.constexpr, SHARE: tl.constexpr, LATE: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
-    DX: tl.constexpr, DRESIDUAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
-    SEGMENTS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WORLD: tl.constexpr,
+    T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `batch_norm_columns_forward` that DX, DRESIDUAL, DWEIGHT, DBIAS ask for.
+    """The gradients of `batch_norm_columns_forward` that are wanted.
 
     With dz, the gradient of the activation's input, and scale = weight * root * rstd:
     dx = scale * (dz - mean(dz) - (x - mean) * slope), slope = rstd^2 * mean(dz * (x - mean)).
 
-    LATE: dx depends on these means over the batch, so it is written after them. Otherwise the
-    statistics are constants, and the first read gives dx = scale * dz. SHARE: another kernel writes
-    dx, from mean(dz) and slope, which this one stores in place of dx, in ACC. SUMS: the sums are
-    needed, for LATE, SHARE, dweight or dbias.
+    F.late: dx depends on these means over the batch, so it is written after them. Otherwise the
+    statistics are constants, and the first read gives dx = scale * dz. F.share: another kernel
+    writes dx, from mean(dz) and slope, which this one stores in place of dx.
     """
+    R: tl.constexpr = T.u * T.bt
     t = tl.program_id(0)
-    W = WIDTH_UNITS * UNIT
-    if LATE and not OWN:
+    W = WIDTH_UNITS * T.unit
+    if F.late and not T.own:
         slab, item, late = assignment(t, GATHERS, WRITES, GROUP, HEAD)
     else:
         slab, item, late = t % SLABS, t // SLABS, False
-    LIVE = LIVE_UNITS * UNIT
-    columns, live, channel, channels = columns_of(slab, LIVE, W, HW, CHANNELS, BC, SEGMENTS)
+    LIVE = LIVE_UNITS * T.unit
+    columns, live, channel, channels = columns_of(slab, LIVE, W, HW, CHANNELS, T)
     # For each channel: the mean of dz, and the slope of dx in x - mean.
-    means_ptr = dx_ptr if SHARE else after_parts(partial_ptr, SLABS, GATHERS, BCH)
+    means_ptr = dx_ptr if F.share else after_parts(partial_ptr, SLABS, GATHERS, T.bch)
     flag_ptr = ready_flag(counters_ptr, slab, SLABS, GATHERS)
-    R: tl.constexpr = U * BT
-    tensors = dy_ptr, x_ptr, residual_ptr, bits_ptr, dx_ptr, dresidual_ptr
+    tensors = dy_ptr, x_ptr, residual_ptr, bits_ptr
+    results = dx_ptr, dresidual_ptr
     vectors = weight_ptr, bias_ptr, root
+    slabs = slab, SLABS
     if slab < SLABS:
-        norm = coefficients(stats_ptr, vectors, channels, live, C, ACC, WEIGHT, BIAS)
+        norm = coefficients(stats_ptr, vectors, channels, live, C, F)
         if not late:
             start = tl.minimum(item * ROWS_EACH, ROWS)
             end = tl.minimum(start + ROWS_EACH, ROWS)
             area = columns, live, end, W
-            sum_dz = tl.zeros([BT, BC], ACC)
-            sum_dz_centred = tl.zeros([BT, BC], ACC)
+            sum_dz = tl.zeros([T.bt, T.bc], F.acc)
+            sum_dz_centred = tl.zeros([T.bt, T.bc], F.acc)
             whole = (end - start) // R
-            for tile in tl.range(0, whole, num_stages=STAGES):
-                sum_dz, sum_dz_centred = _tile_gradients(
-                    sum_dz, sum_dz_centred, 0, tensors, area, start + tile * R, norm, slab, SLABS,
-                    U, BT, BC, ACC, RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
-                    WHOLE=True, SUM=SUMS, LATE=False, WRITE=not LATE, WAIT=False,
-                )  # fmt: skip
+            for tile in tl.range(0, whole, num_stages=T.stages):
+                sums = sum_dz, sum_dz_centred
+                sum_dz, sum_dz_centred = _first_read(
+                    sums, tensors, results, area, start + tile * R, norm, slabs, T, F, WHOLE=True
+                )
             row = start + whole * R
             if row < end:
-                sum_dz, sum_dz_centred = _tile_gradients(
-                    sum_dz, sum_dz_centred, 0, tensors, area, row, norm, slab, SLABS, U, BT, BC,
-                    ACC, RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
-                    WHOLE=False, SUM=SUMS, LATE=False, WRITE=not LATE, WAIT=False,
-                )  # fmt: skip
-            if SUMS:
+                sums = sum_dz, sum_dz_centred
+                sum_dz, sum_dz_centred = _first_read(
+                    sums, tensors, results, area, row, norm, slabs, T, F, WHOLE=False
+                )
+            if F.sums:
                 a = tl.sum(sum_dz, axis=0)
                 b = tl.sum(sum_dz_centred, axis=0)
-                if SEGMENTS:
-                    own = channel[None, :] == tl.arange(0, BCH)[:, None]
+                if T.segments:
+                    own = channel[None, :] == tl.arange(0, T.bch)[:, None]
                     a = tl.sum(tl.where(own, a[None, :], 0.0), axis=1)
                     b = tl.sum(tl.where(own, b[None, :], 0.0), axis=1)
+                scratch = partial_ptr, counters_ptr
+                parts = SLABS, GATHERS, ROWS, ROWS_EACH, HW
                 a, b, last = publish_part(
-                    a, b, partial_ptr, counters_ptr, slab, item, SLABS, GATHERS, ROWS, ROWS_EACH,
-                    HW, BCH, ACC, MOMENTS=False, SINGLE=SOLO,
-                )  # fmt: skip
+                    a, b, scratch, slab, item, parts, T.bch, F.acc, MOMENTS=False, SINGLE=T.solo
+                )
                 if last:
-                    finish_backward(
-                        a, b, slab, C, ROWS, HW, CHANNELS, PEERS, stats_ptr, dweight_ptr,
-                        dbias_ptr, means_ptr, root, BCH, ACC, DWEIGHT, DBIAS, LATE or SHARE, WORLD,
-                    )  # fmt: skip
-                    if LATE and not SOLO:
+                    sizes = C, ROWS, HW, CHANNELS
+                    finished = dweight_ptr, dbias_ptr, means_ptr
+                    finish_backward(a, b, slab, sizes, stats_ptr, finished, root, PEERS, T.bch, F)
+                    if F.late and not T.solo:
                         arrive(flag_ptr)
-            if OWN and LATE:
-                if SOLO:
+            if T.own and F.late:
+                if T.solo:
                     tl.debug_barrier()  # all threads see the terms just stored
                 else:
                     wait(flag_ptr, 1, GATHERS)
                 terms = load_both(means_ptr, channels, live, C)
-                if start + whole * R < end:
-                    _tile_gradients(
-                        0, 0, terms, tensors, area, start + whole * R, norm, slab, SLABS, U, BT, BC,
-                        ACC, RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
-                        WHOLE=False, SUM=False, LATE=True, WRITE=True, WAIT=False,
-                    )  # fmt: skip
-                for tile in tl.range(0, whole, num_stages=STAGES):
+                row = start + whole * R
+                if row < end:
+                    _second_read(terms, tensors, results, area, row, norm, slabs, T, F, WHOLE=False)
+                for tile in tl.range(0, whole, num_stages=T.stages):
                     row = start + (whole - 1 - tile) * R
-                    _tile_gradients(
-                        0, 0, terms, tensors, area, row, norm, slab, SLABS, U, BT, BC, ACC,
-                        RESIDUAL, BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
-                        WHOLE=True, SUM=False, LATE=True, WRITE=True, WAIT=False,
-                    )  # fmt: skip
+                    _second_read(terms, tensors, results, area, row, norm, slabs, T, F, WHOLE=True)
         else:
-            later = flag_ptr, WRITES, means_ptr, channels, C
+            row = item * R
             area = columns, live, ROWS, W
-            _tile_gradients(
-                0, 0, later, tensors, area, item * R, norm, slab, SLABS, U, BT, BC, ACC, RESIDUAL,
-                BITS, ACTIVATION, DX, DRESIDUAL, EVEN, WIDE,
-                WHOLE=False, SUM=False, LATE=True, WRITE=True, WAIT=True,
-            )  # fmt: skip
+            loaded = _load_gradient(tensors, area, row, slabs, T, F, WHOLE=False, LAST=True)
+            wait(flag_ptr, 1, WRITES)  # after the loads, which overlap with it
+            stored = load_both(means_ptr, channels, live, C)
+            dz, centred = _gradient(loaded, norm, T, F)
+            _write_gradients(dz, centred, stored, results, area, row, norm, T, F, WHOLE=False)

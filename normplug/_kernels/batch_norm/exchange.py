@@ -99,11 +99,13 @@ def _agreed(place_ptr, late, ended, rounds):
 
 
 @triton.jit
-def _exchange(a, b, count, channels, there, C, PEERS, BACKWARD, WORLD, ACC):
+def _exchange(a, b, count, channels, there, C, PEERS, BACKWARD, F):
     """Send a message to all processes, and wait for theirs.
 
     It returns the address of the messages, WORDS * CHANNELS apart, and whether all have arrived.
     """
+    ACC: tl.constexpr = F.acc
+    WORLD: tl.constexpr = F.world
     table = PEERS.to(tl.int64).to(tl.pointer_type(tl.int64))
     rank = tl.load(table)
     numbers_ptr = table + _INBOXES + WORLD + channels
@@ -154,22 +156,23 @@ def _exchange(a, b, count, channels, there, C, PEERS, BACKWARD, WORLD, ACC):
 
 
 @triton.jit
-def joined_moments(mean, m2, values, channels, there, C, PEERS, WORLD, ACC):
+def joined_moments(mean, m2, values, channels, there, C, PEERS, F):
     """Each channel's count, mean and m2 over all processes, given this process's.
 
     A process whose batch is empty has 0 `values`. Counts below 1 are raised to 1 before they
     divide. The formula is Chan's: doi:10.1080/00031305.1983.10483115.
     """
+    ACC: tl.constexpr = F.acc
     some = values > 0
     count = values + 0 * channels.to(tl.int64)
     mean = tl.where(some, mean, 0.0)
     messages, arrived = _exchange(
-        mean, tl.where(some, m2, 0.0), count, channels, there, C, PEERS, False, WORLD, ACC
+        mean, tl.where(some, m2, 0.0), count, channels, there, C, PEERS, False, F
     )
     n = tl.zeros_like(mean)
     mean = tl.zeros_like(mean)
     m2 = tl.zeros_like(mean)
-    for r in tl.static_range(WORLD):
+    for r in tl.static_range(F.world):
         message = messages + r * _WORDS * CHANNELS
         more = tl.load(message + 2 * CHANNELS, mask=there, other=0, volatile=True) & _LOW
         fraction = more.to(ACC) / tl.maximum(n + more.to(ACC), 1.0)
@@ -184,16 +187,16 @@ def joined_moments(mean, m2, values, channels, there, C, PEERS, WORLD, ACC):
 
 
 @triton.jit
-def joined_sums(a, b, channels, there, C, PEERS, WORLD, ACC):
+def joined_sums(a, b, channels, there, C, PEERS, F):
     """Two sums of each channel over all processes, given this process's."""
     messages, arrived = _exchange(
-        a, b, 0 * channels.to(tl.int64), channels, there, C, PEERS, True, WORLD, ACC
+        a, b, 0 * channels.to(tl.int64), channels, there, C, PEERS, True, F
     )
     a = tl.zeros_like(a)
     b = tl.zeros_like(b)
-    for r in tl.static_range(WORLD):
+    for r in tl.static_range(F.world):
         message = messages + r * _WORDS * CHANNELS
-        a += _read(message, 0, there, ACC)
-        b += _read(message, 1, there, ACC)
+        a += _read(message, 0, there, F.acc)
+        b += _read(message, 1, there, F.acc)
     nothing = float("nan")
     return tl.where(arrived, a, nothing), tl.where(arrived, b, nothing)

@@ -8,8 +8,18 @@ docs/notebook.md. Any choice gives correct results; only speed depends on it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from normplug._kernels import at_once, floor_2, needs_int64, power_of_2, tile_of, unit_of
+from normplug._kernels import (
+    at_once,
+    floor_2,
+    needs_int64,
+    power_of_2,
+    room_for_parts,
+    tile_of,
+    unit_of,
+)
+from normplug._kernels.constants import KernelConstant, Work
 
 _SMALL_PLANE = 100  # values; contiguous planes of at most this size are columns
 _LAG_BYTES = 24 << 10  # read per multiprocessor between a tile's first read and its second
@@ -20,6 +30,19 @@ _SEGMENT_COLUMNS = 256  # most columns of a slab of small planes
 _GROUP_BYTES = 12 << 20  # of the slabs that are gathered before the first of them is written
 _FEW_ROWS = 2048  # up to which one program takes a slab, and slabs are narrow
 _MANY_ROWS = 1 << 17  # beyond which slabs of float32 are wide
+
+
+@dataclass(frozen=True)
+class PlanesTile(KernelConstant):
+    """A tile of `block` values of a channel; `kp` tiles are merged at a time.
+
+    unit: a divisor of hw, and so the alignment. wide: offsets need 64 bits.
+    """
+
+    unit: int
+    block: int
+    kp: int
+    wide: bool
 
 
 @dataclass
@@ -40,8 +63,70 @@ class Planes:
 
     def __post_init__(self) -> None:
         self.tiles = self.c * self.tiles_a_channel
-        self.kp = min(power_of_2(self.tiles_a_channel), 1024)  # tiles that are merged at a time
         self.wide = needs_int64(self.n * self.c, self.hw)
+
+    def forward(self, training: bool, normalize: bool) -> Work:
+        """The launch of a forward, or of its statistics: then one program a channel ends it."""
+        if not normalize:
+            return self._work(self.tiles, self.c)
+        lag = self.lag if training else 0
+        return self._work(lag, lag)
+
+    @property
+    def scratch(self) -> tuple[int, int]:
+        """How many counters and partial results a launch needs."""
+        return self.c, 2 * self.tiles + 2 * self.c
+
+    def backward(self, sums: bool, late: bool) -> Work:
+        """The launch of a backward; without a late dx, one program a channel finishes the sums."""
+        if late:
+            return self._work(self.lag, self.lag)
+        return self._work(self.tiles, self.c if sums else 0)
+
+    def _work(self, lag: int, more: int) -> Work:
+        """A launch of a program for each tile, and `more` programs after them."""
+        most_merged = 1024
+        kp = min(power_of_2(self.tiles_a_channel), most_merged)
+        sizes = {
+            "N": self.n,
+            "C": self.c,
+            "HW_UNITS": self.hw // self.unit,
+            "TILES_A_CHANNEL": self.tiles_a_channel,
+            "TILES": self.tiles,
+            "LAG": lag,
+        }
+        tile = PlanesTile(self.unit, self.block, kp, self.wide)
+        return Work(self.tiles + more, self.warps, tile, sizes)
+
+
+@dataclass(frozen=True)
+class ColumnsTile(KernelConstant):
+    """A tile of a slab: `u` steps of `bt` rows of `bc` columns.
+
+    unit: a divisor of the slab's width and of the tensor's, and so the alignment. bch: channels of
+    a slab, with padding. stages: tiles that are in flight in a loop. own: a program writes the rows
+    that it gathered. solo: a single program takes each slab. segments: a channel has more than one
+    column. even: no slab has padding. wide: offsets need 64 bits.
+    """
+
+    unit: int
+    u: int
+    bt: int
+    bc: int
+    bch: int
+    stages: int
+    own: bool
+    solo: bool
+    segments: bool
+    even: bool
+    wide: bool
+
+
+@dataclass(frozen=True)
+class MergeTile(KernelConstant):
+    """A tile of `bch` channels, whose statistics a program merges."""
+
+    bch: int
 
 
 @dataclass
@@ -74,7 +159,7 @@ class Columns:
         self.slabs = -(-self.c // self.channels)
         self.live = self.channels * self.hw  # columns of a slab without its padding
         self.width = self.c * self.hw  # columns of the tensor
-        self.segments = self.hw > 1  # whether channels have more than one column
+        self.segments = self.hw > 1
         self.bch = power_of_2(self.channels) if self.segments else self.bc  # channels, padded
         self.tile = self.u * self.bt  # rows of a tile
         # Programs that write a slab, a tile each, if other programs gather it.
@@ -87,8 +172,55 @@ class Columns:
         self.even = self.c % self.channels == 0 and self.live == self.bc
         self.wide = needs_int64(self.rows, self.width)
 
+    def forward(self, training: bool, normalize: bool) -> Work:
+        """The launch of a forward, or of its statistics."""
+        alone = self.gathers if training else self.writes
+        return self._work(training and normalize, self.slabs * alone)
+
     @property
-    def grid(self) -> int:
+    def scratch(self) -> tuple[int, int]:
+        """How many counters and partial results a launch needs."""
+        counters, parts = room_for_parts(self.slabs, self.gathers, self.bch)
+        return counters, parts + 2 * self.c  # and the terms of dx that depend on sums
+
+    def backward(self, sums: bool, late: bool) -> Work:
+        """The launch of a backward."""
+        return self._work(late, self.slabs * self.gathers)
+
+    def _work(self, both: bool, alone: int) -> Work:
+        """A launch that gathers and writes, if both; else of `alone` programs, which do one."""
+        own = both and self.programs > 0
+        sizes = {
+            "ROWS": self.rows,
+            "C": self.c,
+            "HW": self.hw,
+            "CHANNELS": self.channels,
+            "LIVE_UNITS": self.live // self.unit,
+            "WIDTH_UNITS": self.width // self.unit,
+            "SLABS": self.slabs,
+            "GATHERS": self.gathers,
+            "WRITES": self.writes,
+            "ROWS_EACH": self.rows_each,
+            "GROUP": self.group,
+            "HEAD": self.head,
+        }
+        tile = ColumnsTile(
+            unit=self.unit,
+            u=self.u,
+            bt=self.bt,
+            bc=self.bc,
+            bch=self.bch,
+            stages=self.stages,
+            own=own,
+            solo=self.solo,
+            segments=self.segments,
+            even=self.even,
+            wide=self.wide,
+        )
+        grid = self._grid() if both else alone
+        return Work(grid, self.warps, tile, sizes, cooperative=own and not self.solo)
+
+    def _grid(self) -> int:
         """Programs of a launch that gathers each slab and then writes it."""
         if self.programs:
             return self.slabs * self.gathers
@@ -96,6 +228,36 @@ class Columns:
         gathers, writes = self.group * self.gathers, self.group * self.writes
         # See `columns.assignment`. Of the group after the last, only the idle `head` remains.
         return gathers + groups * (gathers + writes) - (gathers - self.head)
+
+
+@dataclass(frozen=True)
+class PixelsTile(KernelConstant):
+    """A tile of `bp` pixels of `bc` channels, and the windows that are pooled.
+
+    unit: a divisor of the channels, and so the alignment. even: no slab of channels has padding.
+    kh, kw, sh, sw, ph, pw: kernel, stride and padding of the windows, by height and width.
+    """
+
+    unit: int
+    bp: int
+    bc: int
+    even: bool
+    kh: int
+    kw: int
+    sh: int
+    sw: int
+    ph: int
+    pw: int
+
+
+class Window(NamedTuple):
+    """The windows of max pooling, and the sizes of its input and output, by height and width."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    size: tuple[int, int]
+    pooled: tuple[int, int]
 
 
 @dataclass
@@ -114,10 +276,29 @@ class Pixels:
     bp: int
     warps: int
 
-    def __post_init__(self) -> None:
-        self.slabs = -(-self.c // self.bc)
-        self.grid = self.rows * self.slabs
-        self.even = self.c % self.bc == 0
+    def work(self, window: Window) -> Work:
+        """The launch of a kernel of `windows`."""
+        slabs = -(-self.c // self.bc)
+        height, width = window.size
+        pooled_height, pooled_width = window.pooled
+        sizes = {
+            "H": height,
+            "W": width,
+            "OH": pooled_height,
+            "OW": pooled_width,
+            "C_UNITS": self.c // self.unit,
+            "SLABS": slabs,
+        }
+        tile = PixelsTile(
+            self.unit,
+            self.bp,
+            self.bc,
+            self.c % self.bc == 0,
+            *window.kernel,
+            *window.stride,
+            *window.padding,
+        )
+        return Work(self.rows * slabs, self.warps, tile, sizes)
 
 
 Geometry = Planes | Columns
@@ -144,6 +325,12 @@ def geometry(
     if hw <= _SMALL_PLANE:
         return _columns(n, c, hw, itemsize, tensors, sms, cooperative)
     return _planes(n, c, hw, itemsize, tensors, sms)
+
+
+def merge(processes: int, c: int) -> Work:
+    """The launch that merges the statistics that processes have of `c` channels."""
+    tile = MergeTile(bch=256)
+    return Work(-(-c // tile.bch), 4, tile, {"C": c, "PROCESSES": processes})
 
 
 def mask_bytes(n: int, c: int, hw: int, channels_last: bool, itemsize: int) -> int:

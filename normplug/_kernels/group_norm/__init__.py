@@ -1,1 +1,1 @@
-"""Triton kernels of GroupNorm and their launches; only `_ops` imports them."""
+"""Triton kernels of GroupNorm and their schedule; only `_ops` imports them."""

@@ -1,7 +1,7 @@
 """GroupNorm over contiguous (N, C, *space), where a group is CHANNELS * HW adjacent values.
 
 `shared` explains what a unit is, and the ways to read one. Here a unit is a group of a sample, and
-a tile has three axes: groups, channels, and places in a plane. It has R groups if they are HELD,
+a tile has three axes: groups, channels, and places in a plane. It has R groups if they are T.held,
 and one otherwise.
 
 Forward, a tile is BLOCK adjacent values of a group, as runs of RUN values of one channel: RUN
@@ -22,15 +22,15 @@ from normplug._kernels.waiting import arrive, wait
 
 
 @triton.jit
-def _runs(groups, inside, k, sizes, BLOCK, RUN, WIDE):
+def _runs(groups, inside, k, sizes, T):
     """Tile k of some groups: offsets and mask; the runs' channels, and which runs exist."""
     G, CHANNELS, HW, WIDTH = sizes
-    begins = k * BLOCK + tl.arange(0, BLOCK // RUN) * RUN
-    columns = begins[:, None] + tl.arange(0, RUN)[None, :]
+    begins = k * T.block + tl.arange(0, T.block // T.run) * T.run
+    columns = begins[:, None] + tl.arange(0, T.run)[None, :]
     mask = inside[:, None, None] & (columns < WIDTH)[None, :, :]
     live = inside[:, None] & (begins < WIDTH)[None, :]
     channels = ((groups % G) * CHANNELS)[:, None] + (begins // HW)[None, :]
-    if WIDE:
+    if T.wide:
         groups = groups.to(tl.int64)
     return (groups * WIDTH)[:, None, None] + columns[None, :, :], mask, channels, live
 
@@ -45,80 +45,73 @@ def _sum(values, R):
 
 
 @triton.jit
-def _moments(x, x_ptr, groups, inside, k, count, WIDTH, mask, R, BLOCK, ACC, EVEN, WIDE):
+def _moments(x, x_ptr, groups, inside, k, count, WIDTH, mask, T, ACC):
     """Mean of each group's tile, sum of squared distances from it (m2), and these distances."""
-    if WIDE:
+    if T.wide:
         groups = groups.to(tl.int64)
     # Distances from one of the values, whose sums do not round at the size of the mean.
-    first = tl.load(x_ptr + groups * WIDTH + k * BLOCK, mask=inside, other=0.0).to(ACC)
+    first = tl.load(x_ptr + groups * WIDTH + k * T.block, mask=inside, other=0.0).to(ACC)
     d = x.to(ACC) - first[:, None, None]
-    d = d if EVEN else tl.where(mask, d, 0.0)
-    mean = _sum(d, R) / count
+    d = d if T.even else tl.where(mask, d, 0.0)
+    mean = _sum(d, T.r) / count
     d -= mean[:, None, None]
-    d = d if EVEN else tl.where(mask, d, 0.0)
-    return first + mean, _sum(d * d, R), d
+    d = d if T.even else tl.where(mask, d, 0.0)
+    return first + mean, _sum(d * d, T.r), d
 
 
 @triton.jit
-def _normalise(
-    d, y_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, rstd, root, ACC, WEIGHT, BIAS,
-    ACTIVATION, EVEN, HELD,
-):  # fmt: skip
-    """Write y from d, the distances from the mean."""
-    scale = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
-    scale *= (rstd * scalar(root, ACC))[:, None]
+def _normalise(d, y_ptr, vectors, runs, rstd, T, F):
+    """Write y from d, the distances from the mean. runs: from `_runs`."""
+    weight_ptr, bias_ptr, root = vectors
+    offsets, mask, channels, live = runs
+    scale = load_vector(weight_ptr, channels, live, 1.0, F.acc, F.weight)
+    scale *= (rstd * scalar(root, F.acc))[:, None]
     z = d * scale[:, :, None]
-    if BIAS:
-        z += load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)[:, :, None]
+    if F.bias:
+        z += load_vector(bias_ptr, channels, live, 0.0, F.acc, F.bias)[:, :, None]
     # Tiles that are read twice should stay in the caches, so results are evicted first. If tiles
-    # are HELD, that is slower, as LayerNorm's rows have shown.
-    store(y_ptr, offsets, activate(z, ACTIVATION), mask, EVEN, not HELD)
+    # are held, that is slower, as LayerNorm's rows have shown.
+    y = activate(z, F.activation)
+    store(y_ptr, offsets, y, mask, T.even, LAST=not T.held)
 
 
 @kernel
 def group_norm_planes_forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, partial_ptr, counters_ptr,
-    N, G, CHANNELS, HW, WIDTH_UNITS, K, LAG, eps, root,
-    UNIT: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, HELD: tl.constexpr,
-    ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr,
+    N, G, CHANNELS, HW, WIDTH_UNITS, K, LAG, eps, root, T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias); stats = (mean, rstd) of all groups.
 
-    If HELD, one program takes R groups.
+    If T.held, one program takes R groups.
     """
+    ACC: tl.constexpr = F.acc
     t = tl.program_id(0)
-    WIDTH = WIDTH_UNITS * UNIT
+    WIDTH = WIDTH_UNITS * T.unit
     sizes = G, CHANNELS, HW, WIDTH
+    vectors = weight_ptr, bias_ptr, root
     GROUPS = N * G
-    if HELD:
-        groups = t * R + tl.arange(0, R)
+    if T.held:
+        groups = t * T.r + tl.arange(0, T.r)
         inside = groups < GROUPS
-        offsets, mask, channels, live = _runs(groups, inside, 0, sizes, BLOCK, RUN, WIDE)
-        x = load(x_ptr, offsets, mask, EVEN, False)
+        runs = _runs(groups, inside, 0, sizes, T)
+        x = load(x_ptr, runs[0], runs[1], T.even, LAST=False)
         n = WIDTH.to(ACC)
-        mean, m2, d = _moments(
-            x, x_ptr, groups, inside, 0, n, WIDTH, mask, R, BLOCK, ACC, EVEN, WIDE
-        )
+        mean, m2, d = _moments(x, x_ptr, groups, inside, 0, n, WIDTH, runs[1], T, ACC)
         rstd = save_statistics(stats_ptr, groups, inside, GROUPS, mean, m2, n, eps, ACC)
-        _normalise(
-            d, y_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, rstd, root, ACC, WEIGHT,
-            BIAS, ACTIVATION, EVEN, True,
-        )  # fmt: skip
+        _normalise(d, y_ptr, vectors, runs, rstd, T, F)
     else:
         if t < GROUPS * K:
             group = t // K
             k = t - group * K
             groups = group + tl.arange(0, 1)
             inside = groups < GROUPS
-            offsets, mask, channels, live = _runs(groups, inside, k, sizes, BLOCK, RUN, WIDE)
-            x = load(x_ptr, offsets, mask, EVEN, False)
-            count = merging.tile_counts(k, WIDTH, BLOCK, ACC)
-            mean, m2, d = _moments(
-                x, x_ptr, groups, inside, k, count, WIDTH, mask, 1, BLOCK, ACC, EVEN, WIDE
-            )
+            runs = _runs(groups, inside, k, sizes, T)
+            x = load(x_ptr, runs[0], runs[1], T.even, LAST=False)
+            count = merging.tile_counts(k, WIDTH, T.block, ACC)
+            mean, m2, d = _moments(x, x_ptr, groups, inside, k, count, WIDTH, runs[1], T, ACC)
+            scratch = partial_ptr, counters_ptr
             mean, m2, last = merging.publish_part(
-                mean, m2, partial_ptr, counters_ptr, group, k, GROUPS, K, WIDTH, BLOCK, 1, 1, ACC,
+                mean, m2, scratch, group, k, (GROUPS, K, WIDTH, T.block, 1), 1, ACC,
                 MOMENTS=True, SINGLE=False,
             )  # fmt: skip
             if last:
@@ -131,116 +124,109 @@ def group_norm_planes_forward(
             k = K - 1 - (u - group * K)
             groups = group + tl.arange(0, 1)
             inside = groups < GROUPS
-            offsets, mask, channels, live = _runs(groups, inside, k, sizes, BLOCK, RUN, WIDE)
-            x = load(x_ptr, offsets, mask, EVEN, True)
+            runs = _runs(groups, inside, k, sizes, T)
+            x = load(x_ptr, runs[0], runs[1], T.even, LAST=True)
             wait(ready_flag(counters_ptr, group, GROUPS, K), 1, K)
             mean, rstd = load_both(stats_ptr, groups, inside, GROUPS)
             d = x.to(ACC) - mean[:, None, None]
-            _normalise(
-                d, y_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, rstd, root, ACC,
-                WEIGHT, BIAS, ACTIVATION, EVEN, False,
-            )  # fmt: skip
+            _normalise(d, y_ptr, vectors, runs, rstd, T, F)
 
 
 @kernel
 def group_norm_planes_solo_forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr,
-    N, G, CHANNELS, HW, WIDTH_UNITS, K, eps, root,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
-    ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr,
+    N, G, CHANNELS, HW, WIDTH_UNITS, K, eps, root, T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """`group_norm_planes_forward`, where one program reads a group of several tiles twice.
 
     A lane is one place of all the tiles. First, each lane's moments are updated tile by tile, by
     Welford's method: doi:10.1080/00401706.1962.10490022.
     """
+    ACC: tl.constexpr = F.acc
     GROUPS = N * G
-    WIDTH = WIDTH_UNITS * UNIT
+    WIDTH = WIDTH_UNITS * T.unit
     sizes = G, CHANNELS, HW, WIDTH
+    vectors = weight_ptr, bias_ptr, root
     groups = tl.program_id(0) + tl.arange(0, 1)
     inside = groups < GROUPS
-    start = groups.to(tl.int64) if WIDE else groups
+    start = groups.to(tl.int64) if T.wide else groups
     # Distances from one of the values, whose sums do not round at the size of the mean.
     first = tl.load(x_ptr + start * WIDTH).to(ACC)
     count = tl.full([], 0.0, ACC)
-    means = tl.zeros([1, BLOCK // RUN, RUN], ACC)
-    m2s = tl.zeros([1, BLOCK // RUN, RUN], ACC)
-    for k in tl.range(0, K, num_stages=STAGES):
-        offsets, mask, channels, live = _runs(groups, inside, k, sizes, BLOCK, RUN, WIDE)
-        x = load(x_ptr, offsets, mask, EVEN, False)
+    means = tl.zeros([1, T.block // T.run, T.run], ACC)
+    m2s = tl.zeros([1, T.block // T.run, T.run], ACC)
+    for k in tl.range(0, K, num_stages=T.stages):
+        offsets, mask, channels, live = _runs(groups, inside, k, sizes, T)
+        x = load(x_ptr, offsets, mask, T.even, LAST=False)
         d = x.to(ACC) - first[:, None, None] - means
-        d = d if EVEN else tl.where(mask, d, 0.0)
+        d = d if T.even else tl.where(mask, d, 0.0)
         count += 1.0
         fraction = 1.0 / count
         means += d * fraction
         m2s += d * d * (1.0 - fraction)
     n = WIDTH.to(ACC)
-    offsets, mask, channels, live = _runs(groups, inside, K - 1, sizes, BLOCK, RUN, WIDE)
+    offsets, mask, channels, live = _runs(groups, inside, K - 1, sizes, T)
     counts = tl.where(mask, count, count - 1.0)
     mean = _sum(means * counts, 1) / n
     spread = means - mean[:, None, None]
     m2 = _sum(m2s + counts * spread * spread, 1)
     rstd = save_statistics(stats_ptr, groups, inside, GROUPS, first + mean, m2, n, eps, ACC)
-    for turn in tl.range(0, K, num_stages=STAGES):
+    for turn in tl.range(0, K, num_stages=T.stages):
         k = K - 1 - turn
-        offsets, mask, channels, live = _runs(groups, inside, k, sizes, BLOCK, RUN, WIDE)
-        x = load(x_ptr, offsets, mask, EVEN, True)
+        runs = _runs(groups, inside, k, sizes, T)
+        x = load(x_ptr, runs[0], runs[1], T.even, LAST=True)
         d = x.to(ACC) - first[:, None, None] - mean[:, None, None]
-        _normalise(
-            d, y_ptr, weight_ptr, bias_ptr, offsets, mask, channels, live, rstd, root, ACC, WEIGHT,
-            BIAS, ACTIVATION, EVEN, False,
-        )  # fmt: skip
+        _normalise(d, y_ptr, vectors, runs, rstd, T, F)
 
 
 @triton.jit
-def _planes(groups, inside, kc, ks, CHANNELS, HW, CB, SB, WIDE):
+def _planes(groups, inside, kc, ks, CHANNELS, HW, T):
     """Tile (kc, ks) of some groups: offsets and mask; its channels in a group, and their mask."""
-    own = kc * CB + tl.arange(0, CB)
-    places = ks * SB + tl.arange(0, SB)
+    own = kc * T.cb + tl.arange(0, T.cb)
+    places = ks * T.sb + tl.arange(0, T.sb)
     live = inside[:, None] & (own < CHANNELS)[None, :]
     mask = live[:, :, None] & (places < HW)[None, None, :]
-    if WIDE:
+    if T.wide:
         groups = groups.to(tl.int64)
     planes = (groups * CHANNELS)[:, None] + own[None, :]
     return planes[:, :, None] * HW + places[None, None, :], mask, own, live
 
 
 @triton.jit
-def _gradient(
-    dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT, BIAS, ACTIVATION
-):
+def _gradient(dy, x, vectors, channels, live, mean, rstd, F):
     """Compute dz, the gradient of the activation's input, and x - mean.
 
     It also returns the weight, and the weight times rstd and root.
     """
-    weight = load_vector(weight_ptr, channels, live, 1.0, ACC, WEIGHT)
-    bias = load_vector(bias_ptr, channels, live, 0.0, ACC, BIAS)
-    scale = weight * (rstd * scalar(root, ACC))[:, None]
-    centred = x.to(ACC) - mean[:, None, None]
-    dz = gradient_before(dy, centred, scale[:, :, None], bias[:, :, None], ACC, ACTIVATION)
+    weight_ptr, bias_ptr, root = vectors
+    weight = load_vector(weight_ptr, channels, live, 1.0, F.acc, F.weight)
+    bias = load_vector(bias_ptr, channels, live, 0.0, F.acc, F.bias)
+    scale = weight * (rstd * scalar(root, F.acc))[:, None]
+    centred = x.to(F.acc) - mean[:, None, None]
+    dz = gradient_before(dy, centred, scale[:, :, None], bias[:, :, None], F)
     return dz, centred, weight, scale
 
 
 @triton.jit
-def _write_dx(
-    dx_ptr, offsets, mask, dz, centred, scale, rstd, mean_g, mean_gx, root, ACC, EVEN, HELD
-):
-    """Write dx from the group's means of g and g * xhat, where g = dz * weight."""
+def _write_dx(dx_ptr, area, dz, centred, scale, rstd, means, root, T, ACC):
+    """Write dx. means: the group's means of g and g * xhat, where g = dz * weight."""
+    offsets, mask = area
+    mean_g, mean_gx = means
     rstd_root = rstd * scalar(root, ACC)
     slope = rstd_root * rstd * mean_gx
     shift = centred * slope[:, None, None] + (rstd_root * mean_g)[:, None, None]
-    store(dx_ptr, offsets, dz * scale[:, :, None] - shift, mask, EVEN, not HELD)
+    dx = dz * scale[:, :, None] - shift
+    store(dx_ptr, offsets, dx, mask, T.even, LAST=not T.held)
 
 
 @triton.jit
-def _publish_sums(sums_ptr, part, channels, live, C, sum_dz, sum_dz_xhat, DWEIGHT, DBIAS):
+def _publish_sums(sums_ptr, part, channels, live, C, sum_dz, sum_dz_xhat, F):
     """Store sums of some channels in a part, which has a row of C sums per wanted gradient."""
-    part_ptr = sums_ptr + (part * (DWEIGHT + DBIAS)).to(tl.int64) * C
-    if DWEIGHT:
+    part_ptr = sums_ptr + (part * (F.dweight + F.dbias)).to(tl.int64) * C
+    if F.dweight:
         tl.store(part_ptr + channels, sum_dz_xhat, mask=live)
         part_ptr += C
-    if DBIAS:
+    if F.dbias:
         tl.store(part_ptr + channels, sum_dz, mask=live)
 
 
@@ -248,23 +234,23 @@ def _publish_sums(sums_ptr, part, channels, live, C, sum_dz, sum_dz_xhat, DWEIGH
 def group_norm_planes_backward(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr,
     counters_ptr,
-    N, G, CHANNELS, HW_UNITS, K, KS, LAG, SPLITS, root,
-    UNIT: tl.constexpr, R: tl.constexpr, CB: tl.constexpr, SB: tl.constexpr, HELD: tl.constexpr,
-    FINISH: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr,
+    N, G, CHANNELS, HW_UNITS, K, KS, LAG, SPLITS, root, T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `group_norm_planes_forward` that DX, DWEIGHT and DBIAS ask for.
+    """The gradients of `group_norm_planes_forward` that are wanted.
 
-    If HELD, one program takes R adjacent groups of every SPLITS-th sample.
+    If T.held, one program takes R adjacent groups of every SPLITS-th sample.
     """
+    ACC: tl.constexpr = F.acc
+    R: tl.constexpr = T.r
+    DX: tl.constexpr = F.dx
+    SUMS: tl.constexpr = F.dweight or F.dbias
     t = tl.program_id(0)
-    HW = HW_UNITS * UNIT
+    HW = HW_UNITS * T.unit
     GROUPS = N * G
-    SUMS: tl.constexpr = DWEIGHT or DBIAS
     C = G * CHANNELS
     n = (CHANNELS * HW).to(ACC)
-    if HELD:
+    vectors = weight_ptr, bias_ptr, root
+    if T.held:
         programs = tl.cdiv(G, R) * SPLITS
         sums_ptr = partial_ptr
         done_ptr = counters_ptr
@@ -272,19 +258,18 @@ def group_norm_planes_backward(
             split = t % SPLITS
             own_groups = (t // SPLITS) * R + tl.arange(0, R)
             inside = own_groups < G
-            all_dz = tl.zeros([R, CB], ACC)
-            all_dz_xhat = tl.zeros([R, CB], ACC)
+            all_dz = tl.zeros([R, T.cb], ACC)
+            all_dz_xhat = tl.zeros([R, T.cb], ACC)
             for sample in range(split, N, SPLITS):
                 groups = sample * G + own_groups
-                offsets, mask, own, live = _planes(groups, inside, 0, 0, CHANNELS, HW, CB, SB, WIDE)
+                offsets, mask, own, live = _planes(groups, inside, 0, 0, CHANNELS, HW, T)
                 channels = (own_groups * CHANNELS)[:, None] + own[None, :]
                 mean, rstd = load_both(stats_ptr, groups, inside, GROUPS)
-                dy = load(dy_ptr, offsets, mask, EVEN, False)
-                x = load(x_ptr, offsets, mask, EVEN, False)
+                dy = load(dy_ptr, offsets, mask, T.even, LAST=False)
+                x = load(x_ptr, offsets, mask, T.even, LAST=False)
                 dz, centred, weight, scale = _gradient(
-                    dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT,
-                    BIAS, ACTIVATION,
-                )  # fmt: skip
+                    dy, x, vectors, channels, live, mean, rstd, F
+                )
                 sum_dz, sum_dz_xhat = sum_both(dz, dz * centred, 2)
                 sum_dz_xhat *= rstd[:, None]
                 if SUMS:
@@ -292,17 +277,14 @@ def group_norm_planes_backward(
                     all_dz_xhat += sum_dz_xhat
                 if DX:
                     sum_g, sum_gx = sum_both(sum_dz * weight, sum_dz_xhat * weight, 1)
-                    _write_dx(
-                        dx_ptr, offsets, mask, dz, centred, scale, rstd, sum_g / n, sum_gx / n,
-                        root, ACC, EVEN, True,
-                    )  # fmt: skip
+                    means = sum_g / n, sum_gx / n
+                    area = offsets, mask
+                    _write_dx(dx_ptr, area, dz, centred, scale, rstd, means, root, T, ACC)
             if SUMS:
-                own = tl.arange(0, CB)
+                own = tl.arange(0, T.cb)
                 channels = (own_groups * CHANNELS)[:, None] + own[None, :]
                 live = inside[:, None] & (own < CHANNELS)[None, :]
-                _publish_sums(
-                    sums_ptr, split, channels, live, C, all_dz, all_dz_xhat, DWEIGHT, DBIAS
-                )
+                _publish_sums(sums_ptr, split, channels, live, C, all_dz, all_dz_xhat, F)
                 arrive(done_ptr)
         f = t - programs
         arrivals = programs
@@ -319,26 +301,22 @@ def group_norm_planes_backward(
             ks = k - kc * KS
             groups = group + tl.arange(0, 1)
             inside = groups < GROUPS
-            offsets, mask, own, live = _planes(groups, inside, kc, ks, CHANNELS, HW, CB, SB, WIDE)
+            offsets, mask, own, live = _planes(groups, inside, kc, ks, CHANNELS, HW, T)
             channels = ((groups % G) * CHANNELS)[:, None] + own[None, :]
             mean, rstd = load_both(stats_ptr, groups, inside, GROUPS)
-            dy = load(dy_ptr, offsets, mask, EVEN, not DX)
-            x = load(x_ptr, offsets, mask, EVEN, not DX)
-            dz, centred, weight, scale = _gradient(
-                dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT, BIAS,
-                ACTIVATION,
-            )  # fmt: skip
+            dy = load(dy_ptr, offsets, mask, T.even, LAST=not DX)
+            x = load(x_ptr, offsets, mask, T.even, LAST=not DX)
+            dz, centred, weight, scale = _gradient(dy, x, vectors, channels, live, mean, rstd, F)
             sum_dz, sum_dz_xhat = sum_both(dz, dz * centred, 2)
             sum_dz_xhat *= rstd[:, None]
             if SUMS:
                 part = (group // G) * KS + ks
-                _publish_sums(
-                    sums_ptr, part, channels, live, C, sum_dz, sum_dz_xhat, DWEIGHT, DBIAS
-                )
+                _publish_sums(sums_ptr, part, channels, live, C, sum_dz, sum_dz_xhat, F)
             if DX:
                 sum_g, sum_gx = sum_both(sum_dz * weight, sum_dz_xhat * weight, 1)
+                scratch = partial_ptr, counters_ptr
                 sum_g, sum_gx, last = merging.publish_part(
-                    sum_g, sum_gx, partial_ptr, counters_ptr, group, k, GROUPS, K, K, 1, 1, 1, ACC,
+                    sum_g, sum_gx, scratch, group, k, (GROUPS, K, K, 1, 1), 1, ACC,
                     MOMENTS=False, SINGLE=False,
                 )  # fmt: skip
                 if last:
@@ -357,30 +335,23 @@ def group_norm_planes_backward(
                 kc = k // KS
                 groups = group + tl.arange(0, 1)
                 inside = groups < GROUPS
-                offsets, mask, own, live = _planes(
-                    groups, inside, kc, k - kc * KS, CHANNELS, HW, CB, SB, WIDE
-                )
+                offsets, mask, own, live = _planes(groups, inside, kc, k - kc * KS, CHANNELS, HW, T)
                 channels = ((groups % G) * CHANNELS)[:, None] + own[None, :]
                 mean, rstd = load_both(stats_ptr, groups, inside, GROUPS)
-                dy = load(dy_ptr, offsets, mask, EVEN, True)
-                x = load(x_ptr, offsets, mask, EVEN, True)
+                dy = load(dy_ptr, offsets, mask, T.even, LAST=True)
+                x = load(x_ptr, offsets, mask, T.even, LAST=True)
                 wait(ready_flag(counters_ptr, group, GROUPS, K), 1, K)
-                mean_g, mean_gx = load_both(means_ptr, groups, inside, GROUPS)
-                dz, centred, _, scale = _gradient(
-                    dy, x, weight_ptr, bias_ptr, channels, live, mean, rstd, root, ACC, WEIGHT,
-                    BIAS, ACTIVATION,
-                )  # fmt: skip
-                _write_dx(
-                    dx_ptr, offsets, mask, dz, centred, scale, rstd, mean_g, mean_gx, root, ACC,
-                    EVEN, False,
-                )  # fmt: skip
+                means = load_both(means_ptr, groups, inside, GROUPS)
+                dz, centred, _, scale = _gradient(dy, x, vectors, channels, live, mean, rstd, F)
+                area = offsets, mask
+                _write_dx(dx_ptr, area, dz, centred, scale, rstd, means, root, T, ACC)
         f = u - tiles
         arrivals = GROUPS if DX else tiles
         parts = N * KS
     if SUMS:
         if f >= 0:
-            wait(done_ptr, arrivals, tl.cdiv(C, FINISH))
-            merging.finish_gradients(
-                dweight_ptr, dbias_ptr, dbias_ptr, sums_ptr, f, C, parts, root, FINISH, ACC,
-                DWEIGHT, DBIAS, False, SUMS=DWEIGHT + DBIAS, ROOT=True,
-            )  # fmt: skip
+            wait(done_ptr, arrivals, tl.cdiv(C, T.finish))
+            gradients = dweight_ptr, dbias_ptr, dbias_ptr
+            stretch = sums_ptr, f, C, parts
+            sums: tl.constexpr = F.dweight + F.dbias
+            merging.finish_gradients(gradients, stretch, root, T.finish, sums, True, F)

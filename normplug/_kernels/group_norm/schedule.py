@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from normplug._kernels import at_once, floor_2, needs_int64, power_of_2, tile_of, unit_of
+from normplug._kernels import (
+    at_once,
+    floor_2,
+    needs_int64,
+    power_of_2,
+    room_for_parts,
+    tile_of,
+    unit_of,
+)
+from normplug._kernels.constants import KernelConstant, Work
 
 # Most bytes of a unit, counted as float32 or wider, that a program holds: 32,768 halves forward, as
 # many as LayerNorm. Backward there are two tensors.
@@ -56,6 +65,69 @@ class _Planes:
         self.wide = needs_int64(self.n * self.groups, self.width)
 
 
+@dataclass(frozen=True)
+class RunsTile(KernelConstant):
+    """A tile of `r` groups and `block` adjacent values of each, as runs of `run` values.
+
+    unit: a divisor of a group, and so the alignment. stages: tiles that are in flight in a loop.
+    held: a program holds whole groups. even: no tile has padding. wide: offsets need 64 bits.
+    """
+
+    unit: int
+    r: int
+    block: int
+    run: int
+    stages: int
+    held: bool
+    even: bool
+    wide: bool
+
+
+@dataclass(frozen=True)
+class PlanesTile(KernelConstant):
+    """A tile of `r` groups, and of `cb` channels and `sb` places in each plane.
+
+    unit: a divisor of a plane, and so the alignment. finish: channels of a gradient that a program
+    adds up. held: a program holds whole groups. even: no tile has padding. wide: offsets need 64
+    bits.
+    """
+
+    unit: int
+    r: int
+    cb: int
+    sb: int
+    finish: int
+    held: bool
+    even: bool
+    wide: bool
+
+
+@dataclass(frozen=True)
+class ColumnsTile(KernelConstant):
+    """A tile of a slab of a sample: `u` steps of `bt` rows of `bc` columns.
+
+    unit: a divisor of the channels, and so the alignment. gb: groups that a slab touches, with
+    padding. cb: channels of each group that are merged at a time. each: channels of a group if
+    slabs are whole groups, or 0. stages: tiles that are in flight in a loop. single: an item is a
+    whole slab of a sample. solo: the program that reads an item also writes it. finish: channels of
+    a gradient that a program adds up. even: no slab has padding. wide: offsets need 64 bits.
+    """
+
+    unit: int
+    u: int
+    bt: int
+    bc: int
+    gb: int
+    cb: int
+    each: int
+    stages: int
+    single: bool
+    solo: bool
+    finish: int
+    even: bool
+    wide: bool
+
+
 @dataclass
 class PlanesForward(_Planes):
     """Tiles of `block` adjacent values of a group, as runs of `run` values of one channel.
@@ -76,6 +148,35 @@ class PlanesForward(_Planes):
         self.solo = self.lag == 0 and self.k > 1
         self.grid = units * self.k + self.lag if self.lag else -(-units // self.r)
         self.even = self.width % self.block == 0 and units % self.r == 0
+
+    @property
+    def scratch(self) -> tuple[int, int]:
+        """How many counters and partial results a forward needs."""
+        return room_for_parts(self.n * self.groups, self.k, 1) if self.lag else (0, 0)
+
+    def forward(self) -> Work:
+        """The launch of a forward."""
+        sizes = {
+            "N": self.n,
+            "G": self.groups,
+            "CHANNELS": self.channels,
+            "HW": self.hw,
+            "WIDTH_UNITS": self.width // self.unit,
+            "K": self.k,
+        }
+        if not self.solo:
+            sizes["LAG"] = self.lag
+        tile = RunsTile(
+            unit=self.unit,
+            r=self.r,
+            block=self.block,
+            run=self.run,
+            stages=self.stages,
+            held=self.held,
+            even=self.even,
+            wide=self.wide,
+        )
+        return Work(self.grid, self.warps, tile, sizes)
 
 
 @dataclass
@@ -105,6 +206,41 @@ class PlanesBackward(_Planes):
             self.programs, self.parts = self.n * self.groups * self.k, self.n * self.ks
         whole = self.channels % self.cb == 0 and self.hw % self.sb == 0
         self.even = whole and self.groups % self.r == 0
+
+    def backward_scratch(self, sums: int) -> tuple[int, int]:
+        """How many counters and partial results a backward needs that computes so many sums."""
+        gradients = self.parts * sums * self.groups * self.channels
+        if self.held:
+            return 1, gradients
+        groups = self.n * self.groups
+        counters, parts = room_for_parts(groups, self.k, 1)
+        return counters + 1, parts + 2 * groups + gradients
+
+    def backward(self, dx: bool, sums: int) -> Work:
+        """The launch of a backward that computes so many sums: for dweight and dbias."""
+        lag = self.lag if dx else 0
+        sizes = {
+            "N": self.n,
+            "G": self.groups,
+            "CHANNELS": self.channels,
+            "HW_UNITS": self.hw // self.unit,
+            "K": self.k,
+            "KS": self.ks,
+            "LAG": lag,
+            "SPLITS": self.splits,
+        }
+        tile = PlanesTile(
+            unit=self.unit,
+            r=self.r,
+            cb=self.cb,
+            sb=self.sb,
+            finish=self.finish,
+            held=self.held,
+            even=self.even,
+            wide=self.wide,
+        )
+        finishers = -(-self.groups * self.channels // self.finish) if sums else 0
+        return Work(self.programs + lag + finishers, self.warps, tile, sizes)
 
 
 @dataclass
@@ -140,13 +276,60 @@ class Columns:
         self.programs = self.units * self.k  # that gather items
         self.even = self.c % self.bc == 0
         self.wide = needs_int64(self.s, self.c)
-        # Groups that a slab touches, padded; channels of each that are merged at a time; and
-        # channels of a group if slabs are whole groups, or 0.
         whole = self.bc % self.channels == 0
         touched = (self.bc + (0 if whole else 2 * self.channels - 2)) // self.channels
         self.gb = power_of_2(touched)
         self.cb = max(min(power_of_2(self.channels), _MERGED // self.gb), 1)
         self.each = self.channels if whole else 0
+
+    @property
+    def scratch(self) -> tuple[int, int]:
+        """How many counters and partial results a forward needs."""
+        counters, parts = room_for_parts(self.units, self.k, self.bc)
+        return counters, (0 if self.single else parts) + 2 * self.n * self.c
+
+    def backward_scratch(self, sums: int) -> tuple[int, int]:
+        """How many counters and partial results a backward needs."""
+        counters, parts = self.scratch
+        return counters + 1, parts
+
+    def forward(self) -> Work:
+        """The launch of a forward."""
+        return self._work(self.lag, 0)
+
+    def backward(self, dx: bool, sums: int) -> Work:
+        """The launch of a backward that computes so many sums: for dweight and dbias."""
+        finishers = -(-self.c // self.finish) if sums else 0
+        return self._work(self.lag if dx else 0, finishers)
+
+    def _work(self, lag: int, finishers: int) -> Work:
+        sizes = {
+            "N": self.n,
+            "G": self.groups,
+            "CHANNELS": self.channels,
+            "S": self.s,
+            "C_UNITS": self.c // self.unit,
+            "SLABS": self.slabs,
+            "K": self.k,
+            "ROWS_EACH": self.rows_each,
+            "LAG": lag,
+        }
+        tile = ColumnsTile(
+            unit=self.unit,
+            u=self.u,
+            bt=self.bt,
+            bc=self.bc,
+            gb=self.gb,
+            cb=self.cb,
+            each=self.each,
+            stages=self.stages,
+            single=self.single,
+            solo=self.solo,
+            finish=self.finish,
+            even=self.even,
+            wide=self.wide,
+        )
+        return Work(self.programs + lag + finishers, self.warps, tile, sizes)
 
 
 def group_norm_forward(

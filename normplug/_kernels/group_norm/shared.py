@@ -3,7 +3,7 @@
 A *unit* is what has to be read before any of it can be written: in `planes` a group of a sample, in
 `columns` a whole sample. There are three ways to read a unit.
 
-- HELD: a program reads it once, into registers.
+- T.held: a program reads it once, into registers.
 - Solo: a program reads its tiles twice, the second time in reverse order, mostly from the caches.
 - Otherwise it is cut into K tiles. Program t reads tile t and publishes its part of the statistics.
   The last program to publish a part of a unit merges all its parts, in order. Then program t writes
@@ -11,8 +11,8 @@ A *unit* is what has to be read before any of it can be written: in `planes` a g
   tiles of a unit are written in reverse order, since the cache holds what was read last.
 
 Backward, programs sum the gradients of weight and bias over space, and publish the sums of each
-sample or, HELD, of all their samples. At the end of the grid, further programs add these parts up,
-in order.
+sample or, T.held, of all their samples. At the end of the grid, further programs add these parts
+up, in order.
 
 N samples have G groups of CHANNELS channels. Other arguments are explained in the classes of
 `schedule` and in `primitives`.
@@ -44,12 +44,12 @@ def load_vector(pointer, channels, live, default, ACC, GIVEN):
 
 
 @triton.jit
-def gradient_before(dy, centred, scale, bias, ACC, ACTIVATION):
-    """Compute dz, the gradient of the activation's input, in ACC, from the scale and bias of y.
+def gradient_before(dy, centred, scale, bias, F):
+    """Compute dz, the gradient of the activation's input, from the scale and bias of y.
 
     Out of bounds dy is 0, and so is all that is computed from it.
     """
-    dz = dy.to(ACC)
-    if ACTIVATION != 0:
-        dz = activation_gradient(dz, centred * scale + bias, ACTIVATION)
+    dz = dy.to(F.acc)
+    if F.activation != 0:
+        dz = activation_gradient(dz, centred * scale + bias, F.activation)
     return dz

@@ -1,1 +1,1 @@
-"""Triton kernels of LayerNorm and their launches; only `_ops` imports them."""
+"""Triton kernels of LayerNorm and their schedule; only `_ops` imports them."""

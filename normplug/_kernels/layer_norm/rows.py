@@ -22,25 +22,25 @@ from normplug._kernels.waiting import arrive, meet, publish, wait
 
 
 @triton.jit
-def _columns(start, WIDTH, U, BC, VECTOR):
+def _columns(start, WIDTH, T):
     """U times BC columns, and which of them exist.
 
-    The compiler is told that VECTOR columns are contiguous, and no more. Otherwise, where tensors
+    The compiler is told that T.vector columns are contiguous, and no more. Otherwise, where tensors
     differ in dtype, it would give a thread more adjacent values of the narrow tensor than of the
     wide one, and move values between threads to match them.
     """
-    if U == 1:  # the same, by an operation that the compiler does not fold away with the hint
-        columns = tl.expand_dims(start + tl.arange(0, BC), 0)
+    if T.u == 1:  # the same, by an operation that the compiler does not fold away with the hint
+        columns = tl.expand_dims(start + tl.arange(0, T.bc), 0)
     else:
-        columns = start + tl.arange(0, U)[:, None] * BC + tl.arange(0, BC)[None, :]
-    return tl.max_contiguous(columns, [1, VECTOR]), columns < WIDTH
+        columns = start + tl.arange(0, T.u)[:, None] * T.bc + tl.arange(0, T.bc)[None, :]
+    return tl.max_contiguous(columns, [1, T.vector]), columns < WIDTH
 
 
 @triton.jit
-def _rows(tile, ROWS, R, WIDE):
+def _rows(tile, ROWS, T):
     """The rows of a tile, and which of them exist."""
-    rows = tile * R + tl.arange(0, R)
-    return rows.to(tl.int64) if WIDE else rows, rows < ROWS
+    rows = tile * T.r + tl.arange(0, T.r)
+    return rows.to(tl.int64) if T.wide else rows, rows < ROWS
 
 
 @triton.jit
@@ -50,23 +50,25 @@ def _all_rows(values):
 
 
 @triton.jit
-def _vector(pointer, columns, live, R, EVEN):
+def _vector(pointer, columns, live, T):
     """Load weights or the like once for each row of a tile: every thread loads its own columns."""
-    places = _all_rows(columns) + tile_of_zeros(R, 1, 1, tl.int32)
-    return load(pointer, places, _all_rows(live), EVEN, False)
+    places = _all_rows(columns) + tile_of_zeros(T.r, 1, 1, tl.int32)
+    return load(pointer, places, _all_rows(live), T.even, False)
 
 
 @triton.jit
-def _load(pointer, places, inside, columns, live, EVEN, LAST):
-    """Load a tile. EVEN: all its rows and columns exist. LAST: caches evict it first."""
+def _load(pointer, places, inside, columns, live, T, LAST):
+    """Load a tile. LAST: caches evict it first."""
     offsets = _each(places) + _all_rows(columns)
-    return load(pointer, offsets, _each(inside) & _all_rows(live), EVEN, LAST)
+    return load(pointer, offsets, _each(inside) & _all_rows(live), T.even, LAST)
 
 
 @triton.jit
-def _store(pointer, value, places, inside, columns, live, EVEN):
+def _store(pointer, value, places, inside, columns, live, T):
+    """Store a tile."""
     offsets = _each(places) + _all_rows(columns)
-    store(pointer, offsets, value, _each(inside) & _all_rows(live), EVEN, False)
+    mask = _each(inside) & _all_rows(live)
+    store(pointer, offsets, value, mask, T.even, False)
 
 
 @triton.jit
@@ -104,108 +106,105 @@ def layer_norm_rows_forward(
     tracked_ptr, y_ptr, total_ptr, stats_ptr, counters_ptr,
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS,
     FINISHERS, momentum, eps, root,
-    R: tl.constexpr, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr, KEEP: tl.constexpr,
-    FAN_IN: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr,
-    ROUND: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, INPUT_BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, GIVEN: tl.constexpr, STATS: tl.constexpr, RUNNING: tl.constexpr,
-    TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
-    X_MIDDLE: tl.constexpr, RESIDUAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Y = weight * root * (h - mean) * rstd + bias, and stats = (mean, rstd) of all rows.
 
     h = x + input_bias. With a residual, total = x + residual, rounded as it is stored, takes the
     place of x.
     """
+    ACC: tl.constexpr = F.acc
+    CENTRED: tl.constexpr = F.centred
     program = tl.program_id(0)
     programs = tl.num_programs(0) - FINISHERS
     if program < programs:
-        WIDTH = WIDTH_UNITS * UNIT
-        DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-        x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, UNIT, WIDE)
-        residual_strides = strides_of(RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, INNER, UNIT, WIDE)
+        WIDTH = WIDTH_UNITS * T.unit
+        DENSE = size(WIDTH_UNITS, T)
+        x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, T)
+        residual_strides = strides_of(RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, INNER, T)
         n = WIDTH.to(ACC)
-        columns, live = _columns(0, WIDTH, U, BC, VECTOR)
-        if KEEP and WEIGHT:
-            weight = _vector(weight_ptr, columns, live, R, EVEN)
-        if KEEP and BIAS:
-            bias = _vector(bias_ptr, columns, live, R, EVEN)
-        sum_mean = tl.zeros([R], ACC)
-        sum_var = tl.zeros([R], ACC)
-        for tile in range(program, tl.cdiv(ROWS, R), programs):
-            rows, inside = _rows(tile, ROWS, R, WIDE)
-            places = row_places(rows, x_strides, X_MIDDLE, HEADS)
-            h = _load(x_ptr, places, inside, columns, live, EVEN, False).to(ACC)
+        columns, live = _columns(0, WIDTH, T)
+        if T.keep and F.weight:
+            weight = _vector(weight_ptr, columns, live, T)
+        if T.keep and F.bias:
+            bias = _vector(bias_ptr, columns, live, T)
+        sum_mean = tl.zeros([T.r], ACC)
+        sum_var = tl.zeros([T.r], ACC)
+        for tile in range(program, tl.cdiv(ROWS, T.r), programs):
+            rows, inside = _rows(tile, ROWS, T)
+            places = row_places(rows, x_strides, T.x_middle, T)
+            h = _load(x_ptr, places, inside, columns, live, T, False).to(ACC)
             if CENTRED:
                 first = tl.load(x_ptr + places, mask=inside, other=0.0).to(ACC)
-            if RESIDUAL:
-                places = row_places(rows, residual_strides, RESIDUAL_MIDDLE, HEADS)
-                h += _load(residual_ptr, places, inside, columns, live, EVEN, False).to(ACC)
+            if F.residual:
+                places = row_places(rows, residual_strides, T.residual_middle, T)
+                h += _load(residual_ptr, places, inside, columns, live, T, False).to(ACC)
                 if CENTRED:
                     first += tl.load(residual_ptr + places, mask=inside, other=0.0).to(ACC)
                 h = as_stored(h, total_ptr)
-                _store(total_ptr, h, rows * DENSE, inside, columns, live, EVEN)
+                _store(total_ptr, h, rows * DENSE, inside, columns, live, T)
                 h = h.to(ACC)
                 if CENTRED:
                     first = as_stored(first, total_ptr).to(ACC)
-            if INPUT_BIAS:
-                h += _vector(input_bias_ptr, columns, live, R, EVEN).to(ACC)
+            if F.input_bias:
+                h += _vector(input_bias_ptr, columns, live, T).to(ACC)
                 if CENTRED:
                     first += tl.load(input_bias_ptr).to(ACC)
             # Distances from one of the values, whose sums do not round at the size of the mean.
             d = h - _each(first) if CENTRED else h
-            if GIVEN:
+            if F.given:
                 mean, rstd = shared.load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
                 if CENTRED:
                     d -= _each(mean - first)
             else:
                 if CENTRED:
-                    d = d if EVEN else tl.where(_all_rows(live), d, 0.0)
+                    d = d if T.even else tl.where(_all_rows(live), d, 0.0)
                     mean = _sum(d) / n + first
-                    # Subtract the mean as it is saved, so that GIVEN gives the same bits.
+                    # Subtract the mean as it is saved, so that F.given gives the same bits.
                     d -= _each(mean - first)
-                    d = d if EVEN else tl.where(_all_rows(live), d, 0.0)
+                    d = d if T.even else tl.where(_all_rows(live), d, 0.0)
                 var = _sum(d * d) / n
                 rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
-            y = as_dtype(d * _each(rstd * scalar(root, ACC)), ROUND).to(ACC)
-            if WEIGHT:
-                if not KEEP:
-                    weight = _vector(weight_ptr, columns, live, R, EVEN)
-                y *= shared.factor_of(weight, OFFSET, ACC)
-            if BIAS:
-                if not KEEP:
-                    bias = _vector(bias_ptr, columns, live, R, EVEN)
+            y = as_dtype(d * _each(rstd * scalar(root, ACC)), F.rounded).to(ACC)
+            if F.weight:
+                if not T.keep:
+                    weight = _vector(weight_ptr, columns, live, T)
+                y *= shared.factor_of(weight, F)
+            if F.bias:
+                if not T.keep:
+                    bias = _vector(bias_ptr, columns, live, T)
                 y += bias.to(ACC)
-            _store(y_ptr, y, rows * DENSE, inside, columns, live, EVEN)
-            if STATS:
+            _store(y_ptr, y, rows * DENSE, inside, columns, live, T)
+            if F.stats:
                 if CENTRED:
                     tl.store(stats_ptr + rows, mean, mask=inside)
                 tl.store(stats_ptr + (ROWS if CENTRED else 0) + rows, rstd, mask=inside)
-            if RUNNING:
+            if F.running:
                 if CENTRED:
                     sum_mean += tl.where(inside, mean, 0.0)
                 sum_var += tl.where(inside, var, 0.0)
-        if RUNNING:
+        if F.running:
             total_mean, total_var = sum_both(sum_mean, sum_var, 0)
             publish(counters_ptr, program, total_mean, total_var)
-    elif RUNNING:
-        shared.finish_running(
-            running_mean_ptr, running_var_ptr, tracked_ptr, counters_ptr, program - programs,
-            FINISHERS, programs, ROWS, momentum, FAN_IN, ACC, CENTRED, TRACKED, CUMULATIVE,
-        )  # fmt: skip
+    elif F.running:
+        running = running_mean_ptr, running_var_ptr, tracked_ptr, momentum
+        f = program - programs
+        shared.finish_running(running, counters_ptr, f, FINISHERS, programs, ROWS, T.fan_in, F)
 
 
 @triton.jit
-def _share_sums(partial_ptr, counters_ptr, tile, k, a, b, R, K, K_PADDED):
+def _share_sums(partial_ptr, counters_ptr, tile, k, a, b, T):
     """All-reduce two sums per row of a tile, over the K programs that share its columns."""
+    R: tl.constexpr = T.r
     rows = tl.arange(0, R)
-    shares = tl.arange(0, K_PADDED)[None, :]
-    tile_ptr = partial_ptr + tile.to(tl.int64) * (2 * K * R)
+    shares = tl.arange(0, T.k_padded)[None, :]
+    tile_ptr = partial_ptr + tile.to(tl.int64) * (2 * T.k * R)
     tl.store(tile_ptr + k * (2 * R) + rows, a)
     tl.store(tile_ptr + k * (2 * R) + R + rows, b)
-    meet(counters_ptr + tile, K)
+    meet(counters_ptr + tile, T.k)
     all_ptr = tile_ptr + shares * (2 * R) + rows[:, None]
-    a = tl.sum(tl.load(all_ptr, mask=shares < K, other=0.0, cache_modifier=".cg"), axis=1)
-    b = tl.sum(tl.load(all_ptr + R, mask=shares < K, other=0.0, cache_modifier=".cg"), axis=1)
+    a = tl.sum(tl.load(all_ptr, mask=shares < T.k, other=0.0, cache_modifier=".cg"), axis=1)
+    b = tl.sum(tl.load(all_ptr + R, mask=shares < T.k, other=0.0, cache_modifier=".cg"), axis=1)
     return a, b
 
 
@@ -215,74 +214,72 @@ def layer_norm_rows_backward(
     dbias_ptr, dinput_bias_ptr, partial_ptr, counters_ptr,
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, DY_UNITS, DY_OUTER_UNITS, DTOTAL_UNITS,
     DTOTAL_OUTER_UNITS, PROGRAMS, root,
-    R: tl.constexpr, U: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr, K: tl.constexpr,
-    K_PADDED: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr,
-    FINISH: tl.constexpr, ACC: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr,
-    ROUND: tl.constexpr, WEIGHT: tl.constexpr, INPUT_BIAS: tl.constexpr, DTOTAL: tl.constexpr,
-    DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr,
-    DX_AS_X: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr, X_MIDDLE: tl.constexpr,
-    DY_MIDDLE: tl.constexpr, DTOTAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `layer_norm_rows_forward` that are wanted.
 
     With a residual, x is the total, and dx the gradient of both. The gradient of input_bias is the
     sum of dx over the rows.
     """
+    ACC: tl.constexpr = F.acc
+    K: tl.constexpr = T.k
+    LANES: tl.constexpr = T.lanes
+    ROOT: tl.constexpr = F.rounded == ACC  # the sums for dweight lack the factor root
     program = tl.program_id(0)
-    WIDTH = WIDTH_UNITS * UNIT
-    SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
+    WIDTH = WIDTH_UNITS * T.unit
+    SUMS: tl.constexpr = F.dweight + F.dbias + F.dinput_bias
     # evict_first: faster where few programs share a row, slower where many do, the same for one.
     LAST: tl.constexpr = K > 1 and K <= 4
     groups = PROGRAMS // K
     group = program // K
     k = program - group * K
-    tiles = tl.cdiv(ROWS, R)
+    tiles = tl.cdiv(ROWS, T.r)
     parts_ptr = partial_ptr
     if K > 1:
-        parts_ptr += tiles.to(tl.int64) * (2 * K * R)
+        parts_ptr += tiles.to(tl.int64) * (2 * K * T.r)
     if program < PROGRAMS:
-        DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-        x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, UNIT, WIDE)
-        dy_strides = strides_of(DY_UNITS, DY_OUTER_UNITS, INNER, UNIT, WIDE)
-        dtotal_strides = strides_of(DTOTAL_UNITS, DTOTAL_OUTER_UNITS, INNER, UNIT, WIDE)
+        DENSE = size(WIDTH_UNITS, T)
+        x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, T)
+        dy_strides = strides_of(DY_UNITS, DY_OUTER_UNITS, INNER, T)
+        dtotal_strides = strides_of(DTOTAL_UNITS, DTOTAL_OUTER_UNITS, INNER, T)
         n = WIDTH.to(ACC)
-        columns, live = _columns(k * (U * BC), WIDTH, U, BC, VECTOR)
+        columns, live = _columns(k * (T.u * T.bc), WIDTH, T)
         # Inside the loop these would be prefetched like a tile, into as much shared memory.
-        if KEEP and WEIGHT:
-            weight = _vector(weight_ptr, columns, live, R, EVEN)
-        if KEEP and INPUT_BIAS:
-            input_bias = _vector(input_bias_ptr, columns, live, R, EVEN)
-        dweight = tile_of_zeros(LANES, U, BC, ACC)
-        dbias = tile_of_zeros(LANES, U, BC, ACC)
-        dinput_bias = tile_of_zeros(LANES, U, BC, ACC)
-        for tile in tl.range(group, tiles, groups, num_stages=STAGES):
-            rows, inside = _rows(tile, ROWS, R, WIDE)
-            x_places = row_places(rows, x_strides, X_MIDDLE, HEADS)
-            h = _load(x_ptr, x_places, inside, columns, live, EVEN, LAST).to(ACC)
-            places = row_places(rows, dy_strides, DY_MIDDLE, HEADS)
-            dy = _load(dy_ptr, places, inside, columns, live, EVEN, LAST).to(ACC)
-            mean, rstd = shared.load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
-            if INPUT_BIAS:
-                if not KEEP:
-                    input_bias = _vector(input_bias_ptr, columns, live, R, EVEN)
+        if T.keep and F.weight:
+            weight = _vector(weight_ptr, columns, live, T)
+        if T.keep and F.input_bias:
+            input_bias = _vector(input_bias_ptr, columns, live, T)
+        dweight = tile_of_zeros(LANES, T.u, T.bc, ACC)
+        dbias = tile_of_zeros(LANES, T.u, T.bc, ACC)
+        dinput_bias = tile_of_zeros(LANES, T.u, T.bc, ACC)
+        for tile in tl.range(group, tiles, groups, num_stages=T.stages):
+            rows, inside = _rows(tile, ROWS, T)
+            x_places = row_places(rows, x_strides, T.x_middle, T)
+            h = _load(x_ptr, x_places, inside, columns, live, T, LAST).to(ACC)
+            places = row_places(rows, dy_strides, T.dy_middle, T)
+            dy = _load(dy_ptr, places, inside, columns, live, T, LAST).to(ACC)
+            mean, rstd = shared.load_statistics(stats_ptr, rows, inside, ROWS, F.centred)
+            if F.input_bias:
+                if not T.keep:
+                    input_bias = _vector(input_bias_ptr, columns, live, T)
                 h += input_bias.to(ACC)
             # d needs no mask: out of bounds dy is 0, and so is all that d is multiplied by.
-            d = h - _each(mean) if CENTRED else h
-            if DWEIGHT:
-                if ROUND == ACC:
+            d = h - _each(mean) if F.centred else h
+            if F.dweight:
+                if ROOT:
                     dweight += _folded(dy * _each(rstd) * d, LANES)
                 else:
-                    rounded = as_dtype(d * _each(rstd * scalar(root, ACC)), ROUND).to(ACC)
+                    rounded = as_dtype(d * _each(rstd * scalar(root, ACC)), F.rounded).to(ACC)
                     dweight += _folded(dy * rounded, LANES)
-            if DBIAS:
+            if F.dbias:
                 dbias += _folded(dy, LANES)
-            if DX or DINPUT_BIAS:
+            if F.dx or F.dinput_bias:
                 g = dy
-                if WEIGHT:
-                    if not KEEP:
-                        weight = _vector(weight_ptr, columns, live, R, EVEN)
-                    g *= shared.factor_of(weight, OFFSET, ACC)
-                if CENTRED:
+                if F.weight:
+                    if not T.keep:
+                        weight = _vector(weight_ptr, columns, live, T)
+                    g *= shared.factor_of(weight, F)
+                if F.centred:
                     gd = g * d
                     sum_g, sum_gd = sum_both(tl.sum(g, STEP_AXIS), tl.sum(gd, STEP_AXIS), 1)
                 else:
@@ -290,36 +287,36 @@ def layer_norm_rows_backward(
                     sum_g = sum_gd
                 if K > 1:
                     sum_g, sum_gd = _share_sums(
-                        partial_ptr, counters_ptr + 1, tile, k, sum_g, sum_gd, R, K, K_PADDED
+                        partial_ptr, counters_ptr + 1, tile, k, sum_g, sum_gd, T
                     )
                 scale = rstd * scalar(root, ACC)
                 slope = scale * rstd * rstd * (sum_gd / n)
-                if CENTRED:
+                if F.centred:
                     dx = g * _each(scale) - (d * _each(slope) + _each(scale * (sum_g / n)))
                 else:
                     dx = g * _each(scale) - d * _each(slope)
-                if DTOTAL:
-                    places = row_places(rows, dtotal_strides, DTOTAL_MIDDLE, HEADS)
-                    dx += _load(dtotal_ptr, places, inside, columns, live, EVEN, LAST).to(ACC)
-                if DINPUT_BIAS:
+                if F.dtotal:
+                    places = row_places(rows, dtotal_strides, T.dtotal_middle, T)
+                    dx += _load(dtotal_ptr, places, inside, columns, live, T, LAST).to(ACC)
+                if F.dinput_bias:
                     exists = _each(inside) & _all_rows(live)
-                    dinput_bias += _folded(dx if EVEN else tl.where(exists, dx, 0.0), LANES)
-                if DX:
-                    places = x_places if DX_AS_X else rows * DENSE
-                    _store(dx_ptr, dx, places, inside, columns, live, EVEN)
+                    dinput_bias += _folded(dx if T.even else tl.where(exists, dx, 0.0), LANES)
+                if F.dx:
+                    places = x_places if F.dx_as_x else rows * DENSE
+                    _store(dx_ptr, dx, places, inside, columns, live, T)
         if SUMS > 0:
             part_ptr = parts_ptr + (group * SUMS).to(tl.int64) * WIDTH
-            if DWEIGHT:
+            if F.dweight:
                 tl.store(part_ptr + columns, tl.sum(dweight, axis=LANE_AXIS), mask=live)
                 part_ptr += WIDTH
-            if DBIAS:
+            if F.dbias:
                 tl.store(part_ptr + columns, tl.sum(dbias, axis=LANE_AXIS), mask=live)
                 part_ptr += WIDTH
-            if DINPUT_BIAS:
+            if F.dinput_bias:
                 tl.store(part_ptr + columns, tl.sum(dinput_bias, axis=LANE_AXIS), mask=live)
             arrive(counters_ptr)
     if SUMS > 0:
-        stretches = tl.cdiv(WIDTH, FINISH)
+        stretches = tl.cdiv(WIDTH, T.finish)
         # K > 1: all run at once, so they can wait for each other. Otherwise further programs do it,
         # which wait for programs before them.
         c = program if K > 1 else program - PROGRAMS
@@ -327,7 +324,6 @@ def layer_norm_rows_backward(
         if (c >= 0) & (c < stretches):
             wait(counters_ptr, PROGRAMS, tl.minimum(stretches, PROGRAMS) if K > 1 else stretches)
             for stretch in range(c, stretches, step):
-                finish_gradients(
-                    dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, stretch, WIDTH, groups,
-                    root, FINISH, ACC, DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROUND == ACC,
-                )  # fmt: skip
+                gradients = dweight_ptr, dbias_ptr, dinput_bias_ptr
+                parts = parts_ptr, stretch, WIDTH, groups
+                finish_gradients(gradients, parts, root, T.finish, SUMS, ROOT, F)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from normplug._kernels import at_once, power_of_2
+from normplug._kernels.constants import KernelConstant, Work
 
 _HELD_BYTES = 128 << 10  # most bytes of a row, as float32 or wider, that a program holds forward
 _SUMMED_BYTES = 32 << 10  # the same backward, beside the sums for weight and bias
@@ -13,6 +16,66 @@ _SHARED_WIDTH = 65536  # values up to which programs share rows backward, where 
 _WIDE_FORWARD_LAG, _WIDE_BACKWARD_LAG = 24 << 10, 32 << 10
 _MANY_ROWS_EACH = 128  # rows per multiprocessor, above which two programs on it beat one
 _MOST_PROGRAMS = 1 << 17  # with running statistics each has two words of its own
+_FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout(KernelConstant):
+    """How rows lie in memory, as far as it is compiled in; see `shared.row_places`.
+
+    unit: a divisor of the width and of all strides, and so the alignment. heads: groups of rows in
+    a set; 0 if rows have one level of strides. x_middle and so on: how far the groups of a set are
+    apart, in values, or 0. wide: offsets need 64 bits.
+    """
+
+    unit: int
+    heads: int
+    wide: bool
+    x_middle: int = 0
+    residual_middle: int = 0
+    dy_middle: int = 0
+    dtotal_middle: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsTile(RowLayout):
+    """A tile of `r` rows of `u` steps of `bc` columns.
+
+    vector: adjacent values of a thread. keep: weight and bias stay in registers. even: no tile has
+    padding. Forward, `fan_in` parts of the running statistics are added at a time. Backward,
+    `stages` tiles are in flight, `lanes` sums per column are kept until the last tile, `k` programs
+    share a row (`k_padded`: the next power of two), and a program adds up `finish` columns.
+    """
+
+    r: int
+    u: int
+    bc: int
+    vector: int
+    keep: bool
+    even: bool
+    fan_in: int = 0
+    stages: int = 0
+    lanes: int = 0
+    k: int = 0
+    k_padded: int = 0
+    finish: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideTile(RowLayout):
+    """A tile of `cw` columns of a row or, backward, of a block of `rb` rows.
+
+    kp: tiles whose results are merged at a time. even: no tile has padding. Forward, `fan_in` parts
+    of the running statistics are added at a time. Backward, a block may be `single`: the sums of a
+    tile are the gradients.
+    """
+
+    cw: int
+    kp: int
+    even: bool
+    fan_in: int = 0
+    rb: int = 0
+    single: bool = False
 
 
 @dataclass
@@ -45,6 +108,50 @@ class Rows:
         self.parts = self.programs  # from which the running statistics are added up
         self.even = self.k * self.u * self.bc == self.width and self.rows % self.r == 0
 
+    def forward_scratch(self, running: bool) -> tuple[int, int]:
+        """How many counters and partial results a forward needs."""
+        return 2 * (self.parts + _finishers(self)) if running else 0, 0
+
+    def backward_scratch(self, sums: int) -> tuple[int, int]:
+        """How many counters and partial results a backward needs that computes so many sums."""
+        met = self.tiles if self.k > 1 else 0
+        return 1 + met, 2 * met * self.k * self.r + self.groups * sums * self.width
+
+    def forward(
+        self, strides: dict[str, int], layout: RowLayout, running: bool, given: bool
+    ) -> Work:
+        """The launch of a forward. strides: the kernel's sizes that say where rows are."""
+        finishers = _finishers(self) if running else 0
+        sizes = {"ROWS": self.rows, **strides, "FINISHERS": finishers}
+        tile = self._tile(layout, fan_in=_FAN_IN * self.warps)
+        return Work(self.programs + finishers, self.warps, tile, sizes)
+
+    def backward(self, strides: dict[str, int], layout: RowLayout, late: bool, sums: int) -> Work:
+        """The launch of a backward that computes so many sums over the rows."""
+        finishers = -(-self.width // self.finish) if sums and self.k == 1 else 0
+        sizes = {"ROWS": self.rows, **strides, "PROGRAMS": self.programs}
+        tile = self._tile(
+            layout,
+            stages=self.stages,
+            lanes=self.lanes,
+            k=self.k,
+            k_padded=power_of_2(self.k),
+            finish=self.finish,
+        )
+        return Work(self.programs + finishers, self.warps, tile, sizes, cooperative=self.k > 1)
+
+    def _tile(self, layout: RowLayout, **more: Any) -> RowsTile:
+        return RowsTile(
+            **asdict(layout),
+            r=self.r,
+            u=self.u,
+            bc=self.bc,
+            vector=self.vector,
+            keep=self.keep,
+            even=self.even,
+            **more,
+        )
+
 
 @dataclass
 class Wide:
@@ -65,6 +172,62 @@ class Wide:
         self.blocks = -(-self.rows // self.rb)
         self.parts = self.rows  # from which the running statistics are added up
         self.even = self.width % self.cw == 0 and self.rows % self.rb == 0
+
+    def forward_scratch(self, running: bool) -> tuple[int, int]:
+        """How many counters and partial results a forward needs."""
+        words = 2 * (self.parts + _finishers(self)) if running else 0
+        return self.rows + words, 2 * self.rows * self.k
+
+    def backward_scratch(self, sums: int) -> tuple[int, int]:
+        """How many counters and partial results a backward needs that computes so many sums."""
+        rows_room = self.blocks * (self.k + 1) * 2 * self.rb
+        parts = 0 if self.blocks == 1 else self.blocks * sums * self.width
+        return 2 * self.blocks + self.k, rows_room + parts
+
+    def forward(
+        self, strides: dict[str, int], layout: RowLayout, running: bool, given: bool
+    ) -> Work:
+        """The launch of a forward; if its statistics are given, it does not wait for any.
+
+        strides: the kernel's sizes that say where rows are.
+        """
+        lag = 0 if given else self.lag
+        finishers = _finishers(self) if running else 0
+        sizes = {"ROWS": self.rows, **strides, "K": self.k, "LAG": lag, "FINISHERS": finishers}
+        tile = WideTile(
+            **asdict(layout),
+            cw=self.cw,
+            kp=min(power_of_2(self.k), 1024),
+            even=self.even,
+            fan_in=_FAN_IN * self.warps,
+        )
+        return Work(self.rows * self.k + lag + finishers, self.warps, tile, sizes)
+
+    def backward(self, strides: dict[str, int], layout: RowLayout, late: bool, sums: int) -> Work:
+        """The launch of a backward that computes so many sums over the rows.
+
+        late: it writes what depends on sums over each row.
+        """
+        lag = self.lag if late else 0
+        single = self.blocks == 1
+        finishers = self.k if sums and not single else 0
+        sizes = {"ROWS": self.rows, **strides, "K": self.k, "LAG": lag}
+        tile = WideTile(
+            **asdict(layout),
+            cw=self.cw,
+            kp=min(power_of_2(self.k), max(4096 // (2 * self.rb), 1)),
+            even=self.even,
+            rb=self.rb,
+            single=single,
+        )
+        return Work(self.blocks * self.k + lag + finishers, self.warps, tile, sizes)
+
+
+def _finishers(shape: Rows | Wide) -> int:
+    """Programs that add up the parts: at most about the square root of the number of parts."""
+    parts, at_a_time = shape.parts, _FAN_IN * shape.warps
+    times = -(-math.isqrt(parts) // at_a_time)
+    return -(-parts // (times * at_a_time))
 
 
 def layer_norm_forward(

@@ -17,9 +17,6 @@ from normplug._kernels.primitives import as_dtype, as_stored, kernel, scalar
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, publish, wait
 
-# KP: tiles whose results are merged at a time. SINGLE: there is one block of rows, so the sums of a
-# tile are the gradients. Other arguments are explained in `shared`.
-
 
 @kernel
 def layer_norm_wide_forward(
@@ -27,51 +24,49 @@ def layer_norm_wide_forward(
     tracked_ptr, y_ptr, total_ptr, stats_ptr, partial_ptr, counters_ptr,
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, K, LAG,
     FINISHERS, momentum, eps, root,
-    CW: tl.constexpr, KP: tl.constexpr, FAN_IN: tl.constexpr, ACC: tl.constexpr,
-    CENTRED: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, INPUT_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GIVEN: tl.constexpr,
-    STATS: tl.constexpr, RUNNING: tl.constexpr, TRACKED: tl.constexpr, CUMULATIVE: tl.constexpr,
-    UNIT: tl.constexpr, HEADS: tl.constexpr, X_MIDDLE: tl.constexpr, RESIDUAL_MIDDLE: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr,
+    T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Compute y, total and stats by the formulas of `rows.layer_norm_rows_forward`.
 
-    RESIDUAL and GIVEN exclude each other: with both, no program would store the total. Counters:
-    arrivals of each row. With RUNNING, two words per row follow, and two per finisher.
+    F.residual and F.given exclude each other: with both, no program would store the total.
+    Counters: arrivals of each row. With F.running, two words per row follow, and two per finisher.
     """
+    ACC: tl.constexpr = F.acc
+    CENTRED: tl.constexpr = F.centred
+    CW: tl.constexpr = T.cw
     t = tl.program_id(0)
-    WIDTH = WIDTH_UNITS * UNIT
-    DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, UNIT, WIDE)
-    residual_strides = strides_of(RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, INNER, UNIT, WIDE)
-    if t < (0 if GIVEN else ROWS * K):
+    WIDTH = WIDTH_UNITS * T.unit
+    DENSE = size(WIDTH_UNITS, T)
+    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, T)
+    residual_strides = strides_of(RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS, INNER, T)
+    if t < (0 if F.given else ROWS * K):
         row = t // K
         k = t - row * K
         columns = k * CW + tl.arange(0, CW)
         live = columns < WIDTH
-        place = row_places(row, x_strides, X_MIDDLE, HEADS)
+        place = row_places(row, x_strides, T.x_middle, T)
         if CENTRED:
             first = tl.load(x_ptr + place + k * CW).to(ACC)
         h = tl.load(x_ptr + place + columns, mask=live, other=0.0).to(ACC)
-        if RESIDUAL:
-            place = row_places(row, residual_strides, RESIDUAL_MIDDLE, HEADS)
+        if F.residual:
+            place = row_places(row, residual_strides, T.residual_middle, T)
             if CENTRED:
                 first += tl.load(residual_ptr + place + k * CW).to(ACC)
             h += tl.load(residual_ptr + place + columns, mask=live, other=0.0).to(ACC)
             total = as_stored(h, total_ptr)
             tl.store(total_ptr + row * DENSE + columns, total, mask=live)
             h = total.to(ACC)
-        if INPUT_BIAS:
+        if F.input_bias:
             if CENTRED:
                 first += tl.load(input_bias_ptr + k * CW).to(ACC)
             h += tl.load(input_bias_ptr + columns, mask=live, other=0.0).to(ACC)
         if CENTRED:
             # Distances from one of the values, whose sums do not round at the size of the mean.
             d = h - first
-            d = d if EVEN else tl.where(live, d, 0.0)
+            d = d if T.even else tl.where(live, d, 0.0)
             mean = tl.sum(d) / merging.tile_counts(k, WIDTH, CW, ACC)
             d -= mean
-            d = d if EVEN else tl.where(live, d, 0.0)
+            d = d if T.even else tl.where(live, d, 0.0)
             tl.store(partial_ptr + 2 * t, first + mean)
             tl.store(partial_ptr + 2 * t + 1, tl.sum(d * d))
         else:
@@ -83,61 +78,64 @@ def layer_norm_wide_forward(
         k = u - row * K
         columns = k * CW + tl.arange(0, CW)
         live = columns < WIDTH
-        if RESIDUAL:
+        if F.residual:
             wait(counters_ptr + row, K, K)  # another program stores the total
             place = row * DENSE
             h = tl.load(total_ptr + place + columns, mask=live, other=0.0, cache_modifier=".cg")
         else:
-            place = row_places(row, x_strides, X_MIDDLE, HEADS)
+            place = row_places(row, x_strides, T.x_middle, T)
             h = tl.load(x_ptr + place + columns, mask=live, other=0.0)
-            if not GIVEN:
+            if not F.given:
                 wait(counters_ptr + row, K, K)
-        if GIVEN:
+        if F.given:
             mean, rstd = shared.load_statistics(stats_ptr, row, True, ROWS, CENTRED)
         else:
             if CENTRED:
-                mean, m2 = merging.merge_tile_moments(
-                    partial_ptr + 2 * row * K, K, WIDTH, CW, KP, ACC
-                )
+                parts_ptr = partial_ptr + 2 * row * K
+                mean, m2 = merging.merge_tile_moments(parts_ptr, K, WIDTH, CW, T.kp, ACC)
             else:
                 mean = tl.full([], 0.0, ACC)
-                m2 = merging.merge_tile_sum(partial_ptr + row * K, K, KP, ACC)
+                m2 = merging.merge_tile_sum(partial_ptr + row * K, K, T.kp, ACC)
             var = m2 / WIDTH.to(ACC)
             rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
         h = h.to(ACC)
-        if INPUT_BIAS:
+        if F.input_bias:
             h += tl.load(input_bias_ptr + columns, mask=live, other=0.0).to(ACC)
         if CENTRED:
             h -= mean
-        y = as_dtype(h * (rstd * scalar(root, ACC)), ROUND).to(ACC)
-        if WEIGHT:
+        y = as_dtype(h * (rstd * scalar(root, ACC)), F.rounded).to(ACC)
+        if F.weight:
             weight = tl.load(weight_ptr + columns, mask=live, other=0.0)
-            y *= shared.factor_of(weight, OFFSET, ACC)
-        if BIAS:
+            y *= shared.factor_of(weight, F)
+        if F.bias:
             y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(ACC)
         y = as_stored(y, y_ptr)
         tl.store(y_ptr + row * DENSE + columns, y, mask=live)
         if k == 0:
-            if STATS:
+            if F.stats:
                 if CENTRED:
                     tl.store(stats_ptr + row, mean)
                 tl.store(stats_ptr + (ROWS if CENTRED else 0) + row, rstd)
-            if RUNNING:
+            if F.running:
                 publish(counters_ptr + ROWS, row, mean, var)
-    if RUNNING:
+    if F.running:
         f = u - ROWS * K
         if f >= 0:
-            shared.finish_running(
-                running_mean_ptr, running_var_ptr, tracked_ptr, counters_ptr + ROWS, f, FINISHERS,
-                ROWS, ROWS, momentum, FAN_IN, ACC, CENTRED, TRACKED, CUMULATIVE,
-            )  # fmt: skip
+            running = running_mean_ptr, running_var_ptr, tracked_ptr, momentum
+            words_ptr = counters_ptr + ROWS
+            shared.finish_running(running, words_ptr, f, FINISHERS, ROWS, ROWS, T.fan_in, F)
 
 
 @triton.jit
-def _columns_gradient(
-    value, gradient_ptr, parts_ptr, which, block, columns, live, WIDTH, SUMS, SINGLE, factor
-):
-    """Sum a gradient over the rows of a tile; store the gradient itself if SINGLE, else a part."""
+def _columns_gradient(value, gradient_ptr, parts, which, area, SUMS, factor, SINGLE):
+    """Sum a gradient over the rows of a tile; store the gradient itself if SINGLE, else a part.
+
+    parts: the address of the parts, and the block of rows. which: the gradient's row in a part of
+    SUMS rows. area: the tile's columns, which of them exist, and the width. factor: of the gradient
+    itself.
+    """
+    parts_ptr, block = parts
+    columns, live, WIDTH = area
     total = tl.sum(value, axis=0)
     if SINGLE:
         total = as_stored(total * factor, gradient_ptr)
@@ -159,26 +157,28 @@ def layer_norm_wide_backward(
     dbias_ptr, dinput_bias_ptr, partial_ptr, counters_ptr,
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, DY_UNITS, DY_OUTER_UNITS, DTOTAL_UNITS,
     DTOTAL_OUTER_UNITS, K, LAG, root,
-    RB: tl.constexpr, CW: tl.constexpr, KP: tl.constexpr, SINGLE: tl.constexpr, ACC: tl.constexpr,
-    CENTRED: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, WEIGHT: tl.constexpr,
-    INPUT_BIAS: tl.constexpr, DTOTAL: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, DINPUT_BIAS: tl.constexpr, DX_AS_X: tl.constexpr, UNIT: tl.constexpr,
-    HEADS: tl.constexpr, X_MIDDLE: tl.constexpr, DY_MIDDLE: tl.constexpr,
-    DTOTAL_MIDDLE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Compute the wanted gradients by the formulas of `rows.layer_norm_rows_backward`.
 
     Counters: arrivals of each block of rows; a ready flag for its sums; arrivals of each tile of
     columns. Partial: two sums per row of each tile, two means per row, parts of the gradients.
     """
+    ACC: tl.constexpr = F.acc
+    CENTRED: tl.constexpr = F.centred
+    RB: tl.constexpr = T.rb
+    CW: tl.constexpr = T.cw
+    EVEN: tl.constexpr = T.even
+    SINGLE: tl.constexpr = T.single
+    ROOT: tl.constexpr = F.rounded == ACC  # the sums for dweight lack the factor root
     t = tl.program_id(0)
-    WIDTH = WIDTH_UNITS * UNIT
-    DENSE = size(WIDTH_UNITS, UNIT, WIDE)
-    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, UNIT, WIDE)
-    dy_strides = strides_of(DY_UNITS, DY_OUTER_UNITS, INNER, UNIT, WIDE)
-    dtotal_strides = strides_of(DTOTAL_UNITS, DTOTAL_OUTER_UNITS, INNER, UNIT, WIDE)
-    SUMS: tl.constexpr = DWEIGHT + DBIAS + DINPUT_BIAS
-    LATE: tl.constexpr = DX or DINPUT_BIAS
+    WIDTH = WIDTH_UNITS * T.unit
+    DENSE = size(WIDTH_UNITS, T)
+    x_strides = strides_of(X_UNITS, X_OUTER_UNITS, INNER, T)
+    dy_strides = strides_of(DY_UNITS, DY_OUTER_UNITS, INNER, T)
+    dtotal_strides = strides_of(DTOTAL_UNITS, DTOTAL_OUTER_UNITS, INNER, T)
+    SUMS: tl.constexpr = F.dweight + F.dbias + F.dinput_bias
+    LATE: tl.constexpr = F.dx or F.dinput_bias
     BLOCKS = tl.cdiv(ROWS, RB)
     TILES = BLOCKS * K
     n = WIDTH.to(ACC)
@@ -195,30 +195,30 @@ def layer_norm_wide_backward(
         inside = rows < ROWS
         live = columns < WIDTH
         mask = inside[:, None] & live[None, :]
-        place = row_places(rows, x_strides, X_MIDDLE, HEADS)
+        place = row_places(rows, x_strides, T.x_middle, T)
         x = _tile(x_ptr, place, columns, mask, EVEN, False)
-        place = row_places(rows, dy_strides, DY_MIDDLE, HEADS)
+        place = row_places(rows, dy_strides, T.dy_middle, T)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, False).to(ACC)
         mean, rstd = shared.load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
-        if INPUT_BIAS:
+        if F.input_bias:
             h += load(input_bias_ptr, columns, live, EVEN, False).to(ACC)[None, :]
         # d needs no mask: out of bounds dy is 0, and so is all that d is multiplied by.
         d = h - mean[:, None] if CENTRED else h
         g = dy
-        if WEIGHT:
+        if F.weight:
             weight = load(weight_ptr, columns, live, EVEN, False)
-            g *= shared.factor_of(weight, OFFSET, ACC)[None, :]
+            g *= shared.factor_of(weight, F)[None, :]
         tile_ptr = partial_ptr + t.to(tl.int64) * (2 * RB)
         tl.store(tile_ptr + lanes, tl.sum(g, axis=1) if CENTRED else tl.zeros([RB], ACC))
         tl.store(tile_ptr + RB + lanes, tl.sum(g * d, axis=1) * rstd)
         if arrive(counters_ptr + block) == K - 1:
             tl.atomic_xchg(counters_ptr + block, 0, sem="relaxed")
             places = tl.arange(0, 2 * RB)
-            total = tl.zeros([KP, 2 * RB], ACC)
+            total = tl.zeros([T.kp, 2 * RB], ACC)
             block_ptr = partial_ptr + (block * K).to(tl.int64) * (2 * RB)
-            for start in range(0, K, KP):
-                tile = start + tl.arange(0, KP)
+            for start in range(0, K, T.kp):
+                tile = start + tl.arange(0, T.kp)
                 there = (tile < K)[:, None]
                 tiles_ptr = block_ptr + tile[:, None] * (2 * RB) + places[None, :]
                 total += tl.load(tiles_ptr, mask=there, other=0.0, cache_modifier=".cg")
@@ -232,14 +232,16 @@ def layer_norm_wide_backward(
         columns = k * CW + tl.arange(0, CW)
         inside = rows < ROWS
         live = columns < WIDTH
+        parts = parts_ptr, block
+        area = columns, live, WIDTH
         mask = inside[:, None] & live[None, :]
-        x_place = row_places(rows, x_strides, X_MIDDLE, HEADS)
+        x_place = row_places(rows, x_strides, T.x_middle, T)
         x = _tile(x_ptr, x_place, columns, mask, EVEN, True)
-        place = row_places(rows, dy_strides, DY_MIDDLE, HEADS)
+        place = row_places(rows, dy_strides, T.dy_middle, T)
         dy = _tile(dy_ptr, place, columns, mask, EVEN, True).to(ACC)
         mean, rstd = shared.load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
         h = x.to(ACC)
-        if INPUT_BIAS:
+        if F.input_bias:
             h += load(input_bias_ptr, columns, live, EVEN, False).to(ACC)[None, :]
         d = h - mean[:, None] if CENTRED else h
         if LATE:
@@ -248,46 +250,40 @@ def layer_norm_wide_backward(
                 mean_g = tl.load(sums_ptr + block * (2 * RB) + lanes, cache_modifier=".cg")
             mean_gx = tl.load(sums_ptr + block * (2 * RB) + RB + lanes, cache_modifier=".cg")
             g = dy
-            if WEIGHT:
+            if F.weight:
                 weight = load(weight_ptr, columns, live, EVEN, False)
-                g *= shared.factor_of(weight, OFFSET, ACC)[None, :]
+                g *= shared.factor_of(weight, F)[None, :]
             scale = rstd * scalar(root, ACC)
             slope = scale * rstd * mean_gx
             if CENTRED:
                 dx = g * scale[:, None] - (d * slope[:, None] + (scale * mean_g)[:, None])
             else:
                 dx = g * scale[:, None] - d * slope[:, None]
-            if DTOTAL:
-                place = row_places(rows, dtotal_strides, DTOTAL_MIDDLE, HEADS)
+            if F.dtotal:
+                place = row_places(rows, dtotal_strides, T.dtotal_middle, T)
                 dx += _tile(dtotal_ptr, place, columns, mask, EVEN, True).to(ACC)
-            if DX:
-                place = x_place if DX_AS_X else rows * DENSE
+            if F.dx:
+                place = x_place if F.dx_as_x else rows * DENSE
                 store(dx_ptr, place[:, None] + columns[None, :], dx, mask, EVEN, True)
-            if DINPUT_BIAS:
-                _columns_gradient(
-                    dx if EVEN else tl.where(mask, dx, 0.0), dinput_bias_ptr, parts_ptr,
-                    DWEIGHT + DBIAS, block, columns, live, WIDTH, SUMS, SINGLE, 1.0,
-                )  # fmt: skip
-        if DWEIGHT:
-            if ROUND == ACC:
+            if F.dinput_bias:
+                masked = dx if EVEN else tl.where(mask, dx, 0.0)
+                which: tl.constexpr = F.dweight + F.dbias
+                _columns_gradient(masked, dinput_bias_ptr, parts, which, area, SUMS, 1.0, SINGLE)
+        if F.dweight:
+            if ROOT:
                 terms = dy * rstd[:, None] * d
             else:
-                terms = dy * as_dtype(d * (rstd * scalar(root, ACC))[:, None], ROUND).to(ACC)
-            _columns_gradient(
-                terms, dweight_ptr, parts_ptr, 0, block, columns, live, WIDTH, SUMS, SINGLE,
-                scalar(root, ACC) if ROUND == ACC else 1.0,
-            )  # fmt: skip
-        if DBIAS:
-            _columns_gradient(
-                dy, dbias_ptr, parts_ptr, DWEIGHT, block, columns, live, WIDTH, SUMS, SINGLE, 1.0
-            )
+                terms = dy * as_dtype(d * (rstd * scalar(root, ACC))[:, None], F.rounded).to(ACC)
+            factor = scalar(root, ACC) if ROOT else 1.0
+            _columns_gradient(terms, dweight_ptr, parts, 0, area, SUMS, factor, SINGLE)
+        if F.dbias:
+            _columns_gradient(dy, dbias_ptr, parts, F.dweight, area, SUMS, 1.0, SINGLE)
         if SUMS > 0 and not SINGLE:
             arrive(done_ptr + k)
     if SUMS > 0 and not SINGLE:
         k = u - TILES
         if k >= 0:
             wait(done_ptr + k, BLOCKS, 1)
-            merging.finish_gradients(
-                dweight_ptr, dbias_ptr, dinput_bias_ptr, parts_ptr, k, WIDTH, BLOCKS, root, CW,
-                ACC, DWEIGHT, DBIAS, DINPUT_BIAS, SUMS, ROUND == ACC,
-            )  # fmt: skip
+            gradients = dweight_ptr, dbias_ptr, dinput_bias_ptr
+            blocks = parts_ptr, k, WIDTH, BLOCKS
+            merging.finish_gradients(gradients, blocks, root, CW, SUMS, ROOT, F)
