@@ -113,7 +113,7 @@ def thaw(model: nn.Module) -> nn.Module:
     for layer in model.modules():
         if is_frozen(layer):
             _train_again(layer, _convert.thaw(layer))
-            # Who restores modes, as Lightning does after validation, has read False here.
+            # Code that restores modes, as Lightning does after validation, has read False.
             if layer in trains:
                 layer.training = True
     return model

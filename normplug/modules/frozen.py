@@ -182,9 +182,10 @@ class FrozenInstanceNorm(FrozenNorm):
         self._check_input_dim(input)
         is_batch = input.dim() != self._get_no_batch_dim()
         x = input if is_batch else input.unsqueeze(0)
-        mean, var = self.running_mean, self.running_var
         # Without `track_running_stats`, evaluation uses the statistics of the input.
         of_input = not self.track_running_stats
+        mean = None if of_input else self.running_mean
+        var = None if of_input else self.running_var
         weight, bias = self.weight, self.bias
         y = F.instance_norm(x, mean, var, weight, bias, of_input, 0.0, self.eps)
         return y if is_batch else y.squeeze(0)

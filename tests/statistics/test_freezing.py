@@ -29,6 +29,7 @@ from normplug import (
     unfuse,
     unswap,
 )
+from normplug._statistics.runs import untouched
 from normplug.modules.frozen import is_frozen
 from statistics_cases import KINDS, equal, images, layer_and_input, net, statistics, trained
 
@@ -181,6 +182,12 @@ def test_what_a_frozen_norm_holds_follows_train():
             assert [layer.training, layer.drop.training] == [False, mode]
 
 
+def test_the_activation_that_a_frozen_norm_holds_trains_on():
+    layer = freeze(pytest.importorskip("timm.layers").BatchNormAct2d(4, act_layer=nn.PReLU))
+    trains = {name for name, p in layer.named_parameters() if p.requires_grad}
+    assert trains == {"act.weight"}
+
+
 def test_the_weight_of_a_parametrized_norm_stops_training_and_trains_again():
     def parametrized(model):
         parametrize.register_parametrization(model[1], "weight", nn.Identity())
@@ -254,12 +261,31 @@ def test_check_compares_a_frozen_layer_with_the_running_statistics_in_every_sett
     check(model)
 
 
+def test_check_finds_a_class_that_was_patched_after_its_layers_were_frozen(monkeypatch):
+    model = freeze(swap(net()))
+    monkeypatch.setattr(nn.BatchNorm2d, "forward", lambda self, x: x)
+    with pytest.raises(RuntimeError, match="forward of its stock class was replaced"):
+        check(model)
+
+
+def test_without_tracking_a_frozen_instance_norm_normalises_by_its_input():
+    layer, x = layer_and_input("InstanceNorm2d")
+    layer.track_running_stats = False
+    expected, before = copy.deepcopy(layer).eval()(x), layer.running_mean.clone()
+    assert torch.equal(freeze(layer)(x), expected)
+    assert torch.equal(layer.running_mean, before)
+
+
 def test_tools_that_run_a_model_leave_the_mode_that_thaw_gives_back():
     for mode in (True, False):
         model = freeze(trained(), include="1").train(mode)
         doctor(model, images(16))
         recalibrate(model, [images(16)])
         assert thaw(model)[1].training is mode
+    layer = freeze(nn.BatchNorm2d(3))
+    with untouched(layer):
+        layer.eval()
+    assert thaw(layer).training
 
 
 def test_a_layer_trains_after_thaw_where_other_code_has_restored_the_modes_that_it_read():
