@@ -106,6 +106,15 @@ def test_a_model_gets_the_inputs_of_a_batch(name):
     assert len(normplug.check(normplug.swap(model), batch)) == 1
 
 
+def test_readings_are_tried_once_for_a_loader():
+    model, calls = One(), []
+    model.register_forward_pre_hook(lambda _, inputs: calls.append(type(inputs[0])))
+    reader = Reader("doctor", model)
+    for _ in range(3):
+        reader.run([X, LABELS])
+    assert calls == [list, torch.Tensor, *3 * [torch.Tensor]]
+
+
 def test_a_loss_of_doctor_gets_the_batch_as_tensors():
     seen = []
 

@@ -186,7 +186,7 @@ class _Examination(TorchFunctionMode):
         return result
 
     def run(self, loader: Any, loss: Any) -> list[Any]:
-        """Run the batches in training, the first one with a backward, and again in evaluation.
+        """Run the batches in training, the first with a backward, and again in evaluation.
 
         Returns the batches.
         """
@@ -426,7 +426,7 @@ def _of_neighbours(found: _Examination) -> _Rows:
 
 
 def _tried(rows: Iterable[tuple[Any, ...]], trials: Trials | None) -> _Rows:
-    """The rows without claims of an effect that a copy of the model refutes, or that none tried."""
+    """The rows whose claims of an effect hold on a copy of the model; no claim without a copy."""
     for row in rows:
         path, finding, _, *values = row
         if finding == _BIAS:

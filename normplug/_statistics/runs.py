@@ -56,9 +56,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     Tensors are restored by name: an object that a forward has replaced or made is removed. Inside,
     no hook on a tensor or on a backward runs, since an optimizer may step in it, and nothing is
-    compiled.
+    compiled. The parameters of FSDP are left alone: it replaces them itself in every forward.
     """
-    kept = [_Kept(module) for module in model.modules()]
+    is_sharded = any(_is_fsdp(module) for module in model.modules())
+    kept = [_Kept(module, parameters=not is_sharded) for module in model.modules()]
     try:
         with uncompiled():
             yield
@@ -70,23 +71,36 @@ def untouched(model: nn.Module) -> Iterator[None]:
 class _Kept:
     """The state of one module, without the modules inside it."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, parameters: bool) -> None:
+        """parameters: whether to restore parameters, too."""
         self.module = module
         # In the dictionary, a frozen layer may have the mode that it would have without.
         self.training = vars(module).get("training", module.training)
-        self.tables = [_Table(module._parameters), _Table(module._buffers)]
+        self.tables = [_Table(module._buffers)]
+        if parameters:
+            self.tables.append(_Table(module._parameters))
+        present = [p for p in module._parameters.values() if p is not None]
+        self.gradients = [(p, p.grad) for p in present]
         self.unsaved = set(module._non_persistent_buffers_set)
-        self.hooks = [dict(hooks) for hooks in backward_hooks(module)]
-        for hooks in backward_hooks(module):
+        self.hooks = [(hooks, dict(hooks)) for hooks in backward_hooks(module)]
+        for hooks, _ in self.hooks:
             hooks.clear()
 
     def restore(self) -> None:
         self.module.training = self.training
         for table in self.tables:
             table.restore()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
         self.module._non_persistent_buffers_set = self.unsaved
-        for hooks, before in zip(backward_hooks(self.module), self.hooks, strict=True):
+        for hooks, before in self.hooks:
             hooks.update(before)
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP manages a module: by names, so that it need not be imported."""
+    names = ("FSDPModule", "FullyShardedDataParallel")
+    return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
 def backward_hooks(module: nn.Module) -> list[Any]:
@@ -100,14 +114,13 @@ def backward_hooks(module: nn.Module) -> list[Any]:
 
 
 class _Table:
-    """The tensors of a module by name, and their values and gradients."""
+    """The tensors of a module by name, and their values."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self.tensors = tensors
         self.before = dict(tensors.items())
         present = [t for t in tensors.values() if t is not None and _has_values(t)]
         self.values = [(t, parts.own_part(t.detach()).clone()) for t in present]
-        self.gradients = [(t, t.grad) for t in present if t.is_leaf]
 
     def restore(self) -> None:
         if _identities(self.tensors) != _identities(self.before):
@@ -117,8 +130,6 @@ class _Table:
             now = parts.own_part(tensor.detach())
             if now.shape == value.shape and not _has_same_bits(now, value):
                 write(parts.own_part(tensor), value)
-        for tensor, gradient in self.gradients:
-            tensor.grad = gradient
 
 
 def _identities(tensors: dict[str, Any]) -> dict[str, int]:

@@ -257,3 +257,27 @@ def test_4741_evaluation_is_far_from_training_after_few_steps():
     recalibrate(model, images(64).split(16))
     assert stale > 0.5
     assert gap(model) < 0.02
+
+
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="fully_shard needs a GPU")
+@pytest.mark.parametrize("use", [recalibrate, doctor])
+def test_a_model_under_fsdp_trains_on(use, monkeypatch):
+    from torch.distributed.fsdp import fully_shard
+
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29672", "RANK": "0", "WORLD_SIZE": "1"}
+    for variable, value in place.items():
+        monkeypatch.setenv(variable, value)
+    torch.distributed.init_process_group("gloo")
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        body = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        model = fully_shard(nn.Sequential(*body), mesh=mesh)
+        x = torch.randn(16, 4)
+        y = model(x)
+        y.sum().backward()  # which shards the parameters again
+        use(model, (x, torch.zeros(16)))
+        again = model(x)
+        assert torch.equal(again, y)
+        again.sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
