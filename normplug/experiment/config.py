@@ -38,7 +38,7 @@ UNWRITABLE = {  # full, over a limit, no permission, or no place for a directory
 # Types of values, for `Config` and for the annotations of data and models.
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**32)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Factors: TypeAlias = dict[Literal["lr", "decay", "start"], Annotated[float, Field(ge=0)]]
+Factor: TypeAlias = Annotated[float, Field(ge=0)]
 Group: TypeAlias = dict[str, dict | None] | list | None
 # Decorates what the configuration builds: its arguments must match their annotations.
 checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True))
@@ -51,13 +51,22 @@ BY_DEPTH: dict[str, str | Schedule] = {
 }
 
 
+class Factors(TypedDict):
+    """Factors of the kinds of parameters; `gamma0` scales the initial weights of norms."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    norm_weight: dict[Literal["lr", "decay"], Factor]
+    norm_bias: dict[Literal["lr", "decay"], Factor]
+    head: dict[Literal["lr", "decay", "start"], Factor]
+
+
 class Config(TypedDict):
     """The keys of configs/train.yaml, which explains them. Objects check their own arguments."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     mode: Any
     gamma0: PositiveFloat | Literal["inverse_depth", "reversed_depth", "mean_inverse_depth"] | None
-    factors: dict[Literal["norm_weight", "norm_bias", "head"], Factors]
+    factors: Factors
     swap: dict
     seed: Seed
     compile: bool

@@ -330,7 +330,7 @@ class TestImageFolder:
             ("train val valid", "train/, val/, valid/: val/ and valid/ are the same part. Rename"),
             ("train holdout", "It has holdout/, train/: holdout/ is no part, but has images."),
             ("val test", "It has test/, val/: train/ is missing."),
-            ("train train/cat/../..", "has cat/, dog/, train/: cat/ is no part, but has images; "),
+            ("train .", "has cat/, dog/, train/: cat/ is no part, but has images; "),
             ("seg_train seg_test", "seg_test/ and seg_train/ have the names of parts; each of"),
             ("fold1 fold2", "each of them has cat/ and dog/, which may be the classes."),
             ("one", "directory for each of at least two classes, the same for training and test"),

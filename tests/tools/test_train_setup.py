@@ -95,6 +95,8 @@ MISTAKES |= {
     "optimizer.lr=-1": "optimizer cannot be built: Invalid learning rate: -1",
     "+optimizer.foo=1": "optimizer cannot be built: SGD.__init__() got an unexpected",
     "+callbacks.foo=1": "callbacks.foo should be a valid dictionary",
+    "+factors.norm_bias.start=2": "factors.norm_bias.start should be 'lr' or 'decay'; got 'start'.",
+    "+factors.bias.lr=2": "the configuration: extra inputs are not permitted: factors.bias.",
     "train=false": "train=false only tests a checkpoint. Set ckpt_path=FILE.",
 }
 
