@@ -308,7 +308,8 @@ class Run:
         if validation is not None:
             return validation
         hydra_config: Any = HydraConfig.get()
-        return WORST.get(OmegaConf.select(hydra_config, "sweeper.direction"))
+        direction = OmegaConf.select(hydra_config, "sweeper.direction")
+        return WORST.get(getattr(direction, "name", str(direction)))  # an enum, if it is the default
 
     def _write(self, *, gpus: int = 0, **values: Any) -> None:
         versions = stamp(gpus > 0, "scikit-learn", gpus=max(gpus, 1))
