@@ -61,7 +61,7 @@ class HiddenEps(float):
     Its readers then print the true one, give nan, or skip what would be wrong: FrozenBatchNorm2d,
     convert_sync_batchnorm, fuse_conv_bn_eval, timm's reparameterize and freeze, a rebuilt layer,
     `nn.LayerNorm.forward(layer, x)`, TransformerEncoderLayer's fast path (no two are equal), Dynamo
-    and export. `check` names a layer that has been rebuilt.
+    and export. oneDNN's relu turns the nan into 0. `check` names a layer that has been rebuilt.
     """
 
     true: float | None  # None is an RMSNorm's default
