@@ -198,7 +198,7 @@ def synchronise(module: nn.Module) -> bool:
         convert(module, 1.0, backend="torch")
     assert isinstance(module, TargetVarianceNorm)
     module._set(unsynced_class=before)
-    module.process_group = None  # type: ignore[assignment]
+    module.process_group = None
     assign_class(module, synchronised(ours))
     return True
 

@@ -27,6 +27,10 @@ from normplug.reference import accumulator_dtype
 _ROOTS: dict[tuple[float, torch.dtype], Tensor] = {}
 
 
+# The properties of every layer that a user may assign; its eps is another.
+_SETTINGS = frozenset(("mode", "target_variance", "backend", "autocast_output", "statistics"))
+
+
 class Settings(NamedTuple):
     """The settings that normplug stores in a layer, as one attribute: `_normplug`."""
 
@@ -209,6 +213,15 @@ class TargetVarianceNorm(nn.Module):
     def mode(self, mode: ModeLike | None) -> None:
         if mode is not None:  # tools that replace a forward, such as Liger, set None
             self.target_variance = mode
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # nn.Module would register a parameter or a module under the name of a setting, and never
+        # call the property, which checks the value.
+        is_setting = name in _SETTINGS or name == self._eps_name
+        if is_setting and isinstance(value, (Tensor, nn.Module)):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _set(self, **changes: Any) -> None:
         """Change settings, and the eps that the layer shows."""

@@ -84,6 +84,7 @@ BAD_PAIRS = [("relu", 0.1), ("leaky_relu",), ("leaky_relu", -1.0), ("leaky_relu"
 BAD_COUNTS = [1.5, True, "a", None, [1], 1j, torch.tensor(3), float("nan")]
 BAD_ROWS = [(6.0,), [True], ("6",), 6, None, 6.0, "6", (None,), torch.tensor([6])]
 BAD_MODES = [True, None, 0, -1, "gold", float("nan"), [1], ARRAY, torch.tensor(1.0), 1j]
+BAD_MODES += [nn.Parameter(torch.ones(())), 10**400]
 BAD_FILTERS = [3, [3], 1.5, True, ["norm", None], b"norm", ARRAY, X, {"norm": 1}, nn.LayerNorm(6)]
 NOT_DENSE = [X.to(torch.float8_e4m3fn), X.to_sparse(), X.to_mkldnn()]
 NOT_REAL = [X.int(), X.bool(), X.to(torch.complex64)]
@@ -265,6 +266,28 @@ def test_a_layer_refuses_a_wrong_target_variance_and_keeps_its_own(cls, wrong):
     with pytest.raises((TypeError, ValueError), match="mode must be 'golden' .* got "):
         layer.target_variance = wrong
     assert layer.target_variance == 0.5
+
+
+@pytest.mark.parametrize("wrong", [nn.Parameter(torch.ones(())), nn.Linear(1, 1)], ids=["p", "m"])
+@pytest.mark.parametrize(
+    "name", ["mode", "target_variance", "backend", "autocast_output", "statistics"]
+)
+def test_a_setting_is_never_registered_as_a_parameter_or_a_module(name, wrong):
+    layer = normplug.RMSNorm(6, mode=0.5)
+    before = layer._normplug
+    rule = "mode" if name == "target_variance" else name
+    with pytest.raises(ValueError, match=f"{rule} must be .* got "):
+        setattr(layer, name, wrong)
+    assert layer._normplug == before
+    assert list(layer._parameters) == ["weight"]
+    assert not layer._modules
+
+
+def test_an_eps_that_is_a_parameter_is_refused_by_the_next_call():
+    layer = normplug.RMSNorm(6)
+    layer.eps = nn.Parameter(torch.ones(()))
+    with pytest.raises(TypeError, match="eps must be a number"):
+        layer(X)
 
 
 def test_a_message_shows_the_start_of_a_long_value():
