@@ -71,8 +71,9 @@ def scale(inventory: Inventory, factors: Factors) -> None:
             declared = _convert.declared(module)
             offset = declared._weight_offset
             if weight is None:
-                like, shape = neighbour(inventory, module), declared._affine_shape(module)
-                made = torch.full(shape, factor - offset, dtype=like.dtype, device=like.device)
+                dtype, device = kind_of_data(inventory, module)
+                shape = declared._affine_shape(module)
+                made = torch.full(shape, factor - offset, dtype=dtype, device=device)
                 module.weight = nn.Parameter(made, requires_grad=False)
             elif _was_made(module, weight, 1.0 / factor - offset):
                 module.weight = None  # type: ignore[assignment]
@@ -102,16 +103,31 @@ def write(tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value)
 
 
-def neighbour(inventory: Inventory, layer: nn.Module) -> Tensor:
-    """Find the tensor whose dtype and device new tensors of a layer take."""
+def kind_of_data(inventory: Inventory, layer: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the device of the data that reach a layer, for new tensors of the layer.
+
+    The nearest parameter or buffer tells them; a scalar only if there is nothing else. Without any,
+    they are torch's defaults.
+    """
     modules = list(inventory.names)
     place = modules.index(layer)
     # Modules before the layer come first, since they produce its input; then the modules after it.
     others = [*reversed(modules[:place]), *modules[place + 1 :]]
-    parameters = (p for m in others for p in m.parameters(recurse=False))
-    buffers = (b for m in others for b in m.buffers(recurse=False))
+    parameters = [p for m in others for p in m.parameters(recurse=False)]
+    buffers = [b for m in others for b in m.buffers(recurse=False)]
     for t in chain(layer.parameters(), layer.buffers(), parameters, buffers):
-        # An index, a scale or a code is unlike the input of a norm.
-        if t.is_floating_point() and t.dtype.itemsize > 1 and (is_lazy(t) or t.dim() > 0):
-            return t
-    return torch.empty(0)
+        if _is_like_data(t) and (is_lazy(t) or t.dim() > 0):
+            return t.dtype, t.device
+    for t in parameters:
+        if _is_like_data(t):
+            return t.dtype, t.device
+    default = torch.empty(0)
+    for t in layer.buffers():
+        if _is_like_data(t):  # a watched statistic, which starts as float32 whatever the data
+            return default.dtype if t.dtype == torch.float32 else t.dtype, t.device
+    return default.dtype, default.device
+
+
+def _is_like_data(t: Tensor) -> bool:
+    """Whether a tensor may have the dtype of a norm's input: no index, and no 8-bit code."""
+    return t.is_floating_point() and t.dtype.itemsize > 1

@@ -75,9 +75,9 @@ def swap(
             run, in eager steps. BatchNorm and InstanceNorm keep their own setting.
         preserve_output: True divides each weight by sqrt(tv), so that the model computes what it
             did before and only its parametrisation changes. A layer without a weight gets a frozen
-            one, with the dtype and device of its own tensors or of the nearest parameter. False
-            leaves the weights. So does None, but it warns if layers that get another target
-            variance have been trained.
+            one, with the dtype and device of its own tensors or of the nearest parameter, or with
+            torch's defaults if there are none. False leaves the weights. So does None, but it warns
+            if layers that get another target variance have been trained.
         sync: make every BatchNorm a `normplug.SyncBatchNorm` over all processes, until `unswap`.
             With False, SyncBatchNorms stay synchronised in their own process group.
         statistics: "torch" updates running statistics as torch does. "safe" keeps BatchNorms and
@@ -156,7 +156,7 @@ def swap(
                 autocast_output=autocast_output,
                 statistics=statistics,
                 track_running_stats=track_running_stats,
-                device=None if weighted else _fold.neighbour(inventory, row.module).device,
+                device=None if weighted else _fold.kind_of_data(inventory, row.module)[1],
             )
             if sync:
                 _convert.synchronise(row.module)
@@ -170,7 +170,8 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
     Each weight is multiplied by sqrt(tv), so the model computes what it did before. It can then be
     loaded, exported, fused or quantised without normplug. A layer without a weight gets a frozen
-    one. Running statistics that are only watched are removed. This also undoes `normplug.fuse`.
+    one: see `preserve_output` of `swap`. Running statistics that are only watched are removed. This
+    also undoes `normplug.fuse`.
 
     Args:
         model: any module.

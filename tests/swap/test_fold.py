@@ -151,6 +151,41 @@ def test_a_weight_created_without_neighbours_follows_buffers_or_is_float32():
     assert {beside[0].weight.dtype, beside[1].weight.dtype} == {torch.float64}
 
 
+class Scaled(nn.Module):
+    """A norm without weight, and a scalar parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.norm = nn.RMSNorm(6, elementwise_affine=False)
+
+    def forward(self, x):
+        return self.scale * self.norm(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_weight_created_beside_scalars_has_their_dtype(dtype):
+    x = torch.randn(3, 6, dtype=dtype)
+    model = swap(Scaled().to(dtype), "golden")
+    expected = model(x)
+    assert unswap(model).norm.weight.dtype == dtype
+    torch.testing.assert_close(model(x), expected)
+    watched = unswap(swap(bare(), "golden").to(dtype))  # only the watched statistics tell it
+    assert watched.weight.dtype == dtype
+
+
+def test_a_weight_created_without_parameters_has_the_default_dtype_or_the_device_of_the_layer():
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert unswap(swap(bare(), "golden")).weight.dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    layer = swap(bare(), "golden")
+    layer.watched_var = layer.watched_var.to("meta")
+    layer.watched_mean = layer.watched_mean.to("meta")
+    assert unswap(layer).weight.is_meta
+
+
 TRAINED = {
     "a batch": lambda model: model(torch.randn(8, 4)),
     "a weight": lambda model: nn.init.constant_(model[2].weight[1], 1.1),
