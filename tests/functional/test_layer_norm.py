@@ -105,3 +105,23 @@ def test_rms_norm_normalises_a_nested_tensor_component_by_component(layout):
     whole = torch.cat(parts)
     torch.testing.assert_close(torch.cat(list(y.unbind())), layer.eval()(whole))
     torch.testing.assert_close(layer.watched_var, 0.9 + 0.1 * whole.square().mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_default_eps_of_an_rms_norm_is_that_of_its_input_beside_a_wider_weight(dtype):
+    x = torch.full((2, 6), 1e-4, dtype=dtype)  # its square is less than the eps
+    weight = torch.ones(6, dtype=torch.float64)
+    eps = torch.finfo(torch.float32).eps
+    expected = x.double() / torch.sqrt(x.double().square() + eps)
+    y = functional.rms_norm(x, (6,), weight)
+    torch.testing.assert_close(y, expected.to(dtype))
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-6, 0.3])
+def test_the_watched_variance_of_equal_values_is_not_negative(eps):
+    # With float32 weights, 16-bit rows take the way on which the variance comes from rstd.
+    layer = normplug.LayerNorm(6, eps=eps, track_running_stats=True, momentum=1.0)
+    layer(torch.full((4, 6), 3.0, dtype=torch.bfloat16))
+    assert layer.watched_count == 1
+    assert layer.watched_var >= 0
+    assert layer.watched_var < 1e-6

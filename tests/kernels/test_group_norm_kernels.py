@@ -114,6 +114,17 @@ def test_the_first_tile_of_a_group_read_twice_may_be_far_from_the_others(prepare
         assert error(value, exact[name]) < 1e-6, name
 
 
+def test_rounding_makes_no_variance_negative(monkeypatch):
+    # A lane adds 5,000 equal values, and each addition rounds the same way. The variance is small
+    # beside the sum of squares, and would come out negative.
+    rows = 5001
+    case, schedules = columns((1, 2, rows), 1, bc=2, u=1, bt=1, rows_each=rows)
+    routes.reschedule(monkeypatch, **schedules)
+    x = torch.full((1, rows, 2), 1.767337 * 1024).transpose(1, 2)
+    x[:, :, 0] = 0.0
+    assert routes.by_kernels(routes.Tensors(x), case.spec).isfinite().all()
+
+
 @EACH_KERNEL
 @pytest.mark.parametrize("needs", [("x",), ("weight",), ("x", "bias")], ids="+".join)
 def test_a_subset_of_the_gradients_can_be_requested(prepared, setup, needs):
@@ -200,3 +211,14 @@ def test_group_norm_tracks_the_statistics_that_the_kernels_compute():
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         second += torch.autograd.grad(dx.square().sum(), x)
     torch.testing.assert_close(*second, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-6, 0.3])
+def test_the_watched_variance_of_equal_values_is_not_negative(eps):
+    norm = swap(nn.GroupNorm(2, 4, eps=eps), track_running_stats=True, backend="triton")
+    norm(torch.full((2, 4, 5), 3.0))
+    assert norm.watched_count == 1
+    assert 0.9 - 1e-6 <= norm.watched_var <= 0.9 + 1e-6  # it was 1, and the batch's is 0
+    norm.watched_var.zero_()
+    norm(torch.full((2, 4, 5), 3.0))
+    assert norm.watched_var >= 0

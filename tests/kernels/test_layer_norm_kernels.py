@@ -356,6 +356,25 @@ def test_a_norm_that_rounds_before_the_weight_matches_torch(setup, rounding, par
     torch.testing.assert_close(dweight, theirs[2], rtol=2**-8, atol=2**-8)
 
 
+def test_a_float64_result_is_rounded_to_float32_before_float16():
+    # As torch rounds it: directly, this value would become the next float16 above 1.
+    value = 1 + 2**-11 + 2**-40
+    assert torch.tensor(value, dtype=torch.float64).half() == 1
+    weight = torch.zeros(6, dtype=torch.float64)
+    bias = torch.full((6,), value, dtype=torch.float64)
+    x = torch.randn(2, 6).half()
+    y = functional.layer_norm(x, (6,), weight, bias, backend="triton")
+    assert y.dtype == torch.float16
+    assert torch.equal(y, torch.ones_like(x))
+
+
+def test_the_default_eps_of_an_rms_norm_is_that_of_its_input_beside_a_wider_weight():
+    x = torch.full((2, 6), 1e-4)  # its square is less than the eps
+    weight = torch.ones(6, dtype=torch.float64)
+    y = functional.rms_norm(x, (6,), weight, backend="triton")
+    torch.testing.assert_close(y, functional.rms_norm(x, (6,), weight, backend="torch"))
+
+
 LAYOUT = st.sampled_from(LAYOUTS)
 ANY_CALL = st.builds(
     Case,
