@@ -1,0 +1,713 @@
+"""The mutations of `mutate.py`: small faults that the tests must notice.
+
+A new one needs a text that its file has exactly once, and the tests nearest to it. Name single
+tests, so that the whole list takes minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# The kernels run in Triton's interpreter, and calls in Python.
+INTERPRETER = {"TRITON_INTERPRET": "1", "NORMPLUG_NATIVE": "0"}
+
+ARGUMENTS = "tests/functional/test_arguments.py"
+BATCH_NORM_KERNELS = "tests/kernels/test_batch_norm_kernels.py"
+BUFFERS = "tests/statistics/test_buffers.py"
+BUILDING = "tests/native/test_building.py"
+CALLS = "tests/kernels/test_calls.py"
+CHANGES = "tests/fuse/test_changes.py"
+CHECK = "tests/swap/test_check.py"
+COMPARE = "tests/tools/test_compare.py"
+DOCTOR = "tests/statistics/test_doctor.py"
+EVERY_NORM = "tests/functional/test_every_norm.py"
+FOLD = "tests/swap/test_fold.py"
+FREEZING = "tests/statistics/test_freezing.py"
+GROUP_NORM_KERNELS = "tests/kernels/test_group_norm_kernels.py"
+LAYER_NORM_KERNELS = "tests/kernels/test_layer_norm_kernels.py"
+SAFE = "tests/statistics/test_safe.py"
+SITES = "tests/fuse/test_sites.py"
+SOURCE = "tests/fuse/test_source.py"
+SYNC = "tests/modules/test_sync.py"
+TRAIN = "tests/tools/test_train.py"
+
+
+class Mutation(NamedTuple):
+    """A fault, and the tests that should notice it.
+
+    Attributes:
+        name: what the fault is.
+        file: the path of the file, from the checkout.
+        old: a text that the file has exactly once.
+        new: the text that replaces it.
+        tests: paths or node ids of the tests nearest to it.
+        environment: environment variables of the tests.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    environment: Mapping[str, str] = {}
+
+
+def tests_of(path: str, *names: str) -> tuple[str, ...]:
+    """The node ids of tests in a file."""
+    return tuple(f"{path}::{name}" for name in names)
+
+
+MUTATIONS = (
+    # Kernels.
+    Mutation(
+        "columns: no shift by the first row",
+        "normplug/_kernels/batch_norm/columns.py",
+        "top = load_tile(x_ptr, area, start, 1, 1, EVEN, False, WIDE, False).to(ACC)",
+        "top = load_tile(x_ptr, area, start, 1, 1, EVEN, False, WIDE, False).to(ACC) * 0.0",
+        tests_of(BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "columns: no correction of the average",
+        "normplug/_kernels/batch_norm/columns.py",
+        "average += tl.sum(tl.where(own, mean[None, :] - average[:, None], 0.0), axis=1)",
+        "average += tl.sum(tl.where(own, 0.0, 0.0), axis=1)",
+        tests_of(BATCH_NORM_KERNELS, "test_the_mean_of_a_small_plane_is_rounded_once"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "columns: running variance over n",
+        "normplug/_kernels/batch_norm/columns.py",
+        "update_running(running_var_ptr + channels, old_var, m2 / (n - 1.0), step, updated)",
+        "update_running(running_var_ptr + channels, old_var, m2 / n, step, updated)",
+        tests_of(BATCH_NORM_KERNELS, "test_every_setup_is_as_close_to_float64_as_torch"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "columns: every channel counts the batch",
+        "normplug/_kernels/batch_norm/columns.py",
+        "counted = counted * tl.max(tl.where((places == 0) & finite, 1, 0), axis=0)",
+        "counted = counted * tl.max(tl.where(finite, 1, 0), axis=0)",
+        ("tests/kernels/test_safe_kernels.py",),
+        INTERPRETER,
+    ),
+    Mutation(
+        "planes: no shift by the first value",
+        "normplug/_kernels/batch_norm/planes.py",
+        "first = tl.load(x_ptr + first).to(ACC)",
+        "first = tl.load(x_ptr + first).to(ACC) * 0.0",
+        tests_of(BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "planes: dx without the mean of dz",
+        "normplug/_kernels/batch_norm/planes.py",
+        "dx = (dz - mean_dz - centred * slope) * scale",
+        "dx = (dz - centred * slope) * scale",
+        tests_of(BATCH_NORM_KERNELS, "test_every_setup_is_as_close_to_float64_as_torch"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "merging: no shift by the first tile's mean",
+        "normplug/_kernels/merging.py",
+        'first = tl.load(partial_ptr, cache_modifier=".cg")',
+        'first = tl.load(partial_ptr, cache_modifier=".cg") * 0.0',
+        tests_of(BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "merging: no shift by the first part's mean",
+        "normplug/_kernels/merging.py",
+        'first = tl.load(partial_ptr + places, cache_modifier=".cg")',
+        'first = tl.load(partial_ptr + places, cache_modifier=".cg") * 0.0',
+        tests_of(BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "merging: the second level counts single items",
+        "normplug/_kernels/merging.py",
+        "each = ROWS_EACH * FAN_IN * HW",
+        "each = ROWS_EACH * HW",
+        tests_of(BATCH_NORM_KERNELS, "test_more_parts_than_one_merge_takes_are_merged_right"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "tiles: means of lanes without their counts",
+        "normplug/_kernels/tiles.py",
+        "column_mean = tl.sum(mean * counts, axis=0) / rows",
+        "column_mean = tl.sum(mean, axis=0) / mean.shape[0]",
+        tests_of(BATCH_NORM_KERNELS, "test_channel_stats_are_accurate"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "primitives: float64 to float16 in one step",
+        "normplug/_kernels/primitives.py",
+        "        if DTYPE == tl.float16:\n            value = value.to(tl.float32)\n        elif",
+        "        if",
+        tests_of(LAYER_NORM_KERNELS, "test_a_residual_is_added_first"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "activation: relu passes a gradient at 0",
+        "normplug/_kernels/activation.py",
+        "return tl.where(z <= 0, 0.0, dy)",
+        "return tl.where(z < 0, 0.0, dy)",
+        tests_of(BATCH_NORM_KERNELS, "test_relu_passes_no_gradient_at_zero"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "activation: the mask has a bit at 0",
+        "normplug/_kernels/activation.py",
+        "tl.reshape(tl.where(z <= 0, 0, 1).to(tl.int32), [COUNT // 8, 8])",
+        "tl.reshape(tl.where(z < 0, 0, 1).to(tl.int32), [COUNT // 8, 8])",
+        tests_of(BATCH_NORM_KERNELS, "test_relu_passes_no_gradient_at_zero"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "GroupNorm: no maximum of m2 and 0",
+        "normplug/_kernels/group_norm/columns.py",
+        "m2 = tl.maximum(b - a * mean, 0.0)",
+        "m2 = b - a * mean",
+        tests_of(GROUP_NORM_KERNELS, "test_as_close_to_float64_as_torch"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "GroupNorm: no shift by the first value",
+        "normplug/_kernels/group_norm/planes.py",
+        "first = tl.load(x_ptr + groups * WIDTH + k * BLOCK, mask=inside, other=0.0).to(ACC)",
+        "first = tl.zeros([R], ACC)",
+        tests_of(GROUP_NORM_KERNELS, "test_as_close_to_float64_as_torch"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "GroupNorm: no shift of groups that are read twice",
+        "normplug/_kernels/group_norm/planes.py",
+        "first = tl.load(x_ptr + start * WIDTH).to(ACC)",
+        "first = tl.load(x_ptr + start * WIDTH).to(ACC) * 0.0",
+        tests_of(GROUP_NORM_KERNELS, "test_as_close_to_float64_as_torch"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "GroupNorm: no shift by the first rows",
+        "normplug/_kernels/group_norm/columns.py",
+        "mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)",
+        "mean = tl.sum(x, axis=STEP_AXIS) * 0.0",
+        tests_of(GROUP_NORM_KERNELS, "test_as_close_to_float64_as_torch"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "LayerNorm: no shift by the first value",
+        "normplug/_kernels/layer_norm/rows.py",
+        "first = tl.load(x_ptr + places, mask=inside, other=0.0).to(ACC)",
+        "first = tl.zeros([R], ACC)",
+        tests_of(LAYER_NORM_KERNELS, "test_every_setup_is_as_close_to_float64_as_torch"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "launch: sizes are not divided by their unit",
+        "normplug/_kernels/launch.py",
+        'values[name] = value // source.unit if name.endswith("_UNITS") else value',
+        "values[name] = value",
+        tests_of(BATCH_NORM_KERNELS, "test_channel_stats_are_accurate"),
+        INTERPRETER,
+    ),
+    # Operations.
+    Mutation(
+        "variance_of: no clamp at 0",
+        "normplug/_ops/stock.py",
+        "return rstd.pow(-2).sub_(eps).clamp_min_(0)",
+        "return rstd.pow(-2).sub_(eps)",
+        tests_of(CALLS, "test_channels_without_variance_have_no_negative_one"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "safe: the variance is not copied",
+        "normplug/_ops/stock.py",
+        "copies = (None if each is None else each.clone() for each in (*t,)[-3:])",
+        "mean, tracked = (None if t is None else t.clone() for t in (t.running_mean, t.tracked))\n"
+        "    copies = (mean, t.running_var, tracked)",
+        (SAFE,),
+    ),
+    Mutation(
+        "safe: a variance that is not finite counts",
+        "normplug/_ops/stock.py",
+        "finite = torch.isfinite(mean) & torch.isfinite(var)",
+        "finite = torch.isfinite(mean)",
+        (SAFE,),
+    ),
+    Mutation(
+        "operator: running variance over n",
+        "normplug/_ops/batch_norm.py",
+        "batch_var *= n / (n - 1)",
+        "pass",
+        tests_of(CALLS, "test_the_operators_give_the_same_bits_as_eager_calls"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "rms eps: of the promoted dtype",
+        "normplug/_ops/row_norms.py",
+        "eps = self.eps if h.dtype == total.dtype else rms_eps(total.dtype, self.eps)",
+        "eps = self.eps",
+        tests_of(
+            EVERY_NORM,
+            "test_mixed_dtypes_are_promoted_and_rounded_once",
+            "test_autocast_output_sets_the_dtype_under_autocast",
+        ),
+    ),
+    Mutation(
+        "joined batch: no variance between processes",
+        "normplug/_ops/batch_norm.py",
+        "var = (weights * (variances + (means - mean).square())).sum(0)",
+        "var = (weights * variances).sum(0)",
+        tests_of(SYNC, "test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch"),
+    ),
+    Mutation(
+        "joined batch: running variance over n",
+        "normplug/_ops/batch_norm.py",
+        "unbiased = var * (n / (n - 1).clamp(min=1))",
+        "unbiased = var",
+        tests_of(SYNC, "test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch"),
+    ),
+    Mutation(
+        "InstanceNorm: running variance over n",
+        "normplug/_ops/group_norm.py",
+        "mean, var = mean.mean(0), var.mean(0) * (values / (values - 1))",
+        "mean, var = mean.mean(0), var.mean(0)",
+        tests_of(
+            GROUP_NORM_KERNELS, "test_instance_norm_updates_its_running_statistics_from_the_kernels"
+        ),
+        INTERPRETER,
+    ),
+    Mutation(
+        "cumulative average: one batch behind",
+        "normplug/_ops/stock.py",
+        "step = tracked.to(running_var).clamp(min=1).reciprocal()",
+        "step = (tracked.to(running_var) + 1).reciprocal()",
+        tests_of(EVERY_NORM, "test_running_statistics_average_those_of_the_rows"),
+    ),
+    Mutation(
+        "eligible: compute capability 7.5 is refused",
+        "normplug/_ops/eligible.py",
+        "if capability < (7, 5):",
+        "if capability <= (7, 5):",
+        tests_of(CALLS, "test_a_gpu_that_cannot_run_the_kernels_is_refused_with_the_reason"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "layouts: dimensions of size 1 count",
+        "normplug/_layouts.py",
+        "if size != 1 and step != expected:",
+        "if step != expected:",
+        tests_of(
+            BATCH_NORM_KERNELS, "test_the_input_the_gradient_and_the_residual_may_differ_in_layout"
+        ),
+        INTERPRETER,
+    ),
+    Mutation(
+        "checks: a count of 0 passes",
+        "normplug/_checks.py",
+        "    if value < 1:\n",
+        "    if value < 0:\n",
+        tests_of(ARGUMENTS, "test_an_invalid_argument_raises_an_error_with_the_rule"),
+    ),
+    Mutation(
+        "checks: a momentum of nan passes",
+        "normplug/_checks.py",
+        "if not -math.inf < value < math.inf:",
+        "if value in (math.inf, -math.inf):",
+        tests_of(ARGUMENTS, "test_an_invalid_argument_raises_an_error_with_the_rule"),
+    ),
+    Mutation(
+        "checks: a running variance without a mean passes",
+        "normplug/_checks.py",
+        "if (mean is None) != (var is None):",
+        "if var is None and mean is not None:",
+        tests_of(ARGUMENTS, "test_an_invalid_call_raises_an_error_with_the_rule_and_the_values"),
+    ),
+    # Modules.
+    Mutation(
+        "BatchNorm: weights that train are constants",
+        "normplug/modules/batch_norm.py",
+        "constant = not (training or trains)",
+        "constant = not training",
+        ("tests/kernels/test_constant_kernels.py",),
+        INTERPRETER,
+    ),
+    Mutation(
+        "BatchNorm: torch runs on one channel",
+        "normplug/modules/batch_norm.py",
+        "or min(x.shape) < 2",
+        "or min(x.shape) < 1",
+        ("tests/functional/test_batch_norm.py",),
+    ),
+    Mutation(
+        "watched statistics move in evaluation",
+        "normplug/modules/watched.py",
+        'if not self.training or "watched_var" not in own or transforms_active():',
+        'if "watched_var" not in own or transforms_active():',
+        tests_of(
+            "tests/modules/test_modules.py",
+            "test_watched_statistics_are_exact_far_from_zero_and_rest_in_evaluation",
+        ),
+    ),
+    # Swap, unswap, check, plan.
+    Mutation(
+        "check: a tolerance of 0.1",
+        "normplug/_swap/check.py",
+        "tolerance = max(4 * torch.finfo(x.dtype).eps, 1e-5)",
+        "tolerance = max(4 * torch.finfo(x.dtype).eps, 0.1)",
+        tests_of(CHECK, "test_a_layer_that_computes_something_else_is_found"),
+    ),
+    Mutation(
+        "check: nan equals every number",
+        "normplug/_swap/check.py",
+        "if not torch.equal(got.isfinite(), finite):",
+        "if got.shape != expected.shape:",
+        tests_of(CHECK, "test_a_layer_that_computes_something_else_is_found"),
+    ),
+    Mutation(
+        "check: the generator of random is not restored",
+        "normplug/_swap/check.py",
+        "        random.setstate(states[0])\n",
+        "",
+        tests_of(CHECK, "test_random_models_are_compared_and_all_generators_are_put_back"),
+    ),
+    Mutation(
+        "fold: a shared weight is scaled twice",
+        "normplug/_swap/fold.py",
+        "                done.add(id(weight))\n",
+        "",
+        (FOLD,),
+    ),
+    Mutation(
+        "fold: a weight with an offset is scaled without it",
+        "normplug/_swap/fold.py",
+        "scaled = (wide + offset) * factor - offset",
+        "scaled = wide * factor",
+        tests_of(
+            "tests/swap/test_rms_adapters.py",
+            "test_every_tool_works_in_mode_golden_and_unswap_restores_the_layer",
+        ),
+    ),
+    Mutation(
+        "swap: a failure leaves scaled weights",
+        "normplug/_swap/swap.py",
+        "            _fold.write(weight, value)\n",
+        "            pass\n",
+        tests_of("tests/swap/test_swap.py", "test_a_failing_swap_leaves_the_model_as_it_was"),
+    ),
+    Mutation(
+        "by_depth: blocks are counted from 0",
+        "normplug/_swap/layer_modes.py",
+        "enumerate(blocks, 1)",
+        "enumerate(blocks)",
+        tests_of(
+            "tests/swap/test_modes_by_layer.py",
+            "test_by_depth_counts_blocks_and_leaves_the_final_norm_at_standard",
+        ),
+    ),
+    Mutation(
+        "plan: weight_norm is a norm layer",
+        "normplug/_swap/inventory.py",
+        'if "norm" not in name.lower() or name.startswith("_"):',
+        'if "norm" not in name.lower():',
+        (
+            "tests/swap/test_plan.py",
+            FOLD,
+        ),
+    ),
+    # Fuse.
+    Mutation(
+        "trace: a module with hooks is inlined",
+        "normplug/_fuse/fuse.py",
+        "            and not has_hooks(m)\n",
+        "",
+        (CHANGES,),
+    ),
+    Mutation(
+        "guard: hooks of an inlined module are ignored",
+        "normplug/_fuse/fusion.py",
+        "if self.called and has_hooks(module):",
+        "if False:",
+        (CHANGES,),
+    ),
+    Mutation(
+        "guard: a module may change its class",
+        "normplug/_fuse/fusion.py",
+        "if inside and type(module) not in (reads.cls, FUSED_CLASSES.get(reads.cls)):",
+        "if False:",
+        (CHANGES,),
+    ),
+    Mutation(
+        "guard: inputs of any type fit a trace",
+        "normplug/_fuse/fusion.py",
+        "                if not isinstance(x, Tensor):\n                    return False\n",
+        "                pass\n",
+        (
+            CHANGES,
+            SOURCE,
+        ),
+    ),
+    Mutation(
+        "guard: any sequence fits a trace",
+        "normplug/_fuse/fusion.py",
+        "elif not isinstance(x, (list, tuple)) or not all(isinstance(t, Tensor) for t in x):",
+        "elif not isinstance(x, (list, tuple)):",
+        (
+            CHANGES,
+            SOURCE,
+        ),
+    ),
+    Mutation(
+        "guard: 1 and True are the same value",
+        "normplug/_fuse/fusion.py",
+        "if type(now) is not type(then) or now != then:",
+        "if now != then:",
+        (CHANGES,),
+    ),
+    Mutation(
+        "trace: an attribute of any type is a constant",
+        "normplug/_fuse/trace.py",
+        "if not (_allowed(value) or all(isinstance(p, _CONSTANTS) for p in parts)):",
+        "if False:",
+        (SOURCE,),
+    ),
+    Mutation(
+        "trace: a call with a number is not followed",
+        "normplug/_fuse/trace.py",
+        "if module not in self._inner or kwargs or len(args)",
+        "if module not in self._inner or kwargs or 2.0 in args or len(args)",
+        tests_of(SITES, "test_a_norm_in_a_module_that_is_called_with_a_number_is_fused"),
+    ),
+    Mutation(
+        "trace: a tensor that a forward makes is frozen",
+        "normplug/_fuse/trace.py",
+        "if isinstance(a, torch.Tensor):",
+        "if False:",
+        (SOURCE,),
+    ),
+    Mutation(
+        "fused call: hooks are ignored",
+        "normplug/_fuse/calls.py",
+        "if isinstance(module, nn.Module) and has_hooks(module):",
+        "if False:",
+        tests_of(CHANGES, "test_hooks_on_norms_and_activations_run"),
+    ),
+    Mutation(
+        "fused call: a residual of other strides is fused",
+        "normplug/_fuse/calls.py",
+        "        and residual.stride() == x.stride()\n",
+        "",
+        tests_of(SITES, "test_a_sum_of_two_memory_formats_has_that_of_its_left_operand"),
+    ),
+    Mutation(
+        "fused call: a pooling with hooks is fused",
+        "normplug/_fuse/calls.py",
+        "pool.return_indices or has_hooks(pool)",
+        "pool.return_indices",
+        tests_of(CHANGES, "test_a_changed_pooling_computes_what_it_would_unfused"),
+    ),
+    Mutation(
+        "sites: a norm that is called twice is fused",
+        "normplug/_fuse/sites.py",
+        "if times[norm] > 1 or not alone or refusal(norm):",
+        "if not alone or refusal(norm):",
+        tests_of(SITES, "test_a_norm_that_is_called_twice_or_whose_output_is_read_twice_is_left"),
+    ),
+    Mutation(
+        "sites: a value is added to itself",
+        "normplug/_fuse/sites.py",
+        "if how is None or add.args[0] is add.args[1]:",
+        "if how is None:",
+        (SITES,),
+    ),
+    Mutation(
+        "edit: a test that reads the sum is moved before it",
+        "normplug/_fuse/edit.py",
+        "return effect is None and not _reads(test, _assigned(statement)[0])",
+        "return effect is None",
+        tests_of(
+            "tests/fuse/test_edited.py", "test_other_statements_are_left_and_the_reason_is_given"
+        ),
+    ),
+    # Statistics.
+    Mutation(
+        "recalibrate: frozen layers are measured",
+        "normplug/_statistics/buffers.py",
+        "        if not runs.is_frozen(layer)\n    }",
+        "    }",
+        (BUFFERS,),
+    ),
+    Mutation(
+        "recalibrate: variance of a call over n",
+        "normplug/_statistics/buffers.py",
+        "variance, mean = biased[None] * (n / max(n - 1, 1)), mean[None]",
+        "variance, mean = biased[None], mean[None]",
+        (BUFFERS,),
+    ),
+    Mutation(
+        "sync_buffers: counts are rounded down",
+        "normplug/_statistics/buffers.py",
+        "(merged.count / dist.get_world_size()).round()",
+        "(merged.count / dist.get_world_size()).floor()",
+        (BUFFERS,),
+    ),
+    Mutation(
+        "recalibrate: moments without the distance of means",
+        "normplug/_statistics/buffers.py",
+        "self.m2 += m2.to(self.mean) + difference.square() * self.count * share",
+        "self.m2 += m2.to(self.mean)",
+        (BUFFERS,),
+    ),
+    Mutation(
+        "freeze: gradients stay",
+        "normplug/_statistics/freezing.py",
+        "                parameter.grad = None\n",
+        "",
+        (FREEZING,),
+    ),
+    Mutation(
+        "freeze: children do not follow train",
+        "normplug/_statistics/freezing.py",
+        "            child.train(mode)\n",
+        "            pass\n",
+        (FREEZING,),
+    ),
+    Mutation(
+        "thaw: parameters that did not train before train",
+        "normplug/_statistics/freezing.py",
+        "if parameter is not None and parameter.requires_grad:",
+        "if parameter is not None:",
+        (FREEZING,),
+    ),
+    Mutation(
+        "doctor: no standard errors are allowed",
+        "normplug/_statistics/doctor.py",
+        "_ERRORS = 4  #",
+        "_ERRORS = 0  #",
+        tests_of(DOCTOR, "test_healthy_models_have_no_findings"),
+    ),
+    Mutation(
+        "doctor: two values a channel are enough",
+        "normplug/_statistics/doctor.py",
+        "_FEW = 16  #",
+        "_FEW = 2  #",
+        tests_of(DOCTOR, "test_a_planted_fault_is_found_and_named_with_its_fix"),
+    ),
+    Mutation(
+        "doctor: buffers change",
+        "normplug/_statistics/runs.py",
+        "            write(buffer, value)\n",
+        "            pass\n",
+        tests_of(DOCTOR, "test_it_changes_nothing"),
+    ),
+    # The host path's Python.
+    Mutation(
+        "native: a failed compilation is repeated at once",
+        "normplug/native/building.py",
+        "if not again and note.exists() and time.time() - note.stat().st_mtime < _A_DAY:",
+        "if False:",
+        tests_of(BUILDING, "test_a_compiler_that_fails_is_not_tried_again_for_a_day"),
+    ),
+    Mutation(
+        "native: others may write to the library",
+        "normplug/native/building.py",
+        "if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):",
+        "if found.st_mode & stat.S_IWOTH:",
+        tests_of(BUILDING, "test_a_library_that_others_can_write_to_is_not_loaded"),
+    ),
+    Mutation(
+        "native: an inner python_way ends the outer one",
+        "normplug/native/__init__.py",
+        "        _paused -= 1\n        _use(None if _paused else _loaded)\n",
+        "        _paused -= 1\n        _use(_loaded)\n",
+        tests_of(BUILDING, "test_python_way_sends_calls_through_python"),
+    ),
+    Mutation(
+        "native: the headers are not part of the file's name",
+        "normplug/native/building.py",
+        'if path.suffix in (".cpp", ".h")]',
+        'if path.suffix == ".cpp"]',
+        tests_of(BUILDING, "test_another_torch_python_machine_or_source_means_another_file"),
+    ),
+    # The comparison of runs.
+    Mutation(
+        "compare: TOST without the absolute value",
+        "normplug/_compare/runs.py",
+        "reach = (margin - tested.mean().abs()) / tested.sem()",
+        "reach = (margin - tested.mean()) / tested.sem()",
+        tests_of(COMPARE, "test_a_margin_adds_the_p_of_an_equivalence"),
+    ),
+    Mutation(
+        "compare: Bonferroni for Holm",
+        "normplug/_compare/runs.py",
+        "np.arange(len(ps), 0, -1)",
+        "len(ps)",
+        tests_of(COMPARE, "test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms"),
+    ),
+    Mutation(
+        "compare: p-values may fall by Holm's factors",
+        "normplug/_compare/runs.py",
+        ".clip(upper=1).cummax()",
+        ".clip(upper=1)",
+        tests_of(COMPARE, "test_holms_adjustment_keeps_the_order_of_the_ps"),
+    ),
+    Mutation(
+        "compare: an arithmetic mean of ratios",
+        "normplug/_compare/runs.py",
+        "np.exp(np.log(ratios).mean())",
+        "ratios.mean()",
+        tests_of(COMPARE, "test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware"),
+    ),
+    Mutation(
+        "compare: a slower arm is clear within the noise",
+        "normplug/_compare/report.py",
+        "if max(ratio, 1 / ratio) <= spread and spread > 1:",
+        "if 1 <= ratio <= spread and spread > 1:",
+        (COMPARE,),
+    ),
+    Mutation(
+        "compare: the oldest run of a seed counts",
+        "normplug/_compare/runs.py",
+        'keep="last")',
+        'keep="first")',
+        tests_of(COMPARE, "test_of_the_runs_of_a_seed_the_newest_finished_one_counts"),
+    ),
+    # Experiments.
+    Mutation(
+        "experiment: biases decay",
+        "normplug/experiment/learner.py",
+        '"decay": float(p.dim() > 1)',
+        '"decay": float(p.dim() > 0)',
+        tests_of(TRAIN, "test_norms_and_biases_do_not_decay_and_what_is_frozen_is_left_out"),
+    ),
+    Mutation(
+        "experiment: one step rises",
+        "normplug/experiment/learner.py",
+        "rising = max(warmup, 2 / steps)",
+        "rising = max(warmup, 1 / steps)",
+        tests_of(TRAIN, "test_the_learning_rate_rises_to_its_value_and_falls"),
+    ),
+    Mutation(
+        "experiment: a scaled start for half of the writers",
+        "normplug/experiment/models.py",
+        "math.sqrt(2 * depth)",
+        "math.sqrt(depth)",
+        tests_of(TRAIN, "test_a_scaled_start_is_of_the_layers_that_write_to_the_residual_stream"),
+    ),
+    Mutation(
+        "experiment: gamma0 is taken for its square",
+        "normplug/experiment/models.py",
+        "else cfg.gamma0**2",
+        "else cfg.gamma0",
+        tests_of(TRAIN, "test_gamma0_starts_as_the_mode_whose_root_it_is"),
+    ),
+    Mutation(
+        "experiment: a validation counts as a step's time",
+        "normplug/experiment/callbacks.py",
+        "        self._start = None  # a validation came in between\n",
+        "        pass\n",
+        tests_of(TRAIN, "test_one_run_reports_and_writes_all_that_it_promises"),
+    ),
+)
