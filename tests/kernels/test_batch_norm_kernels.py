@@ -9,6 +9,7 @@ one. (A GPU runs them in any order: `test_batch_norm_kernels_gpu`.)
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 import interpreted
 import routes
+from batch_norm_cases import laid_out
 from calls import DTYPES, paired
 from kernel_cases import HALF, Case, assert_accurate, check_recomputed, make, run
 from normplug import functional, reference
@@ -192,6 +194,46 @@ def test_channel_stats_are_accurate(setup, dtype, prepared):
     torch.testing.assert_close(mean.double(), exact.mean(dims), rtol=tolerance, atol=0)
     exact = exact.var(dims, correction=0)
     torch.testing.assert_close(var.double(), exact, rtol=10 * tolerance, atol=0)
+
+
+# From 2^23 on, float32 has no fractions, so a sum that rounds at the size of the mean is wrong.
+FAR = 2.0**23
+# How many adjacent values of a channel are equal. The programs of a channel publish means, which
+# are rounded to float32. So all values that one of several programs reads are equal.
+EQUAL_VALUES = {
+    "planes": 1,
+    "planes in tiles": 128,
+    "rows": 1,
+    "rows, solo": 1,
+    "rows, phased": 4,
+    "rows, many items": 2,
+    "channels_last": 1,
+}
+
+
+@pytest.mark.parametrize("setup", EQUAL_VALUES)
+def test_a_variance_does_not_round_at_the_size_of_the_mean(setup, prepared):
+    case = prepared(setup)
+    n, c, *space = case.shape
+    count = n * math.prod(space)
+    levels = torch.randint(4, (c, count), generator=torch.Generator().manual_seed(1))
+    of_channel = levels.repeat_interleave(EQUAL_VALUES[setup], dim=1)[:, :count]
+    x = of_channel.reshape(c, n, *space).transpose(0, 1).float() + FAR
+    mean, var = routes.channel_stats(laid_out(x, case.layout))
+    exact = x.double().transpose(0, 1).reshape(c, count)
+    assert ((mean.double() - exact.mean(1)).abs() <= 0.5 + 1e-6).all()  # the nearest float32
+    torch.testing.assert_close(var.double(), exact.var(1, correction=0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("setup", [name for name in SETUPS if name.startswith("small planes")])
+def test_the_mean_of_a_small_plane_is_rounded_once(setup, prepared):
+    n, c, *space = prepared(setup).shape
+    # All samples are equal, so the mean of a column of values is not rounded.
+    levels = torch.randint(4, (c, *space), generator=torch.Generator().manual_seed(2))
+    x = (levels.float() + FAR).expand(n, c, *space).contiguous()
+    mean, _ = routes.channel_stats(x)
+    exact = x.double().mean((0, 2, 3))
+    assert ((mean.double() - exact).abs() <= 0.5 + 1e-6).all()  # the nearest float32
 
 
 @pytest.mark.parametrize(
