@@ -404,8 +404,9 @@ class Trace(fx.Tracer):
         return _Lazy(lambda: tensors, make)
 
     def _call(self, module: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
-        plain = not kwargs and all(isinstance(a, fx.Proxy) for a in args)
-        if module not in self._inner or not plain or len(args) != len(self._reads[module].inputs):
+        # Arguments may be constants: the forward was traced by itself, so whatever it does with
+        # its inputs is in the graph.
+        if module not in self._inner or kwargs or len(args) != len(self._reads[module].inputs):
             return self.create_proxy("call_module", path, args, kwargs)
         self.followed[module] = self.reached[module] = None
         outer = self._scope

@@ -13,6 +13,7 @@ from fuse_cases import (
     Depthwise,
     Half,
     Nested,
+    Parts,
     Resnet,
     X,
     assert_same_after,
@@ -125,6 +126,60 @@ def test_a_changed_module_deep_inside_runs_as_it_is_written(how, change, calls):
     assert calls == ["relu"] * 7
     assert_same_after(DEEP_CHANGES[change], model, plain)
     torch.compiler.reset()
+
+
+class Around(Parts):
+    def forward(self, x):
+        return self.act(self.inner(self.act(self.norm(x) + x)))
+
+
+def test_a_hook_before_fuse_runs_and_leaves_other_norms_fused(calls):
+    plain = swapped(Around(inner=Half(), norm=nn.BatchNorm2d(8), act=nn.ReLU()))
+    hooked(plain.inner)
+    model = fuse(copy.deepcopy(plain))
+    assert_same_step(model, plain, X)
+    assert calls == ["add, relu"]
+
+
+class Unpacked(Parts):
+    def forward(self, pair):
+        x, residual = pair
+        return self.act(self.norm(x) + residual)
+
+
+class FirstUnpacked(Parts):
+    def forward(self, pairs):
+        all_pairs = [pairs] if isinstance(pairs, torch.Tensor) else pairs
+        x, residual = all_pairs[0]
+        return self.act(self.norm(x) + residual)
+
+
+@pytest.mark.parametrize("cls", [Unpacked, FirstUnpacked])
+def test_an_input_of_another_type_runs_the_forward_as_it_is_written(cls, calls):
+    model, plain = twins(cls(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
+
+    def argument(pair):
+        return pair if cls is Unpacked else [pair]
+
+    traced = argument(torch.stack([X, 2 * X]))
+    assert torch.equal(model(traced), plain(traced))
+    assert calls == ["add, relu"]
+    with pytest.raises(ValueError, match="too many values"):
+        model(argument((X, X, X)))
+
+
+class Counted(Parts):
+    def forward(self, x, counts):
+        shift = counts * self.scale
+        return self.act(self.norm(x) + shift)
+
+
+def test_an_attribute_of_another_type_is_another_value(calls):
+    model, plain = twins(Counted(norm=nn.BatchNorm2d(8), act=nn.ReLU(), scale=1))
+    counts = torch.full(X.shape, 2**24 + 1)  # float32, the dtype of counts * 1.0, rounds it
+    for scale in (1, 1.0):
+        model.scale = plain.scale = scale
+        assert torch.equal(model(X, counts), plain(X, counts))
 
 
 # Attributes of activations, and the calls that stay fused when they change.

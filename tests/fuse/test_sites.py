@@ -55,6 +55,22 @@ def test_functions_and_methods_are_fused_like_modules(mode, calls):
     assert_same_step(model, plain, X)
 
 
+class Scaled(Parts):
+    def forward(self, x, scale):
+        return self.norm(x * scale)
+
+
+class GivesANumber(Parts):
+    def forward(self, x):
+        return self.act(self.inner(x, 2.0))
+
+
+def test_a_norm_in_a_module_that_is_called_with_a_number_is_fused(calls):
+    model, plain = twins(GivesANumber(inner=Scaled(norm=nn.BatchNorm2d(8)), act=nn.ReLU()))
+    assert_same_step(model, plain, X)
+    assert calls == ["relu"]
+
+
 class Dropped(Parts):
     def forward(self, x):
         return F.dropout(self.act(self.norm(x) + x), 0.5, self.training)
@@ -268,7 +284,12 @@ def test_a_norm_that_is_called_twice_or_whose_output_is_read_twice_is_left():
             y = self.norm(x)
             return self.act(y) + y
 
-    for cls in (Twice, Read):
+    class AddedToItself(Parts):
+        def forward(self, x):
+            y = self.norm(x)
+            return self.act(y + y)
+
+    for cls in (Twice, Read, AddedToItself):
         model = swapped(cls(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
         with pytest.warns(UserWarning, match=REASON):
             fuse(model)
