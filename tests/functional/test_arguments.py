@@ -188,6 +188,7 @@ def test_an_invalid_argument_raises_an_error_with_the_rule(call, arguments, erro
         (batch_norm, {"input": X[:1]}, ValueError, r"more than one value per .*\(1, 6\)"),
         (batch_norm, {"weight": VAR[:4]}, ValueError, r"must be \(C,\) = \(6,\).*got \(4,\)"),
         (batch_norm, {"running_mean": MEAN}, ValueError, "go together; got only running_mean"),
+        (batch_norm, {"running_var": VAR}, ValueError, "go together; got only running_var"),
         (batch_norm, {"training": False}, ValueError, "training=False normalises by running_mean"),
         (batch_norm, {"backend": "cuda"}, ValueError, "'auto', 'triton', 'torch'; got 'cuda'"),
         (batch_norm, {**RUNNING, "momentum": None}, ValueError, "num_batches_tracked to count"),

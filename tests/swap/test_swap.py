@@ -89,7 +89,7 @@ def test_wrong_options_leave_the_model_as_it_was(net):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("options", [{"preserve_output": True}, {"sync": True}])
+@pytest.mark.parametrize("options", [{"mode": 0.5, "preserve_output": True}, {"sync": True}])
 def test_a_failing_swap_leaves_the_model_as_it_was(net, options, inference):
     net.stubborn = Stubborn(4)  # the last
     before = frozen(net)

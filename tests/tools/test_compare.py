@@ -135,6 +135,15 @@ def test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms(compar
     assert "+2.00 ± 2.48 (3 pairs) |      0.223 |" in comparison.markdown
 
 
+def test_holms_adjustment_keeps_the_order_of_the_ps(compared, tmp_path):
+    # Both arms have the same t, so p = 0.0742. The factors are 2 and 1.
+    values = {"standard": (0.5, 0.5, 0.5), "golden": (0.51, 0.52, 0.53), "0.5": (0.52, 0.54, 0.56)}
+    write_runs(tmp_path, values)
+    rows = by_arm(compared())
+    for arm in ("golden", "0.5"):
+        assert rows[arm].difference_to_reference_p_holm == pytest.approx(2 * 0.0741799, rel=1e-5)
+
+
 def test_a_collected_file_gives_the_same_report_without_what_is_local(tmp_path):
     runs = tmp_path / "runs"
     for seed in range(2):
@@ -188,12 +197,14 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
 
 def test_a_margin_adds_the_p_of_an_equivalence(compared, tmp_path, capsys):
     # Differences of -0.1, 0 and 0.1 points: t = 0.2 / (0.1 / sqrt(3)), and one-sided p = 0.0371.
-    gains = {"standard": (0, 0, 0), "golden": (-0.1, 0, 0.1), "0.5": (1, 1.1, 1.2)}
+    gains = {"standard": (0, 0, 0), "golden": (-0.1, 0, 0.1)}
+    gains |= {"0.5": (1, 1.1, 1.2), "1.5": (-1, -1.1, -1.2)}
     write_runs(tmp_path, {arm: [(50 + g) / 100 for g in of_arm] for arm, of_arm in gains.items()})
     rows = by_arm(compared(margin=0.2))
     ps = {arm: row.difference_to_reference_p_equivalent for arm, row in rows.items()}
     assert ps["golden"] == pytest.approx(0.0370908, rel=1e-4)
     assert ps["0.5"] > 0.99
+    assert ps["1.5"] > 0.99
     assert math.isnan(ps["standard"])
     assert main([str(tmp_path), "--margin", "0.2"]) == 0
     assert " p (TOST, within ± 0.2 points) |" in capsys.readouterr().out

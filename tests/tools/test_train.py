@@ -382,11 +382,13 @@ def optimizer_of(net, *overrides):
 
 
 def test_norms_and_biases_do_not_decay_and_what_is_frozen_is_left_out():
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    net[0].bias.requires_grad_(False)
+    linear, norm, head = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2)
+    net = torch.nn.Sequential(linear, norm, head)
+    linear.bias.requires_grad_(False)
     _, found = optimizer_of(net, "optimizer.weight_decay=0.1")
-    weight, bias = net[1].parameters()
-    assert found == {id(net[0].weight): (0.5, 0.1), id(weight): (0.5, 0), id(bias): (0.5, 0)}
+    decays = {id(linear.weight): (0.5, 0.1), id(head.weight): (0.5, 0.1)}
+    others = (norm.weight, norm.bias, head.bias)
+    assert found == {**decays, **{id(parameter): (0.5, 0) for parameter in others}}
 
 
 @pytest.mark.parametrize("mode", ["baseline", "golden"])
