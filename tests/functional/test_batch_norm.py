@@ -6,6 +6,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import normplug
 from batch_norm_cases import make
 from normplug import functional, reference, target_variance
 from programs import ROOT
@@ -80,3 +81,17 @@ def test_a_gradient_of_any_layout_gives_the_right_gradients(shape, training, nor
         torch.testing.assert_close(y, expected)
         found, right = (torch.autograd.grad(z, inputs, dy) for z in (y, expected))
         torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(1, 4, 3, 1), (3, 4, 3, 1)], ids=str)
+def test_a_layer_gives_the_right_gradient_for_one_of_any_layout(shape, training):
+    layer = normplug.BatchNorm2d(4, dtype=torch.float64).train(training)
+    orders = [(0, 1, 2, 3), (0, 2, 3, 1), (2, 0, 3, 1)]
+    for x_order, dy_order in itertools.product(orders, repeat=2):
+        x = in_order(torch.randn(shape, dtype=torch.float64), x_order).requires_grad_()
+        dy = in_order(torch.randn(shape, dtype=torch.float64), dy_order)
+        constants = {} if training else {"mean": layer.running_mean, "var": layer.running_var}
+        expected = reference.batch_norm(x, layer.weight, layer.bias, **constants).y
+        gradients = (torch.autograd.grad(y, x, dy) for y in (layer(x), expected))
+        torch.testing.assert_close(*gradients)

@@ -13,7 +13,7 @@ import routes
 from accuracy import assert_same_bits, error, leaf
 from group_kernel_cases import Case, assert_accurate, make, run
 from kernel_cases import HALF
-from normplug import _kernels, swap
+from normplug import GroupNorm, _kernels, swap
 from normplug._activations import ACTIVATIONS
 from swap_cases import one_graph
 
@@ -123,6 +123,20 @@ def test_rounding_makes_no_variance_negative(monkeypatch):
     x = torch.full((1, rows, 2), 1.767337 * 1024).transpose(1, 2)
     x[:, :, 0] = 0.0
     assert routes.by_kernels(routes.Tensors(x), case.spec).isfinite().all()
+
+
+# From 2^23 on, float32 has no fractions, so a sum that rounds at the size of the mean is wrong.
+@pytest.mark.parametrize(
+    "setup", [name for name in SETUPS if name.startswith(("held groups", "groups read twice"))]
+)
+def test_a_variance_does_not_round_at_the_size_of_the_mean(prepared, setup):
+    case = prepared(setup)
+    options = {"track_running_stats": True, "momentum": 1.0, "backend": "triton"}
+    layer = GroupNorm(case.groups, case.shape[1], **options)
+    x = torch.randint(4, case.shape, generator=torch.Generator().manual_seed(1)) + 2.0**23
+    layer(x)
+    of_groups = x.double().reshape(case.shape[0], case.groups, -1).var(2, correction=0)
+    torch.testing.assert_close(layer.watched_var.double(), of_groups.mean(), rtol=1e-5, atol=0)
 
 
 @EACH_KERNEL

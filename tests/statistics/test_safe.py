@@ -112,6 +112,14 @@ def test_good_batches_count_as_in_torch_and_bad_ones_do_not(kind, momentum):
     assert equal(statistics(ours), statistics(stock))
 
 
+def test_a_channel_whose_variance_overflows_does_not_count():
+    layer = swap(nn.BatchNorm1d(2), statistics="safe")
+    layer(torch.tensor([[1e30, 1.0], [-1e30, 3.0]]))  # the mean of the first channel is 0
+    assert layer.running_mean.tolist() == pytest.approx([0, 0.2])
+    assert layer.running_var.tolist() == pytest.approx([1, 0.9 + 0.1 * 2])
+    assert layer.num_batches_tracked == 0
+
+
 def test_an_empty_batch_changes_nothing():
     model = swap(net(), statistics="safe")
     before = statistics(model)

@@ -9,6 +9,7 @@ import weakref
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import normplug
 import train
 from normplug._ops import recompute
 from normplug.compare import main as compare_arms
+from normplug.experiment.callbacks import StepTimer
 from normplug.experiment.config import BY_DEPTH, UserError, mode_of
 from normplug.experiment.learner import make_optimizer, make_scheduler
 from normplug.experiment.models import GPT, apply_arm, hf_causal_lm, resnet, vit
@@ -456,6 +458,18 @@ def test_the_learning_rate_rises_to_its_value_and_falls(schedule, warmup, steps)
         assert whole.index(max(whole)) == pytest.approx(rising, abs=1)
         assert (whole[0] < 0.05) == (rising > 0)
         assert (whole[-1] < 0.01) == (schedule != "constant")
+
+
+def test_the_time_between_two_epochs_is_no_step():
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
+    timer = StepTimer()
+    timer.on_fit_start(trainer)
+    for _ in range(2):
+        timer.on_train_epoch_start()
+        timer.on_train_batch_start(trainer)  # the only one of its epoch
+    assert timer.median_ms() is None
+    timer.on_train_batch_start(trainer)
+    assert timer.median_ms() >= 0
 
 
 @pytest.mark.parametrize("mode", ["golden", *BY_DEPTH])
