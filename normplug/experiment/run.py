@@ -309,7 +309,8 @@ class Run:
             return validation
         hydra_config: Any = HydraConfig.get()
         direction = OmegaConf.select(hydra_config, "sweeper.direction")
-        return WORST.get(getattr(direction, "name", str(direction)))  # an enum, if it is the default
+        # The sweeper's own default is an enum.
+        return WORST.get(getattr(direction, "name", str(direction)))
 
     def _write(self, *, gpus: int = 0, **values: Any) -> None:
         versions = stamp(gpus > 0, "scikit-learn", gpus=max(gpus, 1))

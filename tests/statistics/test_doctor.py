@@ -289,7 +289,8 @@ BIAS = "a bias before a BatchNorm, which has no effect"
 
 def affine(norm):
     for parameter in norm.parameters():
-        nn.init.uniform_(parameter, 0.2, 2)
+        # Weights near 0 would let eps explain more than rounding.
+        parameter.data = torch.linspace(0.5, 2, len(parameter))
     return norm
 
 
