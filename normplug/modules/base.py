@@ -65,7 +65,8 @@ class HiddenEps(float):
     Its readers then print the true one, give nan, or skip what would be wrong: FrozenBatchNorm2d,
     convert_sync_batchnorm, fuse_conv_bn_eval, timm's reparameterize and freeze, a rebuilt layer,
     `nn.LayerNorm.forward(layer, x)`, TransformerEncoderLayer's fast path (no two are equal), Dynamo
-    and export. oneDNN's relu turns the nan into 0. `check` names a layer that has been rebuilt.
+    and export. oneDNN's relu turns nan into 0: so `to_mkldnn` gets an error instead. `check` names
+    a layer that has been rebuilt.
     """
 
     true: float | None  # None is an RMSNorm's default
@@ -110,8 +111,15 @@ def eps_property(name: str) -> Any:
         settings = layer._normplug
         if settings.target_variance == 1.0:
             return settings.eps
-        # Dynamo supports no subclasses of float.
-        return math.nan if torch.compiler.is_dynamo_compiling() else HiddenEps(settings.eps)
+        if torch.compiler.is_dynamo_compiling():
+            return math.nan  # Dynamo supports no subclasses of float
+        reader = sys._getframe().f_back
+        if reader is not None and reader.f_globals.get("__name__") == "torch.utils.mkldnn":
+            raise NotImplementedError(
+                "normplug: torch.utils.mkldnn.to_mkldnn would drop the target variance of a "
+                f"{type(layer).__name__} in mode {layer.mode}. Call normplug.unswap(model) first."
+            )
+        return HiddenEps(settings.eps)
 
     def write(layer: Any, eps: Any) -> None:
         layer._set(eps=eps.true if isinstance(eps, HiddenEps) else _checks.as_number(eps))
