@@ -47,6 +47,10 @@ TABLES = {  # a row's field -> the caption of its table, and the format of a cel
         "normplug in mode standard",
         "{:.1e}",
     ),
+    "max_rel_f64": (
+        "Largest difference from float64, relative to the largest element of the same result",
+        "{:.1e}",
+    ),
 }
 # The names of models in docs/speed.md, in its order.
 MODELS = {
