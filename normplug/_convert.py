@@ -17,9 +17,10 @@ from torch import nn
 from normplug import modules
 from normplug._checks import as_number
 from normplug._ops import likely
-from normplug._torch import is_class_patched, is_patched
+from normplug._torch import is_class_patched, is_parametrized_class, is_patched
 from normplug.modules import frozen
 from normplug.modules.base import Settings, TargetVarianceNorm
+from normplug.modules.probe import deepcopied
 
 # The one table of norms: stock class -> normplug class. `register` adds rows for other libraries.
 REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
@@ -142,8 +143,8 @@ def convert(
     """
     options["target_variance"] = target_variance
     probe = vars(module).get("_probe")
-    if probe is not None and probe.stock is not None:  # stock, but for being measured
-        probe.stock = None
+    if probe is not None and probe.revert is not None:  # stock, but for being measured
+        probe.revert = None
         revert(module)
     if not isinstance(module, TargetVarianceNorm):
         ours = replacement(module)
@@ -253,7 +254,13 @@ def _below(private: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
         return cls
     *others, base = private.__bases__
     namespace = {k: v for k, v in vars(private).items() if k not in ("__dict__", "__weakref__")}
-    return type(private.__name__, (*others, _below(base, cls)), namespace)
+    below = _below(base, cls)
+    if is_parametrized_class(private):
+        # torch, too, adds a `__deepcopy__` only where the class has none.
+        namespace.pop("__deepcopy__", None)
+        if not hasattr(below, "__deepcopy__"):
+            namespace["__deepcopy__"] = deepcopied
+    return type(private.__name__, (*others, below), namespace)
 
 
 def fused_modules(model: nn.Module) -> dict[str, nn.Module]:

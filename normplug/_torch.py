@@ -212,6 +212,11 @@ GLOBAL_HOOKS = (
 )
 
 
+def is_parametrized_class(cls: type) -> bool:
+    """Whether `torch.nn.utils.parametrize` derived a class for a single module."""
+    return cls.__name__.startswith("Parametrized") and "__getstate__" in vars(cls)
+
+
 def is_patched(module: nn.Module) -> bool:
     """Whether an attribute of the instance replaces the class's `forward`.
 

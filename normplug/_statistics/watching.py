@@ -20,7 +20,7 @@ from normplug._results import write_file
 from normplug._statistics.loop import Loop
 from normplug._table import table
 from normplug.modules import TargetVarianceNorm
-from normplug.modules.probe import Measured, Probe, SharedProbe, averages
+from normplug.modules.probe import Measured, Probe, SharedProbe, averages, is_only_measured
 from normplug.modules.row_norms import RowNorm
 from normplug.reference import channel_dims
 
@@ -122,13 +122,13 @@ def _attach(layer: nn.Module, probe: Probe) -> None:
     with _lock:
         before: SharedProbe | None = vars(layer).get("_probe")
         if before is None:
-            probes, stock = [probe], None
+            probes, revert = [probe], None
         else:
-            probes, stock = [*before.probes, probe], before.stock
+            probes, revert = [*before.probes, probe], before.revert
         if not isinstance(layer, TargetVarianceNorm):
-            stock = type(layer)
+            revert = _convert.revert
             _convert.convert(layer, 1.0, backend="torch")
-        vars(layer)["_probe"] = SharedProbe(probes, stock)
+        vars(layer)["_probe"] = SharedProbe(probes, revert)
 
 
 def _detach(layer: nn.Module, probe: Probe) -> None:
@@ -139,11 +139,11 @@ def _detach(layer: nn.Module, probe: Probe) -> None:
             return
         probes = [other for other in before.probes if other is not probe]
         if probes:
-            vars(layer)["_probe"] = SharedProbe(probes, before.stock)
+            vars(layer)["_probe"] = SharedProbe(probes, before.revert)
             return
+        is_stock = is_only_measured(layer)
         del vars(layer)["_probe"]
-        changed = _convert.settings(layer).get("target_variance") != 1.0
-        if before.stock is not None and not changed:
+        if is_stock:
             _convert.revert(layer)
 
 
@@ -235,7 +235,7 @@ class Watch:
         kept = []
         for each in self._measuring:
             probe = vars(each.layer).get("_probe")
-            if swapped or probe is None or probe.stock is not None:
+            if swapped or probe is None or probe.revert is not None:
                 _detach(each.layer, each.probe)
                 each.probe.measured = None  # free its memory
             else:

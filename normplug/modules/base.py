@@ -19,7 +19,7 @@ from normplug._ops.spec import Tensors
 from normplug._torch import interposed
 from normplug.modes import ModeLike, NormMode
 from normplug.modes import target_variance as variance_of
-from normplug.modules.probe import Measured, Probe
+from normplug.modules.probe import Measured, Probe, is_only_measured, without_probe
 from normplug.reference import accumulator_dtype
 
 # (target variance, the weight's dtype) -> its root as a tensor. Autograd multiplies by a tensor in
@@ -297,15 +297,10 @@ class TargetVarianceNorm(nn.Module):
             self._set(**old, eps=eps, unsynced_class=own.pop("_unsynced_class", None))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        stock = self._probe.stock if self._probe is not None else None
-        if stock is None:
-            return reduced
-        # It is normplug's only while it is measured, so a copy or a pickle is stock.
-        _, _, state, *rest = reduced
-        added = ("_normplug", "_probe")
-        state = {name: value for name, value in state.items() if name not in added}
-        return object.__new__, (stock,), state, *rest
+        if is_only_measured(self):
+            # Later protocols than 1 refuse another class than the layer's.
+            return without_probe(self).__reduce_ex__(1)
+        return super().__reduce_ex__(protocol)
 
     def extra_repr(self) -> str:
         """The stock class's line, and what `_shown` adds."""

@@ -14,7 +14,6 @@ While a layer is frozen, `vars(layer)["training"]` is the mode that it would hav
 
 from __future__ import annotations
 
-import copy
 import functools
 from abc import ABCMeta
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from torch import Tensor, fx, nn
 
 from normplug._torch import BatchNormBase, InstanceNormBase, NormBase, is_class_patched
 from normplug.modules.base import TargetVarianceNorm
+from normplug.modules.probe import deepcopied, without_probe
 
 # The attribute of a frozen layer with what `thaw` needs. A pickle of it loads without
 # normplug. "trained": the names of the parameters that `freeze` stopped. In a stock layer
@@ -74,20 +74,13 @@ class Frozen(nn.Module):
         """What the layer's own class shows, and that it is frozen."""
         return ", ".join(filter(None, [super().extra_repr(), "frozen"]))
 
-    def __copy__(self) -> Frozen:
-        twin = self.__new__(type(self))
-        vars(twin).update(vars(self))
-        return twin
+    def __copy__(self) -> nn.Module:
+        return without_probe(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Frozen:
-        of_class = getattr(super(), "__deepcopy__", None)
-        if of_class is not None:
-            copied: Frozen = of_class(memo)
-            return copied
-        twin = self.__new__(type(self))
-        memo[id(self)] = twin
-        vars(twin).update(copy.deepcopy(vars(self), memo))
-        return twin
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        of_class: Any = getattr(super(), "__deepcopy__", None)
+        copied: nn.Module = of_class(memo) if of_class else deepcopied(self, memo)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by the class that the layer would have without the freeze.

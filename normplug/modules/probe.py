@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,8 @@ class Probe:
     """
 
     measured: Measured | None = None  # None: the norm has not run
-    # The class of a stock layer that was converted only to be measured.
-    stock: type[nn.Module] | None = None
+    # Turns back a stock layer that was converted only to be measured.
+    revert: Callable[[nn.Module], None] | None = None
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model = model
@@ -50,10 +51,10 @@ class Probe:
 class SharedProbe(Probe):
     """The probes of all that watch a layer, as one. It is replaced as a whole."""
 
-    def __init__(self, probes: Sequence[Probe], stock: type[nn.Module] | None) -> None:
+    def __init__(self, probes: Sequence[Probe], revert: Callable[[nn.Module], None] | None) -> None:
         super().__init__()
         self.probes = tuple(probes)
-        self.stock = stock
+        self.revert = revert
 
     def is_on(self) -> bool:
         """Whether any of them measures the call that now runs."""
@@ -64,6 +65,36 @@ class SharedProbe(Probe):
         for probe in self.probes:
             if probe.is_on():
                 probe.store(layer, x, y, measured)
+
+
+def is_only_measured(layer: nn.Module) -> bool:
+    """Whether a layer is normplug's only while it is measured, and stock before and after."""
+    probe: Probe | None = vars(layer).get("_probe")
+    settings = vars(layer).get("_normplug")
+    if probe is None or probe.revert is None or settings is None:
+        return False
+    # A layer keeps another mode that it got in the meantime.
+    return bool(settings.target_variance == 1.0)
+
+
+def without_probe(layer: nn.Module) -> nn.Module:
+    """A shallow copy of a layer, as the layer is while nothing measures it."""
+    twin = layer.__new__(type(layer))
+    state: dict[str, Any] = vars(twin)
+    state.update(vars(layer))
+    probe = state.pop("_probe", None)
+    if is_only_measured(layer):
+        state["_buffers"] = dict(state["_buffers"])  # `revert` may remove some
+        probe.revert(twin)
+    return twin
+
+
+def deepcopied(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of the class and the attributes of a layer, without a probe."""
+    twin = without_probe(layer)
+    memo[id(layer)] = twin
+    vars(twin).update(copy.deepcopy(vars(twin), memo))
+    return twin
 
 
 def averages(probes: Sequence[Probe]) -> Tensor:

@@ -276,6 +276,16 @@ def test_without_tracking_a_frozen_instance_norm_normalises_by_its_input():
     assert torch.equal(layer.running_mean, before)
 
 
+@pytest.mark.parametrize("change", [lambda m: m, swap, lambda m: unswap(swap(m))])
+def test_a_norm_that_is_parametrized_while_it_is_frozen_can_be_copied_after_thaw(change):
+    model = freeze(net())
+    parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    model = thaw(change(model))
+    made = copy.deepcopy(copy.deepcopy(model))
+    assert type(made[1]) is type(model[1])
+    assert torch.equal(made(images(4)), model(images(4)))
+
+
 def test_tools_that_run_a_model_leave_the_mode_that_thaw_gives_back():
     for mode in (True, False):
         model = freeze(trained(), include="1").train(mode)

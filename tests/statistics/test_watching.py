@@ -11,10 +11,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization, type_before_parametrizations
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import normplug
-from normplug import fuse, swap, watch
+from normplug import freeze, fuse, swap, watch
 from normplug.modules import batch_norm
 from statistics_cases import Checkpointed, images, net, rows_of
 
@@ -139,7 +140,8 @@ def small():
 
 
 def classes(model):
-    return [type(module) for module in model.modules()]
+    """The class of each module; of a parametrized one, its class without."""
+    return [type_before_parametrizations(module) for module in model.modules()]
 
 
 def hooks(model):
@@ -313,14 +315,72 @@ def test_a_copy_is_not_measured_and_keeps_nothing(change, run):
         assert_nothing_is_left(made, before)
 
 
-def test_a_copy_of_a_parametrized_norm_is_not_measured():
-    model = swap(small())
-    nn.utils.parametrizations.weight_norm(model[0])
-    nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Identity())
+def parametrized(model):
+    register_parametrization(model[2], "weight", nn.Identity())
+    return model
+
+
+CHANGES = {
+    "parametrized": parametrized,
+    "parametrized and swapped": lambda m: swap(parametrized(m)),
+    "frozen": freeze,
+    "loaded after it was frozen": lambda m: pickle.loads(pickle.dumps(freeze(m))),
+    "frozen and parametrized": lambda m: parametrized(freeze(m)),
+    "parametrized and frozen": lambda m: freeze(parametrized(m)),
+    "frozen and swapped": lambda m: swap(freeze(m)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_deep_copy_while_a_norm_measures_is_as_without_the_watch(change):
+    model = change(small())
     with watch(model, every=1):
-        model(torch.randn(8, 4))
+        run_parts(model)
         made = copy.deepcopy(model)
-    assert all(vars(module).get("_probe") is None for module in made.modules())
+    expected = copy.deepcopy(model)
+    assert_nothing_is_left(made, classes(expected))
+    assert set(vars(made[2])) == set(vars(expected[2]))
+    assert made[2].training is expected[2].training
+    x = torch.randn(8, 4)
+    assert torch.equal(made(x), expected(x))
+
+
+@pytest.mark.parametrize("change", [freeze, lambda m: swap(freeze(m))], ids=["stock", "swapped"])
+def test_a_frozen_norm_that_measures_is_pickled_as_without_the_watch(change):
+    model = change(small())
+    expected = pickle.loads(pickle.dumps(model[2]))
+    with watch(model, every=1):
+        run_parts(model)
+        made = [copy.copy(model[2])]
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            made.append(pickle.loads(pickle.dumps(model[2], protocol)))
+    assert type(made[0]) is type(model[2])
+    assert set(vars(made[0])) == set(vars(model[2]))
+    for each in made[1:]:
+        assert type(each) is type(expected)
+        assert set(vars(each)) == set(vars(expected))
+
+
+def test_a_copy_of_a_norm_that_is_frozen_while_it_measures_is_frozen():
+    model = small()
+    with watch(model, every=1):
+        run_parts(model)
+        freeze(model)
+        made = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    assert type(made[0][2]) is type(model[2])
+    for each in made:
+        assert not each.train()[2].training
+        assert not isinstance(each[2], normplug.BatchNorm1d)
+
+
+def test_a_copy_of_a_norm_whose_mode_changes_while_it_measures_has_the_mode():
+    model = small()
+    with watch(model, every=1):
+        run_parts(model)
+        model[1].mode = "golden"
+        made = copy.deepcopy(model)
+    assert made[1].mode.name == model[1].mode.name == "golden"
+    assert torch.equal(made[1](torch.ones(2, 8)), model[1](torch.ones(2, 8)))
 
 
 @pytest.mark.parametrize("run", [run_whole, run_parts])
