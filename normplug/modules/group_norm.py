@@ -15,6 +15,7 @@ from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.spec import Tensors, autocast_dtype
 from normplug._torch import NormBase
 from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_channels
+from normplug.modules.frozen import Frozen
 from normplug.modules.watched import REFUSALS, WatchedRows
 
 
@@ -108,6 +109,12 @@ class _InstanceNorm(_Groups, NormBase):
         """Compute `activation(forward(input))` in one call."""
         y: Tensor = self._run(input, None, None, activation)
         return y if y.dim() == input.dim() else y.squeeze(0)
+
+    def _statistics(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        # Without `track_running_stats`, evaluation updates them; a frozen layer does not.
+        if isinstance(self, Frozen) and not self.track_running_stats:
+            return None, None, None
+        return super()._statistics()
 
     def _is_guarded(self) -> bool:
         return self.training and self.track_running_stats

@@ -268,12 +268,19 @@ def test_check_finds_a_class_that_was_patched_after_its_layers_were_frozen(monke
         check(model)
 
 
-def test_without_tracking_a_frozen_instance_norm_normalises_by_its_input():
-    layer, x = layer_and_input("InstanceNorm2d")
+@pytest.mark.parametrize("change", [lambda m: m, swap], ids=["stock", "swapped"])
+@pytest.mark.parametrize("kind", ["InstanceNorm1d", "InstanceNorm2d"])
+def test_without_tracking_a_frozen_instance_norm_normalises_by_its_input(kind, change):
+    layer, x = layer_and_input(kind)
     layer.track_running_stats = False
-    expected, before = copy.deepcopy(layer).eval()(x), layer.running_mean.clone()
-    assert torch.equal(freeze(layer)(x), expected)
-    assert torch.equal(layer.running_mean, before)
+    expected = copy.deepcopy(layer).eval()(x)
+    before = statistics(layer)
+    frozen = freeze(change(layer))
+    assert torch.equal(frozen(x), expected)
+    frozen(torch.full_like(x, torch.nan))
+    assert equal(before, statistics(layer))
+    thaw(frozen)(x)
+    assert not equal(before, statistics(layer))
 
 
 @pytest.mark.parametrize("change", [lambda m: m, swap, lambda m: unswap(swap(m))])
