@@ -82,8 +82,10 @@ def without_probe(layer: nn.Module) -> nn.Module:
     twin = layer.__new__(type(layer))
     state: dict[str, Any] = vars(twin)
     state.update(vars(layer))
+    # Only the twin is asked: another thread may stop measuring the layer.
+    is_stock = is_only_measured(twin)
     probe = state.pop("_probe", None)
-    if is_only_measured(layer):
+    if is_stock:
         state["_buffers"] = dict(state["_buffers"])  # `revert` may remove some
         probe.revert(twin)
     return twin
