@@ -488,7 +488,9 @@ def test_a_model_is_watched_while_other_threads_run_it(change):
                 with watch(model, every=2) as w:
                     for _ in range(5):
                         model(torch.randn(8, 4)).sum().backward()
-                assert w.rows
+                    # Forwards during a step of another thread are no steps.
+                    while not w.rows:
+                        model(torch.randn(8, 4)).sum().backward()
 
     assert in_threads(serve, serve, train) == []
     assert_nothing_is_left(model, before)
