@@ -24,7 +24,10 @@ DOCTOR = "tests/statistics/test_doctor.py"
 EVERY_NORM = "tests/functional/test_every_norm.py"
 FOLD = "tests/swap/test_fold.py"
 FREEZING = "tests/statistics/test_freezing.py"
+FROZEN_AND_TOOLS = "tests/statistics/test_frozen_and_tools.py"
+GROUPS = "tests/statistics/test_groups.py"
 GROUP_NORM_KERNELS = "tests/kernels/test_group_norm_kernels.py"
+LAYER_NORM = "tests/functional/test_layer_norm.py"
 LAYER_NORM_KERNELS = "tests/kernels/test_layer_norm_kernels.py"
 SAFE = "tests/statistics/test_safe.py"
 SITES = "tests/fuse/test_sites.py"
@@ -63,8 +66,8 @@ MUTATIONS = (
     Mutation(
         "columns: no shift by the first row",
         "normplug/_kernels/batch_norm/columns.py",
-        "top = load_tile(x_ptr, area, start, 1, 1, EVEN, False, WIDE, False).to(ACC)",
-        "top = load_tile(x_ptr, area, start, 1, 1, EVEN, False, WIDE, False).to(ACC) * 0.0",
+        "top = load_row(x_ptr, area, start, T).to(ACC)",
+        "top = load_row(x_ptr, area, start, T).to(ACC) * 0.0",
         tests_of(BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"),
         INTERPRETER,
     ),
@@ -145,7 +148,10 @@ MUTATIONS = (
         "normplug/_kernels/primitives.py",
         "        if DTYPE == tl.float16:\n            value = value.to(tl.float32)\n        elif",
         "        if",
-        tests_of(LAYER_NORM_KERNELS, "test_a_residual_is_added_first"),
+        tests_of(
+            LAYER_NORM_KERNELS,
+            "test_a_float64_result_is_rounded_to_float32_before_float16",
+        ),
         INTERPRETER,
     ),
     Mutation(
@@ -169,14 +175,14 @@ MUTATIONS = (
         "normplug/_kernels/group_norm/columns.py",
         "m2 = tl.maximum(b - a * mean, 0.0)",
         "m2 = b - a * mean",
-        tests_of(GROUP_NORM_KERNELS, "test_as_close_to_float64_as_torch"),
+        tests_of(GROUP_NORM_KERNELS, "test_rounding_makes_no_variance_negative"),
         INTERPRETER,
     ),
     Mutation(
         "GroupNorm: no shift by the first value",
         "normplug/_kernels/group_norm/planes.py",
-        "first = tl.load(x_ptr + groups * WIDTH + k * BLOCK, mask=inside, other=0.0).to(ACC)",
-        "first = tl.zeros([R], ACC)",
+        "first = tl.load(x_ptr + groups * WIDTH + k * T.block, mask=inside, other=0.0)",
+        "first = tl.zeros([T.r], ACC)",
         tests_of(GROUP_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"),
         INTERPRETER,
     ),
@@ -191,7 +197,7 @@ MUTATIONS = (
     Mutation(
         "GroupNorm: no shift by the first rows",
         "normplug/_kernels/group_norm/columns.py",
-        "mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / U)",
+        "mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / T.u)",
         "mean = tl.sum(x, axis=STEP_AXIS) * 0.0",
         tests_of(GROUP_NORM_KERNELS, "test_as_close_to_float64_as_torch"),
         INTERPRETER,
@@ -205,10 +211,10 @@ MUTATIONS = (
         INTERPRETER,
     ),
     Mutation(
-        "launch: sizes are not divided by their unit",
-        "normplug/_kernels/launch.py",
-        'values[name] = value // source.unit if name.endswith("_UNITS") else value',
-        "values[name] = value",
+        "schedule: sizes are not divided by their unit",
+        "normplug/_kernels/batch_norm/schedule.py",
+        '"LIVE_UNITS": self.live // self.unit,',
+        '"LIVE_UNITS": self.live,',
         tests_of(BATCH_NORM_KERNELS, "test_channel_stats_are_accurate"),
         INTERPRETER,
     ),
@@ -218,29 +224,27 @@ MUTATIONS = (
         "normplug/_ops/stock.py",
         "return rstd.pow(-2).sub_(eps).clamp_min_(0)",
         "return rstd.pow(-2).sub_(eps)",
-        tests_of(CALLS, "test_channels_without_variance_have_no_negative_one"),
-        INTERPRETER,
+        tests_of(LAYER_NORM, "test_the_watched_variance_of_equal_values_is_not_negative"),
     ),
     Mutation(
         "safe: the variance is not copied",
         "normplug/_ops/stock.py",
-        "copies = (None if each is None else each.clone() for each in (*t,)[-3:])",
-        "mean, tracked = (None if t is None else t.clone() for t in (t.running_mean, t.tracked))\n"
-        "    copies = (mean, t.running_var, tracked)",
-        (SAFE,),
+        "new_var = _finite_copy(var)",
+        "new_var = var",
+        tests_of(SAFE, "test_good_batches_count_as_in_torch_and_bad_ones_do_not"),
     ),
     Mutation(
         "safe: a variance that is not finite counts",
         "normplug/_ops/stock.py",
-        "finite = torch.isfinite(mean) & torch.isfinite(var)",
-        "finite = torch.isfinite(mean)",
-        (SAFE,),
+        "finite = torch.isfinite(new_mean) & torch.isfinite(new_var)",
+        "finite = torch.isfinite(new_mean)",
+        tests_of(SAFE, "test_a_channel_whose_variance_overflows_does_not_count"),
     ),
     Mutation(
         "operator: running variance over n",
         "normplug/_ops/batch_norm.py",
-        "batch_var *= n / (n - 1)",
-        "pass",
+        "unbiased = var * (values / (values - 1))",
+        "unbiased = var",
         tests_of(CALLS, "test_the_operators_give_the_same_bits_as_eager_calls"),
         INTERPRETER,
     ),
@@ -250,10 +254,20 @@ MUTATIONS = (
         "eps = self.eps if h.dtype == total.dtype else rms_eps(total.dtype, self.eps)",
         "eps = self.eps",
         tests_of(
-            EVERY_NORM,
-            "test_mixed_dtypes_are_promoted_and_rounded_once",
-            "test_autocast_output_sets_the_dtype_under_autocast",
+            LAYER_NORM,
+            "test_the_default_eps_of_an_rms_norm_is_that_of_its_input_beside_a_wider_weight",
         ),
+    ),
+    Mutation(
+        "rms eps in the kernels: of the accumulator's dtype",
+        "normplug/_ops/row_norms_plan.py",
+        "self._eps = rms_eps(self._total_dtype, spec.eps)",
+        "self._eps = rms_eps(self.acc, spec.eps)",
+        tests_of(
+            LAYER_NORM_KERNELS,
+            "test_the_default_eps_of_an_rms_norm_is_that_of_its_input_beside_a_wider_weight",
+        ),
+        INTERPRETER,
     ),
     Mutation(
         "joined batch: no variance between processes",
@@ -265,9 +279,23 @@ MUTATIONS = (
     Mutation(
         "joined batch: running variance over n",
         "normplug/_ops/batch_norm.py",
-        "unbiased = var * (n / (n - 1).clamp(min=1))",
-        "unbiased = var",
+        "unbiased = var * (n / (n - 1).clamp(min=1))\n"
+        "        stock.update_running(t, spec.momentum",
+        "unbiased = var\n        stock.update_running(t, spec.momentum",
         tests_of(SYNC, "test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch"),
+    ),
+    Mutation(
+        "joined operator: running variance over n",
+        "normplug/_ops/batch_norm.py",
+        "unbiased = var * (n / (n - 1).clamp(min=1))\n"
+        "            stock.update_running(t, self.momentum",
+        "unbiased = var\n            stock.update_running(t, self.momentum",
+        tests_of(
+            "tests/modules/test_sync_kernels.py",
+            "test_in_each_of_two_processes"
+            "[interpreted-the_operators_compute_the_same_as_an_eager_call]",
+        ),
+        INTERPRETER,
     ),
     Mutation(
         "InstanceNorm: running variance over n",
@@ -357,7 +385,7 @@ MUTATIONS = (
         "normplug/_swap/check.py",
         "tolerance = max(4 * torch.finfo(x.dtype).eps, 1e-5)",
         "tolerance = max(4 * torch.finfo(x.dtype).eps, 0.1)",
-        tests_of(CHECK, "test_a_layer_that_computes_something_else_is_found"),
+        tests_of(CHECK, "test_an_output_that_is_off_by_a_thousandth_is_found"),
     ),
     Mutation(
         "check: nan equals every number",
@@ -368,8 +396,8 @@ MUTATIONS = (
     ),
     Mutation(
         "check: the generator of random is not restored",
-        "normplug/_swap/check.py",
-        "        random.setstate(states[0])\n",
+        "normplug/_restore.py",
+        "        random.setstate(state)\n",
         "",
         tests_of(CHECK, "test_random_models_are_compared_and_all_generators_are_put_back"),
     ),
@@ -537,56 +565,69 @@ MUTATIONS = (
         "normplug/_statistics/buffers.py",
         "        if not runs.is_frozen(layer)\n    }",
         "    }",
-        (BUFFERS,),
+        tests_of(BUFFERS, "test_frozen_layers_keep_their_statistics"),
     ),
     Mutation(
         "recalibrate: variance of a call over n",
         "normplug/_statistics/buffers.py",
         "variance, mean = biased[None] * (n / max(n - 1, 1)), mean[None]",
         "variance, mean = biased[None], mean[None]",
-        (BUFFERS,),
+        tests_of(BUFFERS, "test_how_far_it_moved_counts_unbiased_variances"),
     ),
     Mutation(
         "sync_buffers: counts are rounded down",
         "normplug/_statistics/buffers.py",
         "(merged.count / dist.get_world_size()).round()",
         "(merged.count / dist.get_world_size()).floor()",
-        (BUFFERS,),
+        tests_of(BUFFERS, "test_two_processes_get_the_statistics_of_all_their_data"),
+    ),
+    Mutation(
+        "sync_buffers: frozen layers are merged",
+        "normplug/_statistics/buffers.py",
+        "runs.running_layers(model).values() if not runs.is_frozen(m)]",
+        "runs.running_layers(model).values()]",
+        tests_of(
+            BUFFERS,
+            "test_two_processes_leave_the_statistics_of_frozen_layers_alone",
+        ),
     ),
     Mutation(
         "recalibrate: moments without the distance of means",
         "normplug/_statistics/buffers.py",
         "self.m2 += m2.to(self.mean) + difference.square() * self.count * share",
         "self.m2 += m2.to(self.mean)",
-        (BUFFERS,),
+        tests_of(BUFFERS, "test_statistics_are_those_of_all_the_data_in_uneven_batches"),
     ),
     Mutation(
         "freeze: gradients stay",
         "normplug/_statistics/freezing.py",
-        "                parameter.grad = None\n",
+        "            parameter.grad = None\n",
         "",
-        (FREEZING,),
+        tests_of(
+            FREEZING,
+            "test_freeze_removes_gradients_so_that_no_optimizer_moves_the_weights",
+        ),
     ),
     Mutation(
-        "freeze: children do not follow train",
-        "normplug/_statistics/freezing.py",
-        "            child.train(mode)\n",
-        "            pass\n",
-        (FREEZING,),
+        "freeze: a loaded layer's children do not train",
+        "normplug/modules/frozen.py",
+        "    if children:  # such as",
+        "    if False:  # such as",
+        tests_of(FROZEN_AND_TOOLS, "test_what_a_loaded_layer_holds_follows_train"),
     ),
     Mutation(
         "thaw: parameters that did not train before train",
         "normplug/_statistics/freezing.py",
-        "if parameter is not None and parameter.requires_grad:",
-        "if parameter is not None:",
-        (FREEZING,),
+        "if parameter.requires_grad:",
+        "if True:",
+        tests_of(FREEZING, "test_thaw_gives_back_what_the_freeze_took"),
     ),
     Mutation(
         "doctor: no standard errors are allowed",
         "normplug/_statistics/doctor.py",
         "_ERRORS = 4  #",
         "_ERRORS = 0  #",
-        tests_of(DOCTOR, "test_healthy_models_have_no_findings"),
+        tests_of(DOCTOR, "test_statistics_of_a_few_samples_are_not_stale_by_chance"),
     ),
     Mutation(
         "doctor: two values a channel are enough",
@@ -596,11 +637,25 @@ MUTATIONS = (
         tests_of(DOCTOR, "test_a_planted_fault_is_found_and_named_with_its_fix"),
     ),
     Mutation(
-        "doctor: buffers change",
+        "doctor: tensors are not restored",
         "normplug/_statistics/runs.py",
-        "            write(buffer, value)\n",
-        "            pass\n",
-        tests_of(DOCTOR, "test_it_changes_nothing"),
+        "                write(parts.own_part(tensor), value)\n",
+        "                pass\n",
+        tests_of(BUFFERS, "test_buffers_and_parameters_are_left_by_name_and_bit_for_bit"),
+    ),
+    Mutation(
+        "param_groups: a name makes a class a known norm",
+        "normplug/_statistics/groups.py",
+        "if is_known_norm(module):",
+        "if is_norm(module):",
+        tests_of(GROUPS, "test_a_name_alone_takes_no_decay_from_a_matrix"),
+    ),
+    Mutation(
+        "param_groups: a name makes a convolution a norm",
+        "normplug/_statistics/groups.py",
+        "if isinstance(module, _MATRICES) or not is_norm(module):",
+        "if not is_norm(module):",
+        tests_of(GROUPS, "test_a_name_alone_takes_no_decay_from_a_matrix"),
     ),
     # The host path's Python.
     Mutation(
@@ -609,6 +664,13 @@ MUTATIONS = (
         "if not again and note.exists() and time.time() - note.stat().st_mtime < _A_DAY:",
         "if False:",
         tests_of(BUILDING, "test_a_compiler_that_fails_is_not_tried_again_for_a_day"),
+    ),
+    Mutation(
+        "native: the clean-up removes every old part",
+        "normplug/native/building.py",
+        "if not _LEFTOVER.fullmatch(path.name):",
+        'if path.suffix != ".part":',
+        tests_of(BUILDING, "test_the_clean_up_leaves_every_file_of_the_user"),
     ),
     Mutation(
         "native: others may write to the library",

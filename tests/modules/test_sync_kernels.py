@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import normplug
+import routes
 import sync_cases
 from accuracy import assert_same_bits
 from interpreted import NEEDS_SINGLE_MASKS
@@ -62,6 +63,17 @@ def a_joined_norm_can_be_recomputed(rank, world, device):
     y = layer._fused(x.requires_grad_(), residual.requires_grad_(), "relu", keeps_residual=True)
     assert recompute.will_recompute(y) == recompute.AVAILABLE
     assert torch.equal(y, recompute._recomputation(y)())
+
+
+def the_operators_compute_the_same_as_an_eager_call(rank, world, device):
+    case = Case((5, 3), **LAST, **ADD_RELU)
+    eager = sync_cases.outcome(*case.of_rank(rank, device, "triton"), case.activation)
+    with pytest.MonkeyPatch.context() as change:
+        routes.use_operators(change)
+        call = case.of_rank(rank, device, "triton")
+        operator = sync_cases.outcome(*call, case.activation)
+    assert eager.pop("node") != operator.pop("node")
+    torch.testing.assert_close(operator, eager)
 
 
 def one_process_can_measure_alone(rank, world, device):
@@ -308,6 +320,7 @@ def the_host_never_waits_for_the_gpu(rank, world, device):
 IN_BOTH = [
     kernels_that_exchange_statistics_send_no_message,
     a_joined_norm_can_be_recomputed,
+    the_operators_compute_the_same_as_an_eager_call,
     one_process_can_measure_alone,
     a_fused_model_computes_the_same_and_runs_each_norm_as_one_call,
     sync_cases.a_second_derivative_is_refused,
