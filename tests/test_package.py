@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -179,15 +180,21 @@ def test_without_the_packages_of_its_extra_a_module_says_so_when_imported():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_module_of_an_extra_is_an_attribute_of_the_package():
-    code = """
-import normplug
-print([getattr(normplug, name).__name__ for name in {names}])
-"""
-    names = ["bench", "compare", "lightning", "transformers"]
-    done = program(code.format(names=names))
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("bench", "torch"),
+        ("compare", "pandas"),
+        ("lightning", "lightning"),
+        ("transformers", "transformers"),
+    ],
+)
+def test_a_module_of_an_extra_is_an_attribute_of_the_package(name, package):
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    done = program(f"import normplug; print(normplug.{name}.__name__)")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str([f"normplug.{name}" for name in names])
+    assert done.stdout.strip() == f"normplug.{name}"
 
 
 @pytest.mark.parametrize(
