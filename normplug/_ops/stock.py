@@ -180,7 +180,9 @@ def guarded(t: Tensors, momentum: float | None, run: Callable[[Tensors], Any]) -
     new_mean = _finite_copy(mean)
     new_var = _finite_copy(var)
     new_tracked = None if tracked is None else tracked.clone()
-    result = run(t._replace(running_mean=new_mean, running_var=new_var, tracked=new_tracked))
+    # Dynamo of torch 2.6 cannot call `_replace`.
+    inputs = (t.x, t.residual, t.weight, t.bias, t.input_bias)
+    result = run(Tensors(*inputs, new_mean, new_var, new_tracked))
     if is_repeated():
         return result
     finite = torch.isfinite(new_mean) & torch.isfinite(new_var)

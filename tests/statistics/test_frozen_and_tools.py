@@ -68,12 +68,13 @@ def test_a_frozen_stock_layer_is_scripted_traced_and_exported_as_in_evaluation(k
     model = freeze(nn.Sequential(layer)).train()
     scripted = torch.jit.script(model)
     for mode in (True, False):
-        assert torch.equal(scripted.train(mode)(x), expected)
+        # Not bit for bit: an instance norm of torch 2.6 rounds by where its input lies in memory.
+        torch.testing.assert_close(scripted.train(mode)(x), expected)
     assert [n.op for n in fx.symbolic_trace(model).graph.nodes][1:-1] == ["call_module"]
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
+    torch.compiler.reset()  # each kind is one more graph of the same forward
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), expected)
-    torch.compiler.reset()
     assert is_frozen(model[0])
 
 

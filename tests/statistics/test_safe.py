@@ -25,6 +25,7 @@ KINDS = (nn.BatchNorm2d, nn.InstanceNorm2d)
 
 
 def compiled(model, batches):
+    torch.compiler.reset()  # each model is one more graph of the same forward
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     for batch in batches:
         run(batch)
@@ -65,7 +66,8 @@ def test_every_way_leaves_out_the_same_channels_of_the_same_batches(kind, moment
     expected = safe_statistics(batches, momentum, kind is nn.InstanceNorm2d)
     for name, value in zip(("running_mean", "running_var"), expected, strict=False):
         torch.testing.assert_close(got[f"0.{name}"].double(), value, rtol=1e-5, atol=1e-5)
-    assert got["0.num_batches_tracked"] == expected[2]
+    # torch.export of torch 2.6 drops a counter that is never written, as an InstanceNorm's.
+    assert got.get("0.num_batches_tracked", 0) == expected[2]
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
