@@ -170,10 +170,17 @@ class FrozenInstanceNorm(FrozenNorm):
 
     _methods = ("_check_input_dim", "_get_no_batch_dim")
     _get_no_batch_dim: ClassVar[Callable[[Any], int]]
+    # The result of that method, which Dynamo of torch 2.6 cannot call.
+    _no_batch_dim: ClassVar[int]
+    __constants__ = [*NormBase.__constants__, "_no_batch_dim"]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._no_batch_dim = cls._get_no_batch_dim(cls)
 
     def _normalise(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        is_batch = input.dim() != self._get_no_batch_dim()
+        is_batch = input.dim() != self._no_batch_dim
         x = input if is_batch else input.unsqueeze(0)
         # Without `track_running_stats`, evaluation uses the statistics of the input.
         of_input = not self.track_running_stats
