@@ -68,8 +68,12 @@ def test_a_frozen_stock_layer_is_scripted_traced_and_exported_as_in_evaluation(k
     model = freeze(nn.Sequential(layer)).train()
     scripted = torch.jit.script(model)
     for mode in (True, False):
-        # Not bit for bit: an instance norm of torch 2.6 rounds by where its input lies in memory.
-        torch.testing.assert_close(scripted.train(mode)(x), expected)
+        y = scripted.train(mode)(x)
+        if kind.startswith("InstanceNorm"):
+            # That of torch 2.6 rounds by where its input lies in memory.
+            torch.testing.assert_close(y, expected)
+        else:
+            assert torch.equal(y, expected)
     assert [n.op for n in fx.symbolic_trace(model).graph.nodes][1:-1] == ["call_module"]
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
     torch.compiler.reset()  # each kind is one more graph of the same forward
