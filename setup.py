@@ -26,7 +26,9 @@ def readme() -> str:
     text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
     if REPOSITORY:
         text = re.sub(r"(!\[[^\]]*\]\()(?!https?:)", rf"\1{REPOSITORY}/raw/main/", text)
-        text = re.sub(r"(?<!!)(\[[^\]]*\]\()(?!https?:|#)", rf"\1{REPOSITORY}/blob/main/", text)
+        text = re.sub(
+            r"(?<!!)(\[[^\]]*\]\()(?!https?:|#)", rf"\1{REPOSITORY}/blob/main/", text
+        )
     return text
 
 

@@ -40,7 +40,9 @@ def run(gpus: int, graph: bool, seed: int, options: Sequence[str]) -> Row:
     facts: Row = {"model": "resnet18-cifar", "gpus": gpus, "graph": graph, "seed": seed}
     with TemporaryDirectory() as directory:
         words = [*RECIPE, *several, *options, *chosen, f"hydra.run.dir={directory}"]
-        done = subprocess.run([sys.executable, TRAIN, *words], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, TRAIN, *words], capture_output=True, text=True
+        )
         file = Path(directory, "result.json")
         result = json.loads(file.read_text()) if file.exists() else {}
         config = OmegaConf.load(file.with_name("config.yaml")) if file.exists() else None
@@ -49,7 +51,11 @@ def run(gpus: int, graph: bool, seed: int, options: Sequence[str]) -> Row:
         print(text, file=sys.stderr)
         return facts | {"error": str(result.get("error") or text.splitlines()[-1])}
     facts["batch"] = gpus * config.data.batch_size
-    where = {"date": result["date"], "commit": result["commit"], "device": result["hardware"]}
+    where = {
+        "date": result["date"],
+        "commit": result["commit"],
+        "device": result["hardware"],
+    }
     return facts | {key: result[key] for key in RESULTS} | where | result["versions"]
 
 
@@ -66,7 +72,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         f"{rows[0]['device'].split(' x ')[-1]}, {rows[0]['date']:.10}", fontsize="small"
     )
     for graph, runs in done.groupby("graph"):
-        name, colour = ("CUDA graphs", "tab:blue") if graph else ("no graphs", "tab:orange")
+        name, colour = (
+            ("CUDA graphs", "tab:blue") if graph else ("no graphs", "tab:orange")
+        )
         axes.plot(runs.gpus, runs.images_per_s, ".", color=colour)
         middle = runs.groupby("gpus").images_per_s.median()
         middle.plot(ax=axes, color=colour, label=name, legend=True)
@@ -87,9 +95,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("options", nargs="*", help="of train.py")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--graphs", choices=("no", "yes"), nargs="+", default=["no", "yes"])
-    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="append to it")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows, and run nothing")
+    parser.add_argument(
+        "--graphs", choices=("no", "yes"), nargs="+", default=["no", "yes"]
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", required=True, help="append to it"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the rows, and run nothing"
+    )
     a = parser.parse_intermixed_args(argv)
     if a.plot:
         plot(read_file(a.json), a.plot)

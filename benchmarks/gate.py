@@ -27,7 +27,9 @@ def speeds(path: Path, models: Sequence[str] | None) -> pandas.DataFrame:
     """The speed over eager of each case and arm of normplug: the median, and of how many runs."""
     found = pandas.DataFrame(read_file(path))
     if "over_eager" not in found:
-        raise SystemExit(f"{path} has no speeds over eager: measure the arm eager in the same run.")
+        raise SystemExit(
+            f"{path} has no speeds over eager: measure the arm eager in the same run."
+        )
     series = "arm" if "arm" in found else "provider"
     found = found[found[series].str.contains("swap|normplug")]
     if models is not None:
@@ -52,9 +54,13 @@ def compare(new: pandas.DataFrame, old: pandas.DataFrame) -> pandas.DataFrame:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", type=Path, help="rows of several runs of models.py or norms.py")
+    parser.add_argument(
+        "results", type=Path, help="rows of several runs of models.py or norms.py"
+    )
     parser.add_argument("--against", type=Path, required=True, help="the committed rows")
-    parser.add_argument("--rows", nargs="+", metavar="NAME", help="compare these models only")
+    parser.add_argument(
+        "--rows", nargs="+", metavar="NAME", help="compare these models only"
+    )
     a = parser.parse_args(argv)
     committed = speeds(a.against, a.rows)
     if committed.empty:

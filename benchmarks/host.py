@@ -20,13 +20,20 @@ import torch
 
 import script
 from normplug import native
-from normplug._results import stamp
+from normplug._files import stamp
 from normplug.bench.op import EAGER, OURS, PROVIDERS, Case, Change, Problem, cases, ours
 from normplug.bench.rows import Row, Rows
 from normplug.bench.timing import back_to_back, in_turns
 
 PYTHON = "normplug-python"
-FLAT = ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "batch_norm", "batch_norm_relu"]
+FLAT = [
+    "layer_norm",
+    "add_layer_norm",
+    "rms_norm",
+    "add_rms_norm",
+    "batch_norm",
+    "batch_norm_relu",
+]
 CASES = [
     *cases(FLAT, [(32, 128)], ["float32"]),
     *cases(["group_norm", "instance_norm"], [(8, 32, 8, 8)], ["float32"]),
@@ -58,9 +65,15 @@ def measure(case: Case, device: torch.device, rounds: int | None = None) -> Iter
                 problem.check(name, layer)
     for direction in ("F", "F+B"):
         calls = {name: problem.calls(layer)[direction] for name, layer in layers.items()}
-        turns = {name: partial(_turn, call, name, direction) for name, call in calls.items()}
+        turns = {
+            name: partial(_turn, call, name, direction) for name, call in calls.items()
+        }
         for name, timed in in_turns("wall_us", turns, rounds).items():
-            facts = {"direction": direction, "provider": name, "native": native.status().way}
+            facts = {
+                "direction": direction,
+                "provider": name,
+                "native": native.status().way,
+            }
             yield {**case.facts(), **facts, **timed, **stamp(device.type == "cuda")}
 
 

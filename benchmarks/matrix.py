@@ -78,7 +78,9 @@ def is_there(name):
         return torch.__version__ >= name.removeprefix("torch>=")
     try:
         spec = importlib.util.find_spec(name)
-        return spec is not None and spec.origin is not None  # a test folder of that name has none
+        return (
+            spec is not None and spec.origin is not None
+        )  # a test folder of that name has none
     except ModuleNotFoundError:
         return False
 
@@ -212,7 +214,9 @@ def assert_same(got, expected, tolerance):
     assert got, "nothing was compared"
     for a, b in zip(got, expected, strict=True):
         if isinstance(b, torch.Tensor):
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance / 10, check_dtype=False)
+            torch.testing.assert_close(
+                a, b, rtol=tolerance, atol=tolerance / 10, check_dtype=False
+            )
         else:
             assert a == b, f"{a} is not {b}"
 
@@ -312,7 +316,10 @@ def fuse_linear_bn_eval(model):
     return evaluate(model)
 
 
-@row("`torch.ao.quantization.fuse_modules`", refused="(did not find fuser method|[Cc]annot fuse)")
+@row(
+    "`torch.ao.quantization.fuse_modules`",
+    refused="(did not find fuser method|[Cc]annot fuse)",
+)
 def fuse_modules(model):
     from torch.ao.quantization import fuse_modules
 
@@ -357,7 +364,10 @@ def transformer_encoder(model):
     layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, device=DEVICE)
     layer.norm1, layer.norm2 = model.norm, copy.deepcopy(model.norm)
     encoder = nn.TransformerEncoder(layer, 2)
-    x, padding = torch.randn(2, 5, 32).to(DEVICE), torch.arange(5) >= torch.tensor([[5], [3]])
+    x, padding = (
+        torch.randn(2, 5, 32).to(DEVICE),
+        torch.arange(5) >= torch.tensor([[5], [3]]),
+    )
     padding = padding.to(DEVICE)
     trained, validated = encoder.train()(x), evaluate(encoder, x)
     with torch.no_grad():
@@ -367,7 +377,10 @@ def transformer_encoder(model):
 # Compilers and exporters.
 
 
-@row("`torch.jit.script`", refused="torch.jit.script cannot compile a BatchNorm2d in mode golden")
+@row(
+    "`torch.jit.script`",
+    refused="torch.jit.script cannot compile a BatchNorm2d in mode golden",
+)
 def jit_script(model):
     return evaluate(torch.jit.script(model.eval()))
 
@@ -443,13 +456,17 @@ def compile_aot(model):
 SLOW = ("group", "instance")  # to compile for the CPU
 
 
-@row("`torch.compile`, Inductor, training; no GroupNorm, InstanceNorm", "c++", without=SLOW)
+@row(
+    "`torch.compile`, Inductor, training; no GroupNorm, InstanceNorm", "c++", without=SLOW
+)
 def compile_inductor(model):
     torch.compiler.reset()
     return train(torch.compile(model, fullgraph=True))
 
 
-@row("`torch.compile`, Inductor, freezing; no GroupNorm, InstanceNorm", "c++", without=SLOW)
+@row(
+    "`torch.compile`, Inductor, freezing; no GroupNorm, InstanceNorm", "c++", without=SLOW
+)
 def compile_freezing(model):
     import torch._inductor.config
 
@@ -478,7 +495,9 @@ def averaged_model(model):
 @row("`swa_utils.AveragedModel`, EMA of buffers too")
 def averaged_model_ema(model):
     mean = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=mean, use_buffers=True)
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=mean, use_buffers=True
+    )
     train(model, after=lambda: average.update_parameters(model))
     return statistics(average), evaluate(average)
 
@@ -510,7 +529,12 @@ def fit(model, *callbacks, epochs=2, **options):
         def configure_optimizers(self):
             return torch.optim.SGD(parameters(self.net), 0.05)
 
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    off = (
+        "logger",
+        "enable_checkpointing",
+        "enable_progress_bar",
+        "enable_model_summary",
+    )
     with tempfile.TemporaryDirectory() as directory:
         Trainer(
             accelerator=DEVICE.type,
@@ -538,7 +562,11 @@ def lightning_ema(model):
     return fit(model, EMAWeightAveraging(decay=0.5))
 
 
-@row("Lightning `precision='bf16-mixed'`, gradient accumulation", "lightning", tolerance=0.1)
+@row(
+    "Lightning `precision='bf16-mixed'`, gradient accumulation",
+    "lightning",
+    tolerance=0.1,
+)
 def lightning_mixed(model):
     return fit(model, precision="bf16-mixed", accumulate_grad_batches=3)
 
@@ -563,7 +591,9 @@ def vmap_models(model):
 def functional(model):
     params = {k: p.detach() for k, p in model.named_parameters()}
     buffers = {k: b.clone() for k, b in model.named_buffers()}
-    return params, lambda params, x: torch.func.functional_call(model, (params, buffers), (x,))
+    return params, lambda params, x: torch.func.functional_call(
+        model, (params, buffers), (x,)
+    )
 
 
 @row("`torch.func.grad`, in training")
@@ -786,7 +816,10 @@ def quantize_dynamic(model):
     return evaluate(torch.ao.quantization.quantize_dynamic(model.eval(), {nn.Linear}))
 
 
-@row("`torch.ao.quantization.prepare`, `convert`; GroupNorm, InstanceNorm2d, LayerNorm", cpu=True)
+@row(
+    "`torch.ao.quantization.prepare`, `convert`; GroupNorm, InstanceNorm2d, LayerNorm",
+    cpu=True,
+)
 def quantize_static(model):
     from torch.ao.quantization import QuantWrapper, convert, get_default_qconfig, prepare
 
@@ -831,7 +864,11 @@ def ptflops_complexity(model):
     return ptflops.get_model_complexity_info(model, tuple(X.shape[1:]), **options)
 
 
-@row("BackPACK `BatchGrad`; has only BatchNorm", "backpack", refused="no attribute 'grad_batch'")
+@row(
+    "BackPACK `BatchGrad`; has only BatchNorm",
+    "backpack",
+    refused="no attribute 'grad_batch'",
+)
 def backpack_batch_grad(model):
     from backpack import backpack, extend
     from backpack.extensions import BatchGrad
@@ -888,13 +925,17 @@ def recalibrated(model):
 def watched(model):
     with normplug.watch(model, every=2) as w:
         trained = train(normplug.sync_buffers(model))
-    return trained, [torch.tensor([row.input_variance, row.affine_variance]) for row in w.rows]
+    return trained, [
+        torch.tensor([row.input_variance, row.affine_variance]) for row in w.rows
+    ]
 
 
 @row("`normplug.param_groups`")
 def grouped(model):
     names = {id(p): name for name, p in model.named_parameters()}
-    return [[names[id(p)] for p in g["params"]] for g in normplug.param_groups(model, 0.1)]
+    return [
+        [names[id(p)] for p in g["params"]] for g in normplug.param_groups(model, 0.1)
+    ]
 
 
 @row("`normplug.doctor`")

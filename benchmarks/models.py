@@ -35,7 +35,9 @@ def without_norms(net: nn.Module) -> nn.Module:
 
 
 ARMS = models.usual_arms(MODE) | {
-    "swap+fuse+recompute": lambda net: normplug.fuse(normplug.swap(net, MODE), recompute=True),
+    "swap+fuse+recompute": lambda net: normplug.fuse(
+        normplug.swap(net, MODE), recompute=True
+    ),
     "no-norm": without_norms,
     "liger": rivals.liger_llama,
 }

@@ -61,9 +61,15 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    top.add_argument("words", nargs="*", help="run mutations whose name contains one of these")
-    top.add_argument("--jobs", type=int, default=1, metavar="N", help="mutations at a time")
-    top.add_argument("--list", action="store_true", help="list the mutations, and run nothing")
+    top.add_argument(
+        "words", nargs="*", help="run mutations whose name contains one of these"
+    )
+    top.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="mutations at a time"
+    )
+    top.add_argument(
+        "--list", action="store_true", help="list the mutations, and run nothing"
+    )
     return top
 
 
@@ -83,7 +89,9 @@ def is_stale(mutation: Mutation, checkout: Path) -> bool:
 def copy_of(checkout: Path, target: Path) -> None:
     """Copy the files of a checkout that git does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    done = subprocess.run(command, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True
+    )
     for name in done.stdout.split("\0"):
         source = checkout / name
         if name and source.is_file():
@@ -204,7 +212,10 @@ def main(
     arguments = parser().parse_args(argv)
     selected = chosen(mutations, arguments.words)
     if not selected:
-        print(f"mutate: no mutation is named {' or '.join(arguments.words)}", file=sys.stderr)
+        print(
+            f"mutate: no mutation is named {' or '.join(arguments.words)}",
+            file=sys.stderr,
+        )
         return 1
     if arguments.list:
         return print_list(selected, checkout)

@@ -68,7 +68,9 @@ MUTATIONS = (
         "normplug/_kernels/batch_norm/columns.py",
         "top = load_row(x_ptr, area, start, T).to(ACC)",
         "top = load_row(x_ptr, area, start, T).to(ACC) * 0.0",
-        tests_of(BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"),
+        tests_of(
+            BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"
+        ),
         INTERPRETER,
     ),
     Mutation(
@@ -100,7 +102,9 @@ MUTATIONS = (
         "normplug/_kernels/batch_norm/planes.py",
         "first = tl.load(x_ptr + first).to(ACC)",
         "first = tl.load(x_ptr + first).to(ACC) * 0.0",
-        tests_of(BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"),
+        tests_of(
+            BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"
+        ),
         INTERPRETER,
     ),
     Mutation(
@@ -116,7 +120,9 @@ MUTATIONS = (
         "normplug/_kernels/merging.py",
         'first = tl.load(partial_ptr, cache_modifier=".cg")',
         'first = tl.load(partial_ptr, cache_modifier=".cg") * 0.0',
-        tests_of(BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"),
+        tests_of(
+            BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"
+        ),
         INTERPRETER,
     ),
     Mutation(
@@ -124,7 +130,9 @@ MUTATIONS = (
         "normplug/_kernels/merging.py",
         'first = tl.load(partial_ptr + places, cache_modifier=".cg")',
         'first = tl.load(partial_ptr + places, cache_modifier=".cg") * 0.0',
-        tests_of(BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"),
+        tests_of(
+            BATCH_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"
+        ),
         INTERPRETER,
     ),
     Mutation(
@@ -132,7 +140,9 @@ MUTATIONS = (
         "normplug/_kernels/merging.py",
         "each = ROWS_EACH * FAN_IN * HW",
         "each = ROWS_EACH * HW",
-        tests_of(BATCH_NORM_KERNELS, "test_more_parts_than_one_merge_takes_are_merged_right"),
+        tests_of(
+            BATCH_NORM_KERNELS, "test_more_parts_than_one_merge_takes_are_merged_right"
+        ),
         INTERPRETER,
     ),
     Mutation(
@@ -183,7 +193,9 @@ MUTATIONS = (
         "normplug/_kernels/group_norm/planes.py",
         "first = tl.load(x_ptr + groups * WIDTH + k * T.block, mask=inside, other=0.0)",
         "first = tl.zeros([T.r], ACC)",
-        tests_of(GROUP_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"),
+        tests_of(
+            GROUP_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"
+        ),
         INTERPRETER,
     ),
     Mutation(
@@ -191,7 +203,9 @@ MUTATIONS = (
         "normplug/_kernels/group_norm/planes.py",
         "first = tl.load(x_ptr + start * WIDTH).to(ACC)",
         "first = tl.load(x_ptr + start * WIDTH).to(ACC) * 0.0",
-        tests_of(GROUP_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"),
+        tests_of(
+            GROUP_NORM_KERNELS, "test_a_variance_does_not_round_at_the_size_of_the_mean"
+        ),
         INTERPRETER,
     ),
     Mutation(
@@ -221,21 +235,21 @@ MUTATIONS = (
     # Operations.
     Mutation(
         "variance_of: no clamp at 0",
-        "normplug/_ops/stock.py",
+        "normplug/_ops/torch_way.py",
         "return rstd.pow(-2).sub_(eps).clamp_min_(0)",
         "return rstd.pow(-2).sub_(eps)",
         tests_of(LAYER_NORM, "test_the_watched_variance_of_equal_values_is_not_negative"),
     ),
     Mutation(
         "safe: the variance is not copied",
-        "normplug/_ops/stock.py",
+        "normplug/_ops/torch_way.py",
         "new_var = _finite_copy(var)",
         "new_var = var",
         tests_of(SAFE, "test_good_batches_count_as_in_torch_and_bad_ones_do_not"),
     ),
     Mutation(
         "safe: a variance that is not finite counts",
-        "normplug/_ops/stock.py",
+        "normplug/_ops/torch_way.py",
         "finite = torch.isfinite(new_mean) & torch.isfinite(new_var)",
         "finite = torch.isfinite(new_mean)",
         tests_of(SAFE, "test_a_channel_whose_variance_overflows_does_not_count"),
@@ -274,7 +288,10 @@ MUTATIONS = (
         "normplug/_ops/batch_norm.py",
         "var = (weights * (variances + (means - mean).square())).sum(0)",
         "var = (weights * variances).sum(0)",
-        tests_of(SYNC, "test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch"),
+        tests_of(
+            SYNC,
+            "test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch",
+        ),
     ),
     Mutation(
         "joined batch: running variance over n",
@@ -282,7 +299,10 @@ MUTATIONS = (
         "unbiased = var * (n / (n - 1).clamp(min=1))\n"
         "        stock.update_running(t, spec.momentum",
         "unbiased = var\n        stock.update_running(t, spec.momentum",
-        tests_of(SYNC, "test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch"),
+        tests_of(
+            SYNC,
+            "test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch",
+        ),
     ),
     Mutation(
         "joined operator: running variance over n",
@@ -303,23 +323,26 @@ MUTATIONS = (
         "mean, var = mean.mean(0), var.mean(0) * (values / (values - 1))",
         "mean, var = mean.mean(0), var.mean(0)",
         tests_of(
-            GROUP_NORM_KERNELS, "test_instance_norm_updates_its_running_statistics_from_the_kernels"
+            GROUP_NORM_KERNELS,
+            "test_instance_norm_updates_its_running_statistics_from_the_kernels",
         ),
         INTERPRETER,
     ),
     Mutation(
         "cumulative average: one batch behind",
-        "normplug/_ops/stock.py",
+        "normplug/_ops/torch_way.py",
         "step = tracked.to(running_var).clamp(min=1).reciprocal()",
         "step = (tracked.to(running_var) + 1).reciprocal()",
         tests_of(EVERY_NORM, "test_running_statistics_average_those_of_the_rows"),
     ),
     Mutation(
         "eligible: compute capability 7.5 is refused",
-        "normplug/_ops/eligible.py",
+        "normplug/_ops/can_run.py",
         "if capability < (7, 5):",
         "if capability <= (7, 5):",
-        tests_of(CALLS, "test_a_gpu_that_cannot_run_the_kernels_is_refused_with_the_reason"),
+        tests_of(
+            CALLS, "test_a_gpu_that_cannot_run_the_kernels_is_refused_with_the_reason"
+        ),
         INTERPRETER,
     ),
     Mutation(
@@ -348,7 +371,9 @@ MUTATIONS = (
         "normplug/_checks.py",
         "if (mean is None) != (var is None):",
         "if var is None and mean is not None:",
-        tests_of(ARGUMENTS, "test_an_invalid_call_raises_an_error_with_the_rule_and_the_values"),
+        tests_of(
+            ARGUMENTS, "test_an_invalid_call_raises_an_error_with_the_rule_and_the_values"
+        ),
     ),
     # Modules.
     Mutation(
@@ -399,7 +424,9 @@ MUTATIONS = (
         "normplug/_restore.py",
         "        random.setstate(state)\n",
         "",
-        tests_of(CHECK, "test_random_models_are_compared_and_all_generators_are_put_back"),
+        tests_of(
+            CHECK, "test_random_models_are_compared_and_all_generators_are_put_back"
+        ),
     ),
     Mutation(
         "fold: a shared weight is scaled twice",
@@ -423,7 +450,9 @@ MUTATIONS = (
         "normplug/_swap/swap.py",
         "            _fold.write(weight, value)\n",
         "            pass\n",
-        tests_of("tests/swap/test_swap.py", "test_a_failing_swap_leaves_the_model_as_it_was"),
+        tests_of(
+            "tests/swap/test_swap.py", "test_a_failing_swap_leaves_the_model_as_it_was"
+        ),
     ),
     Mutation(
         "by_depth: blocks are counted from 0",
@@ -541,7 +570,10 @@ MUTATIONS = (
         "normplug/_fuse/sites.py",
         "if times[norm] > 1 or not alone or refusal(norm):",
         "if not alone or refusal(norm):",
-        tests_of(SITES, "test_a_norm_that_is_called_twice_or_whose_output_is_read_twice_is_left"),
+        tests_of(
+            SITES,
+            "test_a_norm_that_is_called_twice_or_whose_output_is_read_twice_is_left",
+        ),
     ),
     Mutation(
         "sites: a value is added to itself",
@@ -556,34 +588,35 @@ MUTATIONS = (
         "return effect is None and not _reads(test, _assigned(statement)[0])",
         "return effect is None",
         tests_of(
-            "tests/fuse/test_edited.py", "test_other_statements_are_left_and_the_reason_is_given"
+            "tests/fuse/test_edited.py",
+            "test_other_statements_are_left_and_the_reason_is_given",
         ),
     ),
     # Statistics.
     Mutation(
         "recalibrate: frozen layers are measured",
-        "normplug/_statistics/buffers.py",
+        "normplug/_tools/buffers.py",
         "        if not runs.is_frozen(layer)\n    }",
         "    }",
         tests_of(BUFFERS, "test_frozen_layers_keep_their_statistics"),
     ),
     Mutation(
         "recalibrate: variance of a call over n",
-        "normplug/_statistics/buffers.py",
+        "normplug/_tools/buffers.py",
         "variance, mean = biased[None] * (n / max(n - 1, 1)), mean[None]",
         "variance, mean = biased[None], mean[None]",
         tests_of(BUFFERS, "test_how_far_it_moved_counts_unbiased_variances"),
     ),
     Mutation(
         "sync_buffers: counts are rounded down",
-        "normplug/_statistics/buffers.py",
+        "normplug/_tools/buffers.py",
         "(merged.count / dist.get_world_size()).round()",
         "(merged.count / dist.get_world_size()).floor()",
         tests_of(BUFFERS, "test_two_processes_get_the_statistics_of_all_their_data"),
     ),
     Mutation(
         "sync_buffers: frozen layers are merged",
-        "normplug/_statistics/buffers.py",
+        "normplug/_tools/buffers.py",
         "runs.running_layers(model).values() if not runs.is_frozen(m)]",
         "runs.running_layers(model).values()]",
         tests_of(
@@ -593,14 +626,14 @@ MUTATIONS = (
     ),
     Mutation(
         "recalibrate: moments without the distance of means",
-        "normplug/_statistics/buffers.py",
+        "normplug/_tools/buffers.py",
         "self.m2 += m2.to(self.mean) + difference.square() * self.count * share",
         "self.m2 += m2.to(self.mean)",
         tests_of(BUFFERS, "test_statistics_are_those_of_all_the_data_in_uneven_batches"),
     ),
     Mutation(
         "freeze: gradients stay",
-        "normplug/_statistics/freezing.py",
+        "normplug/_tools/freezing.py",
         "            parameter.grad = None\n",
         "",
         tests_of(
@@ -617,42 +650,42 @@ MUTATIONS = (
     ),
     Mutation(
         "thaw: parameters that did not train before train",
-        "normplug/_statistics/freezing.py",
+        "normplug/_tools/freezing.py",
         "if parameter.requires_grad:",
         "if True:",
         tests_of(FREEZING, "test_thaw_gives_back_what_the_freeze_took"),
     ),
     Mutation(
         "doctor: no standard errors are allowed",
-        "normplug/_statistics/doctor.py",
+        "normplug/_tools/doctor.py",
         "_ERRORS = 4  #",
         "_ERRORS = 0  #",
         tests_of(DOCTOR, "test_statistics_of_a_few_samples_are_not_stale_by_chance"),
     ),
     Mutation(
         "doctor: two values a channel are enough",
-        "normplug/_statistics/doctor.py",
+        "normplug/_tools/doctor.py",
         "_FEW = 16  #",
         "_FEW = 2  #",
         tests_of(DOCTOR, "test_a_planted_fault_is_found_and_named_with_its_fix"),
     ),
     Mutation(
         "doctor: tensors are not restored",
-        "normplug/_statistics/runs.py",
+        "normplug/_tools/runs.py",
         "                write(parts.own_part(tensor), value)\n",
         "                pass\n",
         tests_of(BUFFERS, "test_buffers_and_parameters_are_left_by_name_and_bit_for_bit"),
     ),
     Mutation(
         "param_groups: a name makes a class a known norm",
-        "normplug/_statistics/groups.py",
+        "normplug/_tools/groups.py",
         "if is_known_norm(module):",
         "if is_norm(module):",
         tests_of(GROUPS, "test_a_name_alone_takes_no_decay_from_a_matrix"),
     ),
     Mutation(
         "param_groups: a name makes a convolution a norm",
-        "normplug/_statistics/groups.py",
+        "normplug/_tools/groups.py",
         "if isinstance(module, _MATRICES) or not is_norm(module):",
         "if not is_norm(module):",
         tests_of(GROUPS, "test_a_name_alone_takes_no_decay_from_a_matrix"),
@@ -691,7 +724,9 @@ MUTATIONS = (
         "normplug/native/building.py",
         'if path.suffix in (".cpp", ".h")]',
         'if path.suffix == ".cpp"]',
-        tests_of(BUILDING, "test_another_torch_python_machine_or_source_means_another_file"),
+        tests_of(
+            BUILDING, "test_another_torch_python_machine_or_source_means_another_file"
+        ),
     ),
     # The comparison of runs.
     Mutation(
@@ -706,7 +741,10 @@ MUTATIONS = (
         "normplug/_compare/runs.py",
         "np.arange(len(ps), 0, -1)",
         "len(ps)",
-        tests_of(COMPARE, "test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms"),
+        tests_of(
+            COMPARE,
+            "test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms",
+        ),
     ),
     Mutation(
         "compare: p-values may fall by Holm's factors",
@@ -720,7 +758,9 @@ MUTATIONS = (
         "normplug/_compare/runs.py",
         "np.exp(np.log(ratios).mean())",
         "ratios.mean()",
-        tests_of(COMPARE, "test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware"),
+        tests_of(
+            COMPARE, "test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware"
+        ),
     ),
     Mutation(
         "compare: a slower arm is clear within the noise",
@@ -742,7 +782,9 @@ MUTATIONS = (
         "normplug/experiment/learner.py",
         '"decay": float(p.dim() > 1)',
         '"decay": float(p.dim() > 0)',
-        tests_of(TRAIN, "test_norms_and_biases_do_not_decay_and_what_is_frozen_is_left_out"),
+        tests_of(
+            TRAIN, "test_norms_and_biases_do_not_decay_and_what_is_frozen_is_left_out"
+        ),
     ),
     Mutation(
         "experiment: one step rises",
@@ -756,7 +798,10 @@ MUTATIONS = (
         "normplug/experiment/models.py",
         "math.sqrt(2 * depth)",
         "math.sqrt(depth)",
-        tests_of(TRAIN, "test_a_scaled_start_is_of_the_layers_that_write_to_the_residual_stream"),
+        tests_of(
+            TRAIN,
+            "test_a_scaled_start_is_of_the_layers_that_write_to_the_residual_stream",
+        ),
     ),
     Mutation(
         "experiment: gamma0 is taken for its square",

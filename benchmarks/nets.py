@@ -33,15 +33,26 @@ def images(
 ) -> Target:
     """A classifier of torchvision, or `model`."""
     model = model or import_module("torchvision.models").get_model(name)
-    data = torch.randn(batch, 3, size, size), torch.randint(10 if size == 32 else 1000, (batch,))
-    return _laid_out(model, data, cross_entropy) if channels_last else (model, data, cross_entropy)
+    data = (
+        torch.randn(batch, 3, size, size),
+        torch.randint(10 if size == 32 else 1000, (batch,)),
+    )
+    return (
+        _laid_out(model, data, cross_entropy)
+        if channels_last
+        else (model, data, cross_entropy)
+    )
 
 
 def _laid_out(model: nn.Module, data: tuple[Tensor, ...], loss: Loss) -> Target:
     """A model and its images in channels_last memory."""
     images, *others = data
     last = torch.channels_last if images.dim() == 4 else torch.channels_last_3d
-    return model.to(memory_format=last), (images.contiguous(memory_format=last), *others), loss
+    return (
+        model.to(memory_format=last),
+        (images.contiguous(memory_format=last), *others),
+        loss,
+    )
 
 
 def _resnet18_cifar(batch: int) -> Target:
@@ -61,7 +72,9 @@ def _frozen_resnet50(batch: int, size: int = 640) -> Target:
     body = import_module("torchvision.models._utils").IntermediateLayerGetter(net, scales)
 
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        return torch.stack([each.float().square().mean() for each in model(*batch).values()]).sum()
+        return torch.stack(
+            [each.float().square().mean() for each in model(*batch).values()]
+        ).sum()
 
     return _laid_out(body, (torch.randn(batch, 3, size, size),), loss)
 
@@ -80,7 +93,9 @@ def encoder(batch: int, length: int = 128, width: int = 256, layers: int = 6) ->
     return nn.TransformerEncoder(layer, layers), data, cross_entropy
 
 
-def text(name: str, config: str, batch: int, length: int, target: int = 0, **sizes: Any) -> Target:
+def text(
+    name: str, config: str, batch: int, length: int, target: int = 0, **sizes: Any
+) -> Target:
     """A language model of transformers; `target` is the length of a translation."""
     transformers = import_module("transformers")
     made = getattr(transformers, config)(**sizes)
@@ -153,10 +168,14 @@ def _nnunet3d(
     shape = (size,) * 3
     data = (torch.randn(batch, 1, *shape), torch.randint(3, (batch, *shape)))
     net = nn.Sequential(UNet3d(1, widths), nn.Conv3d(widths[0], 3, 1))
-    return _laid_out(net, data, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+    return _laid_out(
+        net, data, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+    )
 
 
-def timm_images(name: str, batch: int, channels_last: bool = True, **options: Any) -> Target:
+def timm_images(
+    name: str, batch: int, channels_last: bool = True, **options: Any
+) -> Target:
     """A classifier of timm."""
     net = import_module("timm").create_model(name, **options)
     return images("", batch, channels_last=channels_last, model=net)
@@ -183,7 +202,11 @@ def _segformer(batch: int) -> Target:
         transformers.SegformerConfig(**sizes, num_labels=1000)
     )
     data = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
-    return net, data, lambda model, batch: F.cross_entropy(model(batch[0]).logits, batch[1])
+    return (
+        net,
+        data,
+        lambda model, batch: F.cross_entropy(model(batch[0]).logits, batch[1]),
+    )
 
 
 class Net(NamedTuple):
@@ -251,5 +274,7 @@ LAYERS = {
     "rms_norm": Net(partial(layer, nn.RMSNorm, (128,), 128), (32,)),
     "batch_norm": Net(partial(layer, nn.BatchNorm1d, (128,), 128), (32,)),
     "group_norm": Net(partial(layer, nn.GroupNorm, (8, 32), 32, 8, 8), (8,)),
-    "instance_norm": Net(partial(layer, nn.InstanceNorm2d, (32, 1e-5, 0.1, True), 32, 8, 8), (8,)),
+    "instance_norm": Net(
+        partial(layer, nn.InstanceNorm2d, (32, 1e-5, 0.1, True), 32, 8, 8), (8,)
+    ),
 }

@@ -66,7 +66,10 @@ SUITES = {
 OPTIONS = {
     "--suite": {"choices": SUITES, "default": "headline"},
     "--only": {"default": "", "help": "cases whose name has this text"},
-    "--provider": {"action": "append", "help": "such as eager; may be repeated; default: all"},
+    "--provider": {
+        "action": "append",
+        "help": "such as eager; may be repeated; default: all",
+    },
 }
 
 
@@ -77,7 +80,9 @@ def measure(a: Namespace) -> Iterator[Rows]:
         raise SystemExit(f"no case of suite {a.suite} has {a.only!r} in its name")
     for case in found:
         providers = PROVIDERS | rivals.of(case.op)
-        chosen = {name: providers[name] for name in a.provider or providers if name in providers}
+        chosen = {
+            name: providers[name] for name in a.provider or providers if name in providers
+        }
         yield measure_op(case, a.device, providers=chosen)
 
 

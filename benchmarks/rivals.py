@@ -27,7 +27,9 @@ class _Called(nn.Module):
 
 
 def _liger(module: str, name: str) -> Any:
-    return getattr(import_module(f"liger_kernel.ops.{module}"), f"Liger{name}Function").apply
+    return getattr(
+        import_module(f"liger_kernel.ops.{module}"), f"Liger{name}Function"
+    ).apply
 
 
 def _liger_group_norm(norm: Any, x: Tensor) -> Tensor:
@@ -79,7 +81,9 @@ def _quack_layer_norm(norm: Any, x: Tensor) -> Tensor:
         )
         return y, x, weight, rstd, mean
 
-    def backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor) -> Any:
+    def backward(
+        dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor
+    ) -> Any:
         return quack.layernorm_bwd(x, weight, dy, rstd, mean)
 
     return _Pair.apply(forward, backward, x, norm.weight, norm.bias)
@@ -103,9 +107,9 @@ _RIVALS: dict[str, dict[str, Callable[..., Any]]] = {
         "rms_norm": lambda norm, x: _liger("rms_norm", "RMSNorm")(
             x, norm.weight, norm.eps, *_GEMMA
         ),
-        "add_rms_norm": lambda norm, x, residual: _liger("fused_add_rms_norm", "FusedAddRMSNorm")(
-            x, residual, norm.weight, norm.eps, *_GEMMA
-        ),
+        "add_rms_norm": lambda norm, x, residual: _liger(
+            "fused_add_rms_norm", "FusedAddRMSNorm"
+        )(x, residual, norm.weight, norm.eps, *_GEMMA),
         "group_norm": _liger_group_norm,
     },
     "flag_gems": {

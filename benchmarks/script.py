@@ -31,8 +31,12 @@ def main(
     parser = argparse.ArgumentParser(description=about.partition("\n")[0])
     for name, how in options.items():
         parser.add_argument(name, **how)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="append the rows to this file"
+    )
     a = parser.parse_args(argv)
     a.device = ready(a.device)
     report(measure(a), a.json)

@@ -21,7 +21,7 @@ from torch import nn
 
 import nets
 import normplug
-from normplug._results import stamp
+from normplug._files import stamp
 from normplug.bench.models import Change, make_step
 from normplug.bench.rows import Row, Rows, report
 from normplug.bench.timing import Call, Turn, at_rest, in_turns, ready
@@ -63,7 +63,13 @@ def measure(a: Namespace, batch: int, device: torch.device) -> Iterator[Row]:
     # Each round starts with another arm, which is the same in all processes.
     for name, timed in in_turns("ms", turns, a.rounds).items():
         yield {
-            **{"model": a.model, "batch": batch, "arm": name, "mode": "standard", "size": a.size},
+            **{
+                "model": a.model,
+                "batch": batch,
+                "arm": name,
+                "mode": "standard",
+                "size": a.size,
+            },
             **timed,
             "steps": a.rounds * a.turn,
             "processes": dist.get_world_size(),
@@ -75,7 +81,9 @@ def measure(a: Namespace, batch: int, device: torch.device) -> Iterator[Row]:
 def _parallel(changes: Sequence[Change], net: nn.Module) -> nn.Module:
     """Change a model in DistributedDataParallel, which on a CPU refuses to wrap a SyncBatchNorm."""
     device = next(net.parameters()).device
-    parallel = nn.parallel.DistributedDataParallel(net, [device] if device.type == "cuda" else None)
+    parallel = nn.parallel.DistributedDataParallel(
+        net, [device] if device.type == "cuda" else None
+    )
     for change in changes:
         parallel.module = change(parallel.module)
     return parallel
@@ -96,10 +104,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="resnet50", choices=sorted(nets.NETS))
-    parser.add_argument("--batch", type=int, nargs="+", default=[128, 32], help="a process")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[128, 32], help="a process"
+    )
     for name, default in (("size", 224), ("warm-ups", 10), ("rounds", 10), ("turn", 10)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"default: {default}"
+        )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="append the rows to this file"
+    )
     parser.add_argument("--compile", action="store_true", help="add compiled arms")
     a = parser.parse_args(argv)
     if "RANK" not in os.environ:
@@ -108,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             "python -m torch.distributed.run --nproc_per_node 2 benchmarks/sync.py."
         )
     local = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)

@@ -16,14 +16,31 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from normplug._results import write_file
+from normplug._files import write_file
 from normplug.bench import devices
 from normplug.bench.rows import Row, draw, read_file
 
 DOCS = Path(__file__).parents[1] / "docs"
 CASE = ("model", "batch", "op", "direction", "layout", "shape", "dtype")
-ORIGIN = ("device", "torch", "triton", "cuda", "python", "normplug", "torchvision", "transformers")
-ORIGIN += ("diffusers", "liger_kernel", "liger-kernel", "flag_gems", "timm", "commit", "mode")
+ORIGIN = (
+    "device",
+    "torch",
+    "triton",
+    "cuda",
+    "python",
+    "normplug",
+    "torchvision",
+    "transformers",
+)
+ORIGIN += (
+    "diffusers",
+    "liger_kernel",
+    "liger-kernel",
+    "flag_gems",
+    "timm",
+    "commit",
+    "mode",
+)
 SPEED = ", lower is better (speed over eager, higher is better)"
 TABLES = {  # a row's field -> the caption of its table, and the format of a cell
     "ms": (f"Median time of a training step, ms{SPEED}", "{:.2f}"),
@@ -39,9 +56,15 @@ TABLES = {  # a row's field -> the caption of its table, and the format of a cel
         "{:.0f}",
     ),
     "peak_gib": ("Peak memory of a step, GiB, lower is better", "{:.2f}"),
-    "call_us": (f"Median time of a call in calls back to back, microseconds{SPEED}", "{:.0f}"),
+    "call_us": (
+        f"Median time of a call in calls back to back, microseconds{SPEED}",
+        "{:.0f}",
+    ),
     "us": (f"Median GPU time, microseconds{SPEED}", "{:.1f}"),
-    "percent": ("Speed, as % of a copy that moves the fewest bytes, higher is better", "{:.0f}"),
+    "percent": (
+        "Speed, as % of a copy that moves the fewest bytes, higher is better",
+        "{:.0f}",
+    ),
     "max_rel": (
         "Largest difference from eager, relative to the largest element of the same output; "
         "normplug in mode standard",
@@ -251,7 +274,9 @@ def _steps() -> list[Row]:
 
 def layouts_note(rows: Sequence[Row]) -> str:
     """What a picture must say about the models that were timed in several layouts."""
-    names = dict.fromkeys(str(row["model"]) for row in rows if "model" in row and "layout" in row)
+    names = dict.fromkeys(
+        str(row["model"]) for row in rows if "model" in row and "layout" in row
+    )
     return "; ".join(f"{name}: GPU time, each arm in its faster layout" for name in names)
 
 
@@ -289,12 +314,17 @@ def steps() -> str:
 
 def layouts() -> str:
     """The table of the models that were timed in several memory layouts."""
-    return markdown(pivot(pd.DataFrame(named(_read(LAYOUTS))), "gpu_ms").map("{:.1f}".format))
+    return markdown(
+        pivot(pd.DataFrame(named(_read(LAYOUTS))), "gpu_ms").map("{:.1f}".format)
+    )
 
 
 def filled(page: str) -> str:
     """The text of docs/speed.md, with its tables of steps and of layouts."""
-    for start, table in (("model, batch", steps()), ("model | batch | layout", layouts())):
+    for start, table in (
+        ("model, batch", steps()),
+        ("model | batch | layout", layouts()),
+    ):
         page = re.sub(rf"\| {re.escape(start)} \|[^\n]*\n(?:\|[^\n]*\n)*", table, page)
     return page
 
@@ -331,7 +361,11 @@ def draw_speeds(faster: pd.DataFrame, path: Path, title: str, width: float = 9) 
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=4, fontsize="small")
-    lines = [part for line in title.split("\n") for part in textwrap.wrap(line, int(14 * width))]
+    lines = [
+        part
+        for line in title.split("\n")
+        for part in textwrap.wrap(line, int(14 * width))
+    ]
     figure.suptitle("\n".join(lines), fontsize="small")
     figure.savefig(path, dpi=150)
 
@@ -348,14 +382,18 @@ def draw_door(rows: Sequence[Row], path: Path) -> None:
         for row in rows
         if (row["model"], row["batch"]) in DOOR_MODELS
     ]
-    title = f"{rows[0]['device']}, training steps in bfloat16, {when}\n{layouts_note(shown)}"
+    title = (
+        f"{rows[0]['device']}, training steps in bfloat16, {when}\n{layouts_note(shown)}"
+    )
     draw_speeds(faster, path, title.strip(), width=6)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("file", type=Path, nargs="?", help="print the tables of this file only")
+    parser.add_argument(
+        "file", type=Path, nargs="?", help="print the tables of this file only"
+    )
     if file := parser.parse_args(argv).file:
         print(render(read_file(file)), end="")
         return
@@ -367,7 +405,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         shown = [
             row
             for row in rows
-            if re.match(pattern, " ".join(str(row.get(key)) for key in ("op", "dtype", "shape")))
+            if re.match(
+                pattern, " ".join(str(row.get(key)) for key in ("op", "dtype", "shape"))
+            )
             and not any(row.get(series) in names for series, names in NOT_DRAWN.items())
         ]
         shown = named(shown)
@@ -382,11 +422,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                 ", ".join(map(str, case)).replace("`", "")
                 for case in faster.index.droplevel(same).to_flat_index()
             ]
-            title = [_origin(rows), *(str(levels[name][0]) for name in same if name != "layout")]
+            title = [
+                _origin(rows),
+                *(str(levels[name][0]) for name in same if name != "layout"),
+            ]
             if "direction" in levels:
                 title.append("F: forward, F+B: forward and backward")
             title += filter(None, [layouts_note(shown)])
-            draw_speeds(faster, picture, "\n".join([title[0], "; ".join(title[1:])]).strip())
+            draw_speeds(
+                faster, picture, "\n".join([title[0], "; ".join(title[1:])]).strip()
+            )
     draw_door(rows_of(STEPS[0]), DOCS / f"{DOOR}.png")
 
 

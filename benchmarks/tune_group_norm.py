@@ -20,19 +20,26 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
+from normplug._files import stamp
 from normplug._kernels import ahead, power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
 from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.group_norm_plan import GroupNormPlan
 from normplug._ops.spec import Tensors
-from normplug._results import stamp
 from normplug.bench.op import error
 from normplug.bench.timing import copy_gbps, gpu_stopwatch
 
 GPU = torch.device("cuda")
 CASES = [
-    (f"{op} {'x'.join(map(str, shape))} {layout} {dtype}", shape, groups, activation, layout, dtype)
+    (
+        f"{op} {'x'.join(map(str, shape))} {layout} {dtype}",
+        shape,
+        groups,
+        activation,
+        layout,
+        dtype,
+    )
     for op, shape, groups, activation, layouts in [
         ("gn_silu", (16, 320, 64, 64), 32, "silu", ("NCHW", "NHWC")),
         ("gn_silu", (16, 640, 32, 32), 32, "silu", ("NCHW", "NHWC")),
@@ -69,19 +76,27 @@ def planes_forward(base, sms, itemsize):
     for block, warps in itertools.product((2048, 4096, 8192, 16384), (2, 4, 8)):
         if 512 <= block // warps <= 4096 and block < 2 * width:
             run = min(base.hw & -base.hw, block)
-            shape = dataclasses.replace(base, block=block, run=run, warps=warps, r=1, lag=1)
+            shape = dataclasses.replace(
+                base, block=block, run=run, warps=warps, r=1, lag=1
+            )
             yield lagged(shape, 24, sms, itemsize)
     tiles = itertools.product((1024, 2048, 4096, 8192), (2, 4, 8, 16), (1, 2, 3))
     for block, warps, stages in tiles:  # one program reads a group twice
         if 256 <= block // warps <= 2048 and block < width:
-            made = {"block": block, "run": min(base.hw & -base.hw, block), "stages": stages}
+            made = {
+                "block": block,
+                "run": min(base.hw & -base.hw, block),
+                "stages": stages,
+            }
             yield dataclasses.replace(base, warps=warps, r=1, lag=0, **made)
     padded = power_of_2(width)
     if padded <= 65536:
         for warps in (4, 8, 16, 32):
             if 256 <= padded // warps <= 2048:
                 run = min(base.hw & -base.hw, padded)
-                yield dataclasses.replace(base, block=padded, run=run, warps=warps, r=1, lag=0)
+                yield dataclasses.replace(
+                    base, block=padded, run=run, warps=warps, r=1, lag=0
+                )
 
 
 def planes_backward(base, sms, itemsize):
@@ -92,11 +107,15 @@ def planes_backward(base, sms, itemsize):
         for sb in sorted(sb for sb in sbs if sb >= 128):
             cb = min(block // sb, power_of_2(base.channels))
             if cb * sb == block:
-                shape = dataclasses.replace(base, cb=cb, sb=sb, warps=warps, r=1, splits=1, lag=1)
+                shape = dataclasses.replace(
+                    base, cb=cb, sb=sb, warps=warps, r=1, splits=1, lag=1
+                )
                 yield lagged(shape, 24, sms, itemsize)
     cb, sb = power_of_2(base.channels), power_of_2(base.hw)
     if cb * sb <= 32768:
-        for warps, splits in itertools.product((8, 16, 32), {base.n, max(base.n // 2, 1)}):
+        for warps, splits in itertools.product(
+            (8, 16, 32), {base.n, max(base.n // 2, 1)}
+        ):
             if 256 <= cb * sb // warps <= 2048:
                 yield dataclasses.replace(
                     base, cb=cb, sb=sb, warps=warps, r=1, splits=splits, lag=0
@@ -109,7 +128,9 @@ def columns(base, sms, itemsize):
         if base.c % bc:
             continue
         tile = max(warps * 32 * min(16 // itemsize, unit_of(base.c)) // bc, 1) * u
-        made = dataclasses.replace(base, bc=bc, bt=tile // u, u=u, warps=warps, stages=stages)
+        made = dataclasses.replace(
+            base, bc=bc, bt=tile // u, u=u, warps=warps, stages=stages
+        )
         for tiles in (1, 2, 4, 8, 16):
             shape = dataclasses.replace(made, rows_each=tiles * tile)
             if shape.units * shape.k >= 256 and tiles * tile <= base.s:
@@ -117,7 +138,11 @@ def columns(base, sms, itemsize):
 
 
 def variants(base, sms, itemsize):
-    kinds = {PlanesForward: planes_forward, PlanesBackward: planes_backward, Columns: columns}
+    kinds = {
+        PlanesForward: planes_forward,
+        PlanesBackward: planes_backward,
+        Columns: columns,
+    }
     found = [base, *kinds[type(base)](base, sms, itemsize)]
     return [shape for i, shape in enumerate(found) if shape not in found[:i]]
 
@@ -131,7 +156,9 @@ class Sweep:
         generator = torch.Generator("cuda").manual_seed(0)
 
         def image():
-            t = torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, dtype))
+            t = torch.randn(shape, generator=generator, device="cuda").to(
+                getattr(torch, dtype)
+            )
             if layout == "NCHW":
                 return t
             last = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)]
@@ -159,18 +186,26 @@ class Sweep:
     def call(self, direction, plan):
         if direction == "forward":
             return (plan.forward(self.t, True)[0],)
-        return [t for t in plan.backward(self.saved, self.dy, None, NEEDS) if t is not None]
+        return [
+            t for t in plan.backward(self.saved, self.dy, None, NEEDS) if t is not None
+        ]
 
     def measured(self, direction, passes, shape, plan, truth):
         """Microseconds of a schedule; infinite if it fails or is wrong."""
-        row = {"case": self.name, "direction": direction, "shape": dataclasses.asdict(shape)}
+        row = {
+            "case": self.name,
+            "direction": direction,
+            "shape": dataclasses.asdict(shape),
+        }
         us = math.inf
         try:
             run = partial(self.call, direction, plan)
             row["error"] = max(map(error, run(), truth))
             if row["error"] < 1e-2:
                 us = row["us"] = statistics.median(gpu_stopwatch(run)())
-                row["percent"] = 100 * passes * self.t.x.nbytes / us / 1e3 / copy_gbps(GPU)
+                row["percent"] = (
+                    100 * passes * self.t.x.nbytes / us / 1e3 / copy_gbps(GPU)
+                )
         except Exception as failure:
             row["failed"] = repr(failure)[:200]
         self.emit(row)
@@ -182,24 +217,34 @@ class Sweep:
         self.plan(direction, lambda *asked: sizes.append(asked) or rule(*asked))
         base, sms = rule(*sizes[0]), sizes[0][-1]
 
-        def planned(shapes):  # before any is measured, so that workers compile them meanwhile
-            return [(shape, self.plan(direction, lambda *_, s=shape: s)) for shape in shapes]
+        def planned(
+            shapes,
+        ):  # before any is measured, so that workers compile them meanwhile
+            return [
+                (shape, self.plan(direction, lambda *_, s=shape: s)) for shape in shapes
+            ]
 
         def timed(pairs):  # (microseconds, schedule), in the order of the pairs
-            return [(self.measured(direction, passes, s, plan, truth), s) for s, plan in pairs]
+            return [
+                (self.measured(direction, passes, s, plan, truth), s) for s, plan in pairs
+            ]
 
         found = timed(planned(variants(base, sms, self.itemsize)))
         fastest = sorted(found, key=lambda pair: pair[0])
         # The lag is not compiled in.
         for shape in [shape for _, shape in fastest if shape.lag][:3]:
             others = (lagged(shape, kib, sms, self.itemsize) for kib in LAGS)
-            found += timed(planned([s for s in others if s not in [each for _, each in found]]))
+            found += timed(
+                planned([s for s in others if s not in [each for _, each in found]])
+            )
         us, best = min(found, key=lambda pair: pair[0])
         row = {"best of": f"{self.name} {direction}", "rule us": found[0][0], "us": us}
         self.emit(row | {"shape": dataclasses.asdict(best)})
 
     def run(self):
-        leaves = [t.float().requires_grad_() for t in (self.t.x, self.t.weight, self.t.bias)]
+        leaves = [
+            t.float().requires_grad_() for t in (self.t.x, self.t.weight, self.t.bias)
+        ]
         y = F.group_norm(leaves[0], self.spec.groups, *leaves[1:], self.spec.eps)
         y = F.silu(y) if self.spec.activation else y
         gradients = torch.autograd.grad(y, leaves, self.dy.float())

@@ -44,7 +44,9 @@ CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 Sample = dict[str, float]
 Samples = dict[str, list[Sample]]  # checkout -> what was measured in each round
-held: dict[str, Any] = {}  # in the process of a checkout: its step, and how many make a turn
+held: dict[
+    str, Any
+] = {}  # in the process of a checkout: its step, and how many make a turn
 
 
 def _process(tree: str, device: str) -> ProcessPoolExecutor:
@@ -99,7 +101,9 @@ def _step(name: str, batch: int, arm: str, device: str) -> Callable[[], Any]:
     torch.manual_seed(0)
     model, data, loss = NETS[name].make(batch=batch)
     model = model.to(device).train()
-    data = tuple(each.detach().to(device).requires_grad_(each.requires_grad) for each in data)
+    data = tuple(
+        each.detach().to(device).requires_grad_(each.requires_grad) for each in data
+    )
     if "swap" in arm:
         model = normplug.swap(model, "standard")
     if "fuse" in arm:
@@ -148,7 +152,9 @@ def _first_steps(a: argparse.Namespace, build: Sequence[Any]) -> Samples:
 
 
 def _rounds(
-    a: argparse.Namespace, processes: Mapping[str, ProcessPoolExecutor], build: Sequence[Any]
+    a: argparse.Namespace,
+    processes: Mapping[str, ProcessPoolExecutor],
+    build: Sequence[Any],
 ) -> Samples:
     for built in [process.submit(_build, *build) for process in processes.values()]:
         built.result()
@@ -164,7 +170,9 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     origins = {tree: _origin(Path(tree), a.device) for tree in a.trees}
     with ExitStack() as stack:
         trees = () if a.first_step else a.trees
-        processes = {tree: stack.enter_context(_process(tree, a.device)) for tree in trees}
+        processes = {
+            tree: stack.enter_context(_process(tree, a.device)) for tree in trees
+        }
         for name, arm in product(a.rows, [*a.arms, *[COMPILED] * a.compile]):
             batch = a.batch or NETS[name].batches[0]
             build = (name, batch, arm, a.device)
@@ -174,7 +182,11 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 ratios = (frame / frames[a.trees[0]]).median().add_prefix("ratio_")
                 facts = {"model": name, "batch": batch, "arm": arm, "tree": tree}
                 medians = {**frame.median(), **ratios}
-                yield facts | {key: float(each) for key, each in medians.items()} | origins[tree]
+                yield (
+                    facts
+                    | {key: float(each) for key, each in medians.items()}
+                    | origins[tree]
+                )
 
 
 def _origin(tree: Path, device: str) -> dict[str, str]:
@@ -182,7 +194,8 @@ def _origin(tree: Path, device: str) -> dict[str, str]:
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
     changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True)
     return {
-        "commit": (head.stdout.strip() or "unknown") + ("-dirty" if changed.stdout else ""),
+        "commit": (head.stdout.strip() or "unknown")
+        + ("-dirty" if changed.stdout else ""),
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "torch": str(torch.__version__),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -192,20 +205,30 @@ def _origin(tree: Path, device: str) -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("trees", nargs="+", metavar="TREE", help="a folder that holds `normplug`")
+    parser.add_argument(
+        "trees", nargs="+", metavar="TREE", help="a folder that holds `normplug`"
+    )
     parser.add_argument("--rows", nargs="+", choices=NETS, required=True, metavar="NAME")
     parser.add_argument("--batch", type=int, help="samples; default: the network's own")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["swap", "swap+fuse"])
     parser.add_argument("--compile", action="store_true", help=f"add {COMPILED}")
     parser.add_argument("--rounds", type=int, default=40)
     told = "time first steps instead, each of N in a new process with empty caches of kernels"
-    parser.add_argument("--first-step", type=int, nargs="?", const=1, metavar="N", help=told)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
+    parser.add_argument(
+        "--first-step", type=int, nargs="?", const=1, metavar="N", help=told
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="append the rows to this file"
+    )
     a = parser.parse_args(argv)
     rows = json.loads(a.json.read_text()) if a.json and a.json.exists() else []
     for row in measure(a):
-        print(*(f"{each:.4g}" if isinstance(each, float) else each for each in row.values()))
+        print(
+            *(f"{each:.4g}" if isinstance(each, float) else each for each in row.values())
+        )
         rows.append(row)
         if a.json:
             a.json.write_text(json.dumps(rows, indent=1))

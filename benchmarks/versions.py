@@ -27,13 +27,16 @@ from xml.etree import ElementTree
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT)]
 
-from normplug._results import write_file  # noqa: E402
+from normplug._files import write_file  # noqa: E402
 
 VERSIONS = ("2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
-RESULTS, PAGE = CHECKOUT / "docs" / "results" / "versions.json", CHECKOUT / "docs" / "versions.md"
+RESULTS, PAGE = (
+    CHECKOUT / "docs" / "results" / "versions.json",
+    CHECKOUT / "docs" / "versions.md",
+)
 COLUMNS = ("torch", "triton", "torchvision", "numpy", "python", "date", "commit")
 COLUMNS += ("passed", "failed", "skipped", "minutes")
-STAMP = "import json; from normplug._results import stamp; print(json.dumps(stamp(False)))"
+STAMP = "import json; from normplug._files import stamp; print(json.dumps(stamp(False)))"
 INTRODUCTION = """# Versions of torch
 
 `python benchmarks/versions.py`: the whole suite, on the CPU ([rows](results/versions.json)).
@@ -57,10 +60,14 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    top.add_argument("--torch", nargs="+", default=VERSIONS, metavar="VERSION", dest="versions")
+    top.add_argument(
+        "--torch", nargs="+", default=VERSIONS, metavar="VERSION", dest="versions"
+    )
     top.add_argument("--home", type=Path, default=CHECKOUT / "build" / "versions")
     top.add_argument("--jobs", metavar="N", default="auto", help="processes of pytest")
-    top.add_argument("pytest", nargs="*", help="after --: arguments of pytest; default: all tests")
+    top.add_argument(
+        "pytest", nargs="*", help="after --: arguments of pytest; default: all tests"
+    )
     return top
 
 
@@ -82,8 +89,14 @@ def python_of(version: str, home: Path) -> Path:
     if not python.exists():
         uv, this = shutil.which("uv"), sys.executable
         make = [uv, "venv", "--python", this] if uv else [this, "-m", "venv"]
-        install = [uv, "pip", "install", "--python"] if uv else [python, "-m", "pip", "install"]
-        packages = [*([python] if uv else []), *requirements(version), f"{CHECKOUT}[test]"]
+        install = (
+            [uv, "pip", "install", "--python"] if uv else [python, "-m", "pip", "install"]
+        )
+        packages = [
+            *([python] if uv else []),
+            *requirements(version),
+            f"{CHECKOUT}[test]",
+        ]
         try:
             subprocess.run([*make, environment], check=True)
             subprocess.run([*install, *packages], check=True)
@@ -96,7 +109,9 @@ def python_of(version: str, home: Path) -> Path:
 def commit() -> str:
     """The commit of the checkout, with "-dirty" if tests or package differ from it."""
     git = ["git", "-C", str(CHECKOUT)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    head = subprocess.run(
+        [*git, "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout
     tested = ("normplug", "tests", "configs", "train.py", "pyproject.toml")
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *tested]).returncode
     return head.strip() + ("-dirty" if changed else "")

@@ -16,7 +16,7 @@ import torch
 import normplug
 import script
 from nets import NETS
-from normplug._results import stamp
+from normplug._files import stamp
 from normplug.bench import models
 from normplug.bench.rows import Rows
 from normplug.bench.timing import at_rest
@@ -31,7 +31,9 @@ def measure(a: Namespace) -> Iterator[Rows]:
         torch.manual_seed(0)
         model, data, loss = NETS[name].make(batch=batch)
         data = tuple(tensor.to(a.device) for tensor in data)
-        step, net = models.make_step(model.to(a.device), data, loss, torch.bfloat16, _fused)
+        step, net = models.make_step(
+            model.to(a.device), data, loss, torch.bfloat16, _fused
+        )
         ms: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(2 * (a.rounds + 1)):  # the first round warms up
             watched = turn % 2 == 1

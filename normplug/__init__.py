@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from normplug import functional
 from normplug._checks import MissingPackage
+from normplug._files import __version__ as __version__
 from normplug._ops.warm_up import warm_up
-from normplug._results import __version__ as __version__
 from normplug._swap.check import check
 from normplug._swap.layer_modes import by_depth
 from normplug._swap.plan import plan
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from normplug import lightning as lightning
     from normplug import transformers as transformers
     from normplug._fuse.fuse import fuse, fusions, unfuse
-    from normplug._statistics.buffers import recalibrate, sync_buffers
-    from normplug._statistics.doctor import doctor
-    from normplug._statistics.freezing import freeze, thaw
-    from normplug._statistics.groups import param_groups
-    from normplug._statistics.watching import watch
+    from normplug._tools.buffers import recalibrate, sync_buffers
+    from normplug._tools.doctor import doctor
+    from normplug._tools.freezing import freeze, thaw
+    from normplug._tools.groups import param_groups
+    from normplug._tools.watching import watch
 
 __all__ = [
     "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "InstanceNorm1d",
@@ -49,16 +49,16 @@ __all__ = [
 
 # Imported on first use, which saves a quarter of import time: name -> module.
 _LATE = {
-    "doctor": "_statistics.doctor",
-    "freeze": "_statistics.freezing",
+    "doctor": "_tools.doctor",
+    "freeze": "_tools.freezing",
     "fuse": "_fuse.fuse",
     "fusions": "_fuse.fuse",
-    "param_groups": "_statistics.groups",
-    "recalibrate": "_statistics.buffers",
-    "sync_buffers": "_statistics.buffers",
-    "thaw": "_statistics.freezing",
+    "param_groups": "_tools.groups",
+    "recalibrate": "_tools.buffers",
+    "sync_buffers": "_tools.buffers",
+    "thaw": "_tools.freezing",
     "unfuse": "_fuse.fuse",
-    "watch": "_statistics.watching",
+    "watch": "_tools.watching",
 }
 # Modules that are imported on first use, since they need more packages than torch.
 _LATE_MODULES = ("bench", "compare", "lightning", "transformers")

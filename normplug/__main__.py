@@ -12,12 +12,28 @@ import torch
 import normplug
 from normplug import native
 from normplug._checks import DEFAULT_BACKEND
-from normplug._ops import eligible
+from normplug._ops import can_run
 from normplug._table import table
 from normplug.native.__main__ import compiled
 
-_PACKAGES = ("triton", "numpy", "lightning", "transformers", "timm", "torchvision", "diffusers")
-_VARIABLES = ("NORMPLUG_", "TRITON_", "TORCH", "PYTORCH_", "CUDA_", "NCCL_", "OMP_NUM_THREADS")
+_PACKAGES = (
+    "triton",
+    "numpy",
+    "lightning",
+    "transformers",
+    "timm",
+    "torchvision",
+    "diffusers",
+)
+_VARIABLES = (
+    "NORMPLUG_",
+    "TRITON_",
+    "TORCH",
+    "PYTORCH_",
+    "CUDA_",
+    "NCCL_",
+    "OMP_NUM_THREADS",
+)
 
 
 def report() -> str:
@@ -33,7 +49,7 @@ def report() -> str:
     gpus = range(torch.cuda.device_count())
     rows += [(f"GPU {i}", str(torch.cuda.get_device_properties(i))) for i in gpus]
     device = torch.empty(0, device="cuda" if gpus else "cpu")
-    why = eligible.refusal_now() or eligible.refusal_of_device(device)
+    why = can_run.refusal_now() or can_run.refusal_of_device(device)
     rows.append(("backend", f"{DEFAULT_BACKEND}; kernels: {why or 'they can run'}"))
     try:
         rows.append(("host path", str(compiled())))

@@ -18,18 +18,24 @@ class Activation(NamedTuple):
     """One activation, by its name in `activation=`."""
 
     name: str
-    kernel_code: int  # for kernels: see the function `kernel_code`; unused if there is a slope
+    kernel_code: (
+        int  # for kernels: see the function `kernel_code`; unused if there is a slope
+    )
     function: Callable[..., Tensor]  # of the input, and of the slope if there is one
     module: type[nn.Module]
     settings: tuple[tuple[str, Any], ...] = ()  # attributes that a module must have
     aliases: tuple[Any, ...] = ()  # other functions, and names of tensor methods
-    slope: str = ""  # its name, as an attribute of the module and an argument of the function
+    slope: str = (
+        ""  # its name, as an attribute of the module and an argument of the function
+    )
 
 
 ACTIVATIONS = {
     activation.name: activation
     for activation in (
-        Activation("relu", 1, F.relu, nn.ReLU, aliases=(torch.relu, torch.relu_, "relu", "relu_")),
+        Activation(
+            "relu", 1, F.relu, nn.ReLU, aliases=(torch.relu, torch.relu_, "relu", "relu_")
+        ),
         Activation("silu", 2, F.silu, nn.SiLU),
         Activation("gelu", 3, F.gelu, nn.GELU, (("approximate", "none"),)),
         Activation("relu6", 4, F.relu6, nn.ReLU6, (("min_val", 0.0), ("max_val", 6.0))),
@@ -40,7 +46,9 @@ ACTIVATIONS = {
 SLOPE = 0.01  # the default of torch
 _BY_MODULE = {a.module: a for a in ACTIVATIONS.values()}
 # A function, or the name of a tensor method -> the name of the activation that it computes.
-BY_FUNCTION = {f: name for name, a in ACTIVATIONS.items() for f in (a.function, *a.aliases)}
+BY_FUNCTION = {
+    f: name for name, a in ACTIVATIONS.items() for f in (a.function, *a.aliases)
+}
 
 
 def parts(activation: ActivationLike) -> tuple[str | None, float]:

@@ -215,7 +215,10 @@ class _Forward:
         except (TypeError, ValueError):  # a function without one
             self._signature = inspect.signature(lambda *args, **keywords: None)
         parameters = self._signature.parameters.values()
-        places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        places = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
         required = [p for p in parameters if p.kind in places and p.default is p.empty]
         self._required = len([p for p in required if p.name not in extra])
         self._takes_all_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -307,7 +310,9 @@ def _copied(value: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
         return torch.tensor(value, device=device, dtype=floating)
     if isinstance(value, Mapping):
         return _copied_mapping(value, device, dtype)
-    if callable(getattr(value, "to", None)):  # such as a PackedSequence, or a batch of graphs
+    if callable(
+        getattr(value, "to", None)
+    ):  # such as a PackedSequence, or a batch of graphs
         return copy.copy(value) if device is None else copy.copy(value).to(device)
     if isinstance(value, (tuple, list)):
         elements = [_copied(each, device, dtype) for each in value]

@@ -30,13 +30,17 @@ _OTHERS = (
     "residual", "weight", "bias", "input_bias", "running_mean", "running_var",
     "num_batches_tracked",
 )  # fmt: skip
-DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")  # read once: calls take microseconds
+DEFAULT_BACKEND = os.environ.get(
+    "NORMPLUG_BACKEND", "auto"
+)  # read once: calls take microseconds
 
 
 def must(caller: str, name: str, rule: str, got: str, way_out: str = "") -> str:
     """Format an error message; `caller` is a function or a class of normplug."""
     got = got if len(got) <= 200 else f"{got[:200]}..."
-    return f"normplug.{caller}: {name} must be {rule}; got {got}.{way_out and f' {way_out}'}"
+    return (
+        f"normplug.{caller}: {name} must be {rule}; got {got}.{way_out and f' {way_out}'}"
+    )
 
 
 def described(value: Any) -> str:
@@ -49,7 +53,9 @@ class MissingPackage(ModuleNotFoundError):
 
 
 @contextmanager
-def needs(caller: str, extra: str, raises: type[BaseException] = MissingPackage) -> Iterator[None]:
+def needs(
+    caller: str, extra: str, raises: type[BaseException] = MissingPackage
+) -> Iterator[None]:
     """Name the extra of normplug that brings a package, if an import inside the block misses it.
 
     An error about a missing module of normplug itself is a defect and is raised as it is.
@@ -70,7 +76,9 @@ def warn(text: str) -> None:
     """Warn, at the line of the user's code that called normplug."""
     frame, level = sys._getframe(1), 2
     inside = ("normplug", "contextlib")  # `swapped` is entered through the latter
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
+    while (
+        frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in inside
+    ):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 
@@ -109,10 +117,14 @@ def activation(caller: str, chosen: _activations.ActivationLike) -> None:
             rule = "a pair such as ('leaky_relu', 0.2), with a finite slope above 0"
             raise ValueError(must(caller, "activation", rule, repr(chosen)))
     elif chosen is not None:
-        _one_of(caller, "activation", chosen, [*_activations.ACTIVATIONS], "None or one of")
+        _one_of(
+            caller, "activation", chosen, [*_activations.ACTIVATIONS], "None or one of"
+        )
 
 
-def _one_of(caller: str, name: str, value: str, names: Sequence[Any], rule: str = "one of") -> str:
+def _one_of(
+    caller: str, name: str, value: str, names: Sequence[Any], rule: str = "one of"
+) -> str:
     if not isinstance(value, str) or value not in names:
         listed = ", ".join(map(repr, names))
         raise ValueError(must(caller, name, f"{rule} {listed}", repr(value)))
@@ -133,7 +145,9 @@ def filters(role: str, given: Any) -> list[Any]:
     several = isinstance(given, (Sequence, Set, Iterator)) and not isinstance(given, str)
     listed = list(given) if several else [given]
     for one in listed:
-        if not (isinstance(one, (str, type)) or callable(one)) or isinstance(one, nn.Module):
+        if not (isinstance(one, (str, type)) or callable(one)) or isinstance(
+            one, nn.Module
+        ):
             raise TypeError(
                 f"normplug: {role} must be a glob, a 're:' pattern, a class, a callable (path, "
                 f"module), or a list of these; got {described(one)}."
@@ -150,7 +164,9 @@ def swap_options(caller: str, **options: Any) -> None:
             continue
         elif name not in ("include", "exclude"):
             flags(caller, **{name: value})
-        elif not isinstance(value, Iterator):  # an iterator can only be read once, by the swap
+        elif not isinstance(
+            value, Iterator
+        ):  # an iterator can only be read once, by the swap
             filters(name, value)
 
 
@@ -162,7 +178,9 @@ def path(caller: str, name: str, value: Any) -> None:
 
 def number(caller: str, name: str, value: Any) -> None:
     """Reject what torch does not take for a float; True and False are not numbers here."""
-    if not isinstance(value, (float, int, numbers.Real)) or isinstance(value, (bool, Fraction)):
+    if not isinstance(value, (float, int, numbers.Real)) or isinstance(
+        value, (bool, Fraction)
+    ):
         raise TypeError(must(caller, name, "a number", described(value)))
 
 
@@ -171,7 +189,12 @@ def as_number(value: Any) -> Any:
 
     Unchanged: other values, and tensors that torch refuses (bool, complex, meta, with a gradient).
     """
-    if not isinstance(value, Tensor) or value.dim() > 0 or value.requires_grad or value.is_meta:
+    if (
+        not isinstance(value, Tensor)
+        or value.dim() > 0
+        or value.requires_grad
+        or value.is_meta
+    ):
         return value
     return value if value.is_complex() or value.dtype == torch.bool else float(value)
 
@@ -228,7 +251,9 @@ def tensors(caller: str, x: Any, *others: Any) -> None:
             floating(caller, t, name)
             if (t.is_nested and name != "residual") or t.layout not in _LAYOUTS:
                 kind = "a nested tensor" if t.is_nested else str(t.layout)
-                raise TypeError(must(caller, name, "a dense tensor", kind, "Use .to_dense()."))
+                raise TypeError(
+                    must(caller, name, "a dense tensor", kind, "Use .to_dense().")
+                )
 
 
 def devices(caller: str, x: Tensor, *others: Tensor | None) -> None:
@@ -246,7 +271,9 @@ def devices(caller: str, x: Tensor, *others: Tensor | None) -> None:
 def _tensor(caller: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         way_out = "Convert an array or a list with torch.as_tensor."
-        raise TypeError(must(caller, name, "a torch.Tensor", type(value).__name__, way_out))
+        raise TypeError(
+            must(caller, name, "a torch.Tensor", type(value).__name__, way_out)
+        )
 
 
 def floating(caller: str, x: Any, name: str = "input") -> None:
@@ -258,7 +285,9 @@ def floating(caller: str, x: Any, name: str = "input") -> None:
         raise TypeError(must(caller, name, rule, str(x.dtype), way_out))
 
 
-def momentum(caller: str, value: float | None, counter: Tensor | None, updates: bool) -> None:
+def momentum(
+    caller: str, value: float | None, counter: Tensor | None, updates: bool
+) -> None:
     """Reject a momentum that is not a number, and a cumulative average without a counter.
 
     updates: whether there are running statistics to update.
@@ -266,7 +295,9 @@ def momentum(caller: str, value: float | None, counter: Tensor | None, updates: 
     if value is not None:
         number(caller, "momentum", value)
         if not -math.inf < value < math.inf:  # torch.compile cannot trace `math.isfinite`
-            raise ValueError(must(caller, "momentum", "None or a finite number", str(value)))
+            raise ValueError(
+                must(caller, "momentum", "None or a finite number", str(value))
+            )
     elif updates and counter is None:
         raise ValueError(
             f"normplug.{caller}: momentum=None averages over all batches and needs "
@@ -302,21 +333,27 @@ def more_than_one_position(caller: str, x: Tensor) -> None:
     if math.prod(x.shape[2:]) == 1:
         got = f"input of shape {tuple(x.shape)}"
         way_out = "Use a larger input, or normplug.GroupNorm or LayerNorm."
-        raise ValueError(must(caller, "input", "of more than one spatial position", got, way_out))
+        raise ValueError(
+            must(caller, "input", "of more than one spatial position", got, way_out)
+        )
 
 
 def groups(caller: str, x: Tensor, groups: Any) -> None:
     """Reject `groups` that do not divide the channels, and one sample with one value per group."""
     count(caller, "num_groups", groups)
     if x.shape[1] % groups:
-        rule = f"a divisor of the {x.shape[1]} channels of input of shape {tuple(x.shape)}"
+        rule = (
+            f"a divisor of the {x.shape[1]} channels of input of shape {tuple(x.shape)}"
+        )
         raise ValueError(must(caller, "num_groups", rule, str(groups)))
     if x.numel() == groups:
         got = f"shape {tuple(x.shape)} for {groups} groups"
         raise ValueError(must(caller, "input", "larger than one value per group", got))
 
 
-def running_pair(caller: str, mean: Tensor | None, var: Tensor | None, training: bool) -> None:
+def running_pair(
+    caller: str, mean: Tensor | None, var: Tensor | None, training: bool
+) -> None:
     """Reject one running statistic without the other, and evaluation without either."""
     if (mean is None) != (var is None):
         raise ValueError(
@@ -340,7 +377,9 @@ def same_shape(caller: str, x: Tensor, **others: Tensor | None) -> None:
             )
 
 
-def trailing(caller: str, x: Tensor, shape: Sequence[int], **vectors: Tensor | None) -> None:
+def trailing(
+    caller: str, x: Tensor, shape: Sequence[int], **vectors: Tensor | None
+) -> None:
     """Reject an input whose shape does not end in `shape`, and vectors of any other shape."""
     shape = tuple(shape)
     if not shape or x.shape[-len(shape) :] != shape:
@@ -363,4 +402,6 @@ def scalars(caller: str, **values: Tensor | None) -> None:
     """Reject running statistics with more than one value."""
     for name, value in values.items():
         if value is not None and value.numel() != 1:
-            raise ValueError(must(caller, name, "a scalar tensor", f"shape {tuple(value.shape)}"))
+            raise ValueError(
+                must(caller, name, "a scalar tensor", f"shape {tuple(value.shape)}")
+            )

@@ -16,7 +16,7 @@ from torch import nn
 
 from normplug import modules
 from normplug._checks import as_number
-from normplug._ops import likely
+from normplug._ops import guess
 from normplug._torch import is_class_patched, is_parametrized_class, is_patched
 from normplug.modules import frozen
 from normplug.modules.base import Settings, TargetVarianceNorm
@@ -24,7 +24,9 @@ from normplug.modules.probe import deepcopied
 
 # The one table of norms: stock class -> normplug class. `register` adds rows for other libraries.
 REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
-    getattr(nn, name): getattr(modules, name) for name in modules.__all__ if hasattr(nn, name)
+    getattr(nn, name): getattr(modules, name)
+    for name in modules.__all__
+    if hasattr(nn, name)
 }
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {
     ours: stock for stock, ours in REPLACEMENTS.items()
@@ -54,7 +56,11 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 def _is_private(cls: type[nn.Module]) -> bool:
     """Whether torch derived a class for single modules: parametrize, FSDP and replicate do."""
-    if not cls.__module__.startswith("torch.") or "." in cls.__qualname__ or FUSED in vars(cls):
+    if (
+        not cls.__module__.startswith("torch.")
+        or "." in cls.__qualname__
+        or FUSED in vars(cls)
+    ):
         return False
     return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is not cls
 
@@ -70,7 +76,9 @@ def replacement_or_reason(module: nn.Module) -> type[TargetVarianceNorm] | str |
     cls = plain_class(module)
     _register_adapted(cls)
     if (ours := REPLACEMENTS.get(cls)) is not None:
-        patch = "the forward of its class was replaced by other code: undo that, then swap"
+        patch = (
+            "the forward of its class was replaced by other code: undo that, then swap"
+        )
         return patch if is_class_patched(cls) else ours._refusal(module) or ours
     if getattr(cls, "cls_to_become", None) in REPLACEMENTS:
         return "it is lazy and has no shape yet: run one forward, then swap"
@@ -92,7 +100,9 @@ def _adapted(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
     # are in many projects.
     known = cls.__module__.startswith(_LIBRARIES) or "Frozen" in cls.__name__
     if "norm" in cls.__name__.lower() and known:
-        return importlib.import_module("normplug.adapters").adapt(cls)  # not before it is needed
+        return importlib.import_module("normplug.adapters").adapt(
+            cls
+        )  # not before it is needed
     return None
 
 
@@ -118,7 +128,11 @@ def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]]:
     """Yield (path, layer) of every normplug layer in a model."""
-    return ((path, m) for path, m in model.named_modules() if isinstance(m, TargetVarianceNorm))
+    return (
+        (path, m)
+        for path, m in model.named_modules()
+        if isinstance(m, TargetVarianceNorm)
+    )
 
 
 def declared(module: nn.Module) -> Any:
@@ -155,7 +169,7 @@ def convert(
         vars(module)["_normplug"] = Settings(eps=eps, watches=watches, **options)
         assign_class(module, ours)
         assert isinstance(module, TargetVarianceNorm)
-        likely.record(module)
+        guess.record(module)
     before: Any = module._normplug.unsynced_class
     module._set(unsynced_class=REPLACEMENTS.get(before, before), **options)
 
@@ -253,7 +267,9 @@ def _below(private: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
     if not _is_private(private):
         return cls
     *others, base = private.__bases__
-    namespace = {k: v for k, v in vars(private).items() if k not in ("__dict__", "__weakref__")}
+    namespace = {
+        k: v for k, v in vars(private).items() if k not in ("__dict__", "__weakref__")
+    }
     below = _below(base, cls)
     if is_parametrized_class(private):
         # torch, too, adds a `__deepcopy__` only where the class has none.
@@ -266,7 +282,9 @@ def _below(private: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
 def fused_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose forward has been fused, by path."""
     return {
-        path: m for path, m in model.named_modules() if FORWARDS in vars(m) or has_fused_class(m)
+        path: m
+        for path, m in model.named_modules()
+        if FORWARDS in vars(m) or has_fused_class(m)
     }
 
 

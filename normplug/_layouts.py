@@ -80,13 +80,19 @@ class Levels(NamedTuple):
         if self.heads == 1:
             return self.outer == width and self.step == rows // self.inner * width
         within = self.heads * width
-        return self.middle == width and self.step == within and self.outer == self.inner * within
+        return (
+            self.middle == width
+            and self.step == within
+            and self.outer == self.inner * within
+        )
 
 
 Spacing = int | Levels  # of rows: one stride from each to the next, or strides on levels
 
 
-def row_spacing(shape: Sequence[int], stride: Sequence[int], row_dims: int) -> Spacing | None:
+def row_spacing(
+    shape: Sequence[int], stride: Sequence[int], row_dims: int
+) -> Spacing | None:
     """The spacing of rows; None if a row is not dense, or the kernels cannot express it."""
     outer = len(shape) - row_dims
     if not is_contiguous(shape[outer:], stride[outer:]):
@@ -120,7 +126,9 @@ def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
     return spacing == width
 
 
-def spacing_after(t: Tensor, row_dims: int, width: int, *before: Spacing) -> Spacing | None:
+def spacing_after(
+    t: Tensor, row_dims: int, width: int, *before: Spacing
+) -> Spacing | None:
     """The row spacing of t; None if no launch can take it together with the spacings `before`."""
     if t.is_contiguous():
         return width

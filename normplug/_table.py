@@ -38,7 +38,10 @@ class Rows(Generic[Row]):
         """The cells of each column; the first has the paths. By default, the fields of the rows."""
         rows: Any = self.rows
         cells = [(shown(path), *map(_cell, rest)) for path, *rest in rows]
-        return {name: [row[i] for row in cells] for i, name in enumerate(self.row_type._fields)}
+        return {
+            name: [row[i] for row in cells]
+            for i, name in enumerate(self.row_type._fields)
+        }
 
     def summary(self) -> str:
         """One line below the table."""
@@ -47,7 +50,9 @@ class Rows(Generic[Row]):
     def __str__(self) -> str:
         columns = self.columns()
         rows = folded([*zip(*columns.values(), strict=True)])
-        return f"{table([tuple(columns), *rows])}\n" + "\n".join(_wrap(self.summary(), _WIDTH))
+        return f"{table([tuple(columns), *rows])}\n" + "\n".join(
+            _wrap(self.summary(), _WIDTH)
+        )
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -70,24 +75,42 @@ def folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """
     found = [(cells, 1) for cells in rows]
     places = range(max((path.count(".") + 1 for path, *_ in rows), default=0))
-    while len(best := min((_fold(found, at) for at in places), key=len, default=[])) < len(found):
+    while len(
+        best := min((_fold(found, at) for at in places), key=len, default=[])
+    ) < len(found):
         found = best
-    return [(f"{path} x{count}" if count > 1 else path, *cells) for (path, *cells), count in found]
+    return [
+        (f"{path} x{count}" if count > 1 else path, *cells)
+        for (path, *cells), count in found
+    ]
 
 
 def _fold(found: list[tuple[Any, int]], place: int) -> list[tuple[Any, int]]:
     """Fold one number of the paths, by its place; found: the cells, and how many rows they are."""
-    alike: dict[Any, list[tuple[int, int]]] = {}  # cells without a number -> (number, row)
+    alike: dict[
+        Any, list[tuple[int, int]]
+    ] = {}  # cells without a number -> (number, row)
     for index, (cells, count) in enumerate(found):
         numbers = [*_NUMBER.finditer(cells[0])]
         if place < len(numbers):
             head, number = cells[0][: numbers[place].end()], numbers[place][0]
-            blank, pattern = head.removesuffix(number) + "{}", rf"(?<![\w.]){re.escape(head)}(?!\w)"
-            key = count, *(re.sub(pattern, blank, cell) if head in cell else cell for cell in cells)
+            blank, pattern = (
+                head.removesuffix(number) + "{}",
+                rf"(?<![\w.]){re.escape(head)}(?!\w)",
+            )
+            key = (
+                count,
+                *(
+                    re.sub(pattern, blank, cell) if head in cell else cell
+                    for cell in cells
+                ),
+            )
             alike.setdefault(key, []).append((int(number), index))
     joined = dict(enumerate(found))
     for (count, *blanks), members in alike.items():
-        for _, run in itertools.groupby(enumerate(members), lambda each: each[1][0] - each[0]):
+        for _, run in itertools.groupby(
+            enumerate(members), lambda each: each[1][0] - each[0]
+        ):
             (_, (low, first)), *others = run
             if len(others) >= 2:
                 span = f"{{{low}..{low + len(others)}}}"
@@ -106,8 +129,12 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
     left, width = " " * (4 if below else start), max(_WIDTH, 0 if below else start + 24)
     lines = []
     for *cells, last in rows:
-        line = "".join(cell.ljust(size + 2) for cell, size in zip(cells, widths, strict=True))
-        parts = _wrap(last, width, initial_indent=left if below else line, subsequent_indent=left)
+        line = "".join(
+            cell.ljust(size + 2) for cell, size in zip(cells, widths, strict=True)
+        )
+        parts = _wrap(
+            last, width, initial_indent=left if below else line, subsequent_indent=left
+        )
         lines += [line.rstrip()] * (below or not parts) + parts
     return "\n".join(lines)
 

@@ -71,7 +71,9 @@ def recording(take: Callable[[Any], None]) -> Iterator[Any]:
     uncompiled.
     """
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
-    mode._allow_unsafe_data_ptr_access = False  # other kernels must raise an error, not read at 0
+    mode._allow_unsafe_data_ptr_access = (
+        False  # other kernels must raise an error, not read at 0
+    )
     # Importing the compiler takes seconds. Before that, nothing is compiled.
     is_compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
@@ -158,7 +160,9 @@ in_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # Returns the plain tensor in a wrapper that a finished transform of `torch.func` left behind.
 unwrap_if_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 _autograd: Any = torch._C._autograd
-saved_tensors_hooks_are_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
+saved_tensors_hooks_are_allowed: Callable[[], bool] = (
+    _autograd._saved_tensors_hooks_is_enabled
+)
 # The active hooks on saved tensors; since torch 2.8. Without it nothing is recomputed, because that
 # would silently override the hooks of activation checkpointing.
 top_saved_tensors_hooks: Callable[[bool], Any] | None = getattr(
@@ -225,7 +229,9 @@ def is_patched(module: nn.Module) -> bool:
     """
     if "forward" not in module.__dict__:
         return False
-    return getattr(module.__dict__["forward"], "__func__", None) is not type(module).forward
+    return (
+        getattr(module.__dict__["forward"], "__func__", None) is not type(module).forward
+    )
 
 
 def is_class_patched(cls: type[nn.Module]) -> bool:

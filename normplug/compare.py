@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from normplug._checks import MissingPackage, needs
-from normplug._results import write_file
+from normplug._files import write_file
 
-with needs("normplug.compare", "train", SystemExit if __name__ == "__main__" else MissingPackage):
+with needs(
+    "normplug.compare", "train", SystemExit if __name__ == "__main__" else MissingPackage
+):
     import pandas as pd
 
     from normplug._compare.plots import draw
@@ -71,14 +73,20 @@ def compare(
             "normplug.compare: with several sources or a collected file, tables and plots need a "
             "directory of their own. Name it: --out DIR."
         )
-    if rate is not None and rate not in (rates := sorted(set(runs.learning_rate.dropna()))):
-        raise ValueError(f"normplug.compare: no run has the learning rate {rate:g}, only {rates}.")
+    if rate is not None and rate not in (
+        rates := sorted(set(runs.learning_rate.dropna()))
+    ):
+        raise ValueError(
+            f"normplug.compare: no run has the learning rate {rate:g}, only {rates}."
+        )
     runs = runs if rate is None else runs[runs.learning_rate == rate]
     target = Path(out or paths[0])
     groups = group_runs(runs, reference, margin, over_rates)
     where = " and ".join(path.name if path.is_file() else str(path) for path in paths)
     markdown = render(groups, unusable, where)
-    table = pd.concat([group.table for group in groups] or [pd.DataFrame()], ignore_index=True)
+    table = pd.concat(
+        [group.table for group in groups] or [pd.DataFrame()], ignore_index=True
+    )
     files = {"summary.md": markdown, "summary.csv": table.to_csv(index=False)}
     for name, content in files.items():
         write_file(target / name, content)
@@ -91,14 +99,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 1 if a run is missing, unfinished or failed."""
     parser = argparse.ArgumentParser("python -m normplug.compare", description=__doc__)
     add = parser.add_argument
-    add("sources", metavar="RUNS", nargs="+", type=Path, help="directories of runs, or files")
-    add("--out", metavar="DIR", help="directory for tables and plots (default: the only RUNS)")
+    add(
+        "sources",
+        metavar="RUNS",
+        nargs="+",
+        type=Path,
+        help="directories of runs, or files",
+    )
+    add(
+        "--out",
+        metavar="DIR",
+        help="directory for tables and plots (default: the only RUNS)",
+    )
     add("--reference", metavar="ARM", help="compare with this arm, not standard")
-    add("--margin", metavar="M", type=float, help="test whether differences are within ± M (TOST)")
-    add("--over-rates", action="store_true", help="average an arm's runs over learning rates")
-    add("--rate", metavar="LR", type=float, help="compare only the runs with this learning rate")
+    add(
+        "--margin",
+        metavar="M",
+        type=float,
+        help="test whether differences are within ± M (TOST)",
+    )
+    add(
+        "--over-rates",
+        action="store_true",
+        help="average an arm's runs over learning rates",
+    )
+    add(
+        "--rate",
+        metavar="LR",
+        type=float,
+        help="compare only the runs with this learning rate",
+    )
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--best", metavar="FILE", type=Path, help="write each arm's options with its best rate")
+    add(
+        "--best",
+        metavar="FILE",
+        type=Path,
+        help="write each arm's options with its best rate",
+    )
     add("--collect", metavar="FILE", type=Path, help="write all runs to this file")
     options = vars(parser.parse_args(argv))
     sources, best, collected = map(options.pop, ("sources", "best", "collect"))

@@ -93,7 +93,16 @@ def batch_norm(
         >>> batch_norm(x, None, None, training=True, eps=1e-12, mode=0.25).flatten()
         tensor([-0.5000,  0.5000])
     """
-    t = Tensors(input, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
+    t = Tensors(
+        input,
+        residual,
+        weight,
+        bias,
+        None,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+    )
     if type(eps) is not float or type(momentum) is not float:
         momentum, eps = as_number(momentum), as_number(eps)
     spec = BatchNormSpec(training, momentum, eps, target_variance(mode), activation)
@@ -242,7 +251,9 @@ def add_layer_norm(
         >>> total
         tensor([[1., 3.]])
     """
-    t = Tensors(x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
+    t = Tensors(
+        x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked
+    )
     numbers = (normalized_shape, momentum, eps, mode, autocast_output, backend)
     return _norm_of_rows("functional.add_layer_norm", t, *numbers)
 
@@ -381,7 +392,9 @@ def group_norm(
     """
     t = Tensors(input, None, weight, bias)
     tv, autocast = target_variance(mode), autocast_dtype(input)
-    spec = GroupNormSpec(num_groups, as_number(eps), tv, activation, autocast, autocast_output)
+    spec = GroupNormSpec(
+        num_groups, as_number(eps), tv, activation, autocast, autocast_output
+    )
     return call("functional.group_norm", t, spec, backend)
 
 
@@ -435,7 +448,9 @@ def instance_norm(
         constant = BatchNormSpec(False, momentum, eps, tv, activation, instance=True)
         return call(caller, t, constant, backend)
     has_channels = isinstance(input, Tensor) and not input.is_nested and input.dim() > 1
-    groups = input.shape[1] if has_channels else 1  # the checks refuse an input without channels
+    groups = (
+        input.shape[1] if has_channels else 1
+    )  # the checks refuse an input without channels
     spec = GroupNormSpec(groups, eps, tv, activation, momentum=momentum, instance=True)
     return call(caller, t, spec, backend)
 
@@ -457,7 +472,10 @@ def _norm_of_rows(
         try:
             shape = tuple(shape)
         except TypeError:
-            rule, got = "a sequence of integers, e.g. input.shape[-1:]", _checks.described(shape)
+            rule, got = (
+                "a sequence of integers, e.g. input.shape[-1:]",
+                _checks.described(shape),
+            )
             raise TypeError(_checks.must(caller, "normalized_shape", rule, got)) from None
     if type(momentum) is not float or not (eps is None or type(eps) is float):
         momentum, eps = as_number(momentum), as_number(eps)

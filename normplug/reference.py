@@ -86,7 +86,9 @@ def batch_norm(
         var, mean = torch.var_mean(x_acc, dim=channel_dims(x), correction=0)
     mean, var = mean.to(x_acc.dtype), var.to(x_acc.dtype)
     xhat = (x_acc - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
-    y = _affine(xhat * math.sqrt(target_variance), weight, bias, (-1, *[1] * (x.dim() - 2)))
+    y = _affine(
+        xhat * math.sqrt(target_variance), weight, bias, (-1, *[1] * (x.dim() - 2))
+    )
     return Normalized(y.to(x.dtype), mean, var)
 
 
@@ -107,7 +109,9 @@ def group_norm(
     """
     by_group = x.shape[0], groups, math.prod(x.shape[1:]) // groups
     rows = x.to(accumulator_dtype(x.dtype)).reshape(by_group)
-    y, mean, var = layer_norm(rows, by_group[2:], eps=eps, target_variance=target_variance)
+    y, mean, var = layer_norm(
+        rows, by_group[2:], eps=eps, target_variance=target_variance
+    )
     y = _affine(y.reshape(x.shape), weight, bias, (-1, *[1] * (x.dim() - 2)))
     return Normalized(y.to(x.dtype), mean, var)
 
@@ -221,7 +225,9 @@ def per_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.reshape(1, -1, *[1] * (x.dim() - 2))
 
 
-def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
+def _affine(
+    y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]
+) -> Tensor:
     """Scale and shift by vectors of this shape."""
     if weight is not None:
         y = y * weight.to(y.dtype).reshape(shape)

@@ -8,10 +8,10 @@ from typing import Any
 
 from normplug import _checks, _convert
 from normplug._checks import needs
-from normplug._statistics.log import resume_log, start_log
-from normplug._statistics.watching import Watch
 from normplug._swap.record import refuse_other_modes
 from normplug._swap.swap import unswap
+from normplug._tools.log import resume_log, start_log
+from normplug._tools.watching import Watch
 
 with needs("normplug.transformers", "zoo"):
     from transformers import TrainerCallback

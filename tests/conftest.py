@@ -23,7 +23,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # These import torchvision, or train.py, which needs it.
 if find_spec("torchvision") is None:
-    collect_ignore_glob = ["tools/test_data.py", "tools/test_graph.py", "tools/test_train*.py"]
+    collect_ignore_glob = [
+        "tools/test_data.py",
+        "tools/test_graph.py",
+        "tools/test_train*.py",
+    ]
 
 # The test files that take longest, about half of the time of all.
 LONGEST = (
@@ -42,8 +46,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if no_gpu and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if no_triton and item.name.startswith(("normplug._ops.warm_up", "test_swap_norms_warms")):
-            item.add_marker(pytest.mark.skip(reason="without Triton, it gives another reason"))
+        if no_triton and item.name.startswith(
+            ("normplug._ops.warm_up", "test_swap_norms_warms")
+        ):
+            item.add_marker(
+                pytest.mark.skip(reason="without Triton, it gives another reason")
+            )
 
 
 def pytest_collection_finish():

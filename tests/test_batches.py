@@ -208,7 +208,9 @@ def test_a_wrapped_model_gets_the_keywords_that_its_forward_names(name):
         batch = {"x": X, "y": Y, "label": LABELS}
         normplug.recalibrate(model, [batch])
         normplug.check(model, batch)
-        model.get_submodule(next(p for p, m in model.named_modules() if p.endswith("norm"))).eval()
+        model.get_submodule(
+            next(p for p, m in model.named_modules() if p.endswith("norm"))
+        ).eval()
         (finding,) = normplug.doctor(model, batch).findings
         assert type(model.get_submodule(finding.layer)) is normplug.BatchNorm1d
     finally:
@@ -247,28 +249,39 @@ CALLERS = {
 
 
 @pytest.mark.parametrize("caller", CALLERS)
-def test_a_batch_that_the_model_refuses_is_shown_with_what_was_tried_and_a_way_out(caller):
+def test_a_batch_that_the_model_refuses_is_shown_with_what_was_tried_and_a_way_out(
+    caller,
+):
     model = One()
     if caller == "check":
         normplug.swap(model)
     for batch, shown in (
-        ({"image": X, "label": LABELS}, "model(dict {image: Tensor (8, 4), label: Tensor (8,)})"),
+        (
+            {"image": X, "label": LABELS},
+            "model(dict {image: Tensor (8, 4), label: Tensor (8,)})",
+        ),
         ([X[:, 1:], LABELS], "model(Tensor (8, 3)) raised RuntimeError: mat1 and mat2"),
         ("text", "model(str)"),
     ):
         if batch == "text" and caller in ("doctor", "recalibrate"):
-            with pytest.raises(TypeError, match=f"normplug.{caller}: loader must be an iterable"):
+            with pytest.raises(
+                TypeError, match=f"normplug.{caller}: loader must be an iterable"
+            ):
                 CALLERS[caller](model, batch)
             continue
         with pytest.raises(RuntimeError) as caught:
             CALLERS[caller](model, batch)
         text = str(caught.value)
-        assert text.startswith(f"normplug.{caller}: One.forward(x, mask=None) does not take")
+        assert text.startswith(
+            f"normplug.{caller}: One.forward(x, mask=None) does not take"
+        )
         assert shown in text
         assert text.endswith("Pass a tensor, a tuple of the inputs, (inputs, labels), a mapping of "
                              "forward's keywords, or a loader of these.")  # fmt: skip
         assert isinstance(caught.value.__cause__, (RuntimeError, TypeError))
-    with pytest.raises(RuntimeError, match="Two.forward.x, y. does not take the batch Tensor"):
+    with pytest.raises(
+        RuntimeError, match="Two.forward.x, y. does not take the batch Tensor"
+    ):
         CALLERS[caller](normplug.swap(Two()), X)
 
 

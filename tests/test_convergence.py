@@ -16,7 +16,10 @@ import normplug
 from fuse_cases import Block, Parts, PreNorm, Resnet
 
 BATCH, WIDTH, CLASSES = 32, 32, 10
-WINDOW, LONG = 10, 200  # steps: distances are averaged over a window; long runs take a GPU
+WINDOW, LONG = (
+    10,
+    200,
+)  # steps: distances are averaged over a window; long runs take a GPU
 # The relative change of a norm's results between two ways to round: float32 sums in another order,
 # and half a unit in the last place of bfloat16.
 ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-8}
@@ -28,7 +31,9 @@ FACTOR, FLOOR = 4, 3e-5
 class Attention(Parts):
     def forward(self, x):
         qkv = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=self.causal)
+        mixed = F.scaled_dot_product_attention(
+            qkv[0], qkv[1], qkv[2], is_causal=self.causal
+        )
         return mixed.transpose(1, 2).flatten(2)
 
 
@@ -54,11 +59,17 @@ def network(name):
         return nn.Sequential(*stem, Block(16), Block(16), *head)
     if name == "vit":  # a token is a row of pixels
         tokens = nn.Sequential(nn.Flatten(1, 2), nn.Linear(16, WIDTH))
-        return transformer(nn.LayerNorm, tokens, nn.Flatten(), nn.Linear(48 * WIDTH, CLASSES))
+        return transformer(
+            nn.LayerNorm, tokens, nn.Flatten(), nn.Linear(48 * WIDTH, CLASSES)
+        )
     if name == "llama":
         head = nn.Linear(WIDTH, 64), nn.Flatten(0, 1)
         return transformer(nn.RMSNorm, nn.Embedding(64, WIDTH), *head)
-    first, down, last = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 8, 2, 2), nn.Conv2d(16, 3, 3, 1, 1)
+    first, down, last = (
+        nn.Conv2d(3, 8, 3, 1, 1),
+        nn.Conv2d(8, 8, 2, 2),
+        nn.Conv2d(16, 3, 3, 1, 1),
+    )
     return UNet(first=first, fine=Resnet(), down=down, coarse=Resnet(), last=last)
 
 
@@ -70,7 +81,9 @@ def curve(net, name, dtype, steps):
     kinds, losses = torch.randn(CLASSES, 3, 16, 16, **drawn), []
     for _ in range(steps):
         labels = torch.randint(CLASSES, (BATCH,), **drawn)
-        x = kinds[labels] + (8 if name == "vit" else 2) * torch.randn(BATCH, 3, 16, 16, **drawn)
+        x = kinds[labels] + (8 if name == "vit" else 2) * torch.randn(
+            BATCH, 3, 16, 16, **drawn
+        )
         target = kinds[labels] if name == "unet" else labels
         if name == "llama":  # each sequence counts in steps of its own
             start = torch.randint(64, (BATCH, 1), **drawn)

@@ -30,14 +30,24 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize("dtype", batch_norm_cases.DTYPES, ids=str)
 def test_batch_norm_is_as_close_to_float64_as_torch(dtype, shape, layout, mode, offset):
     made = batch_norm_cases.make(
-        shape, (33,), dtype, layout, params=torch.promote_types(dtype, torch.float32), offset=offset
+        shape,
+        (33,),
+        dtype,
+        layout,
+        params=torch.promote_types(dtype, torch.float32),
+        offset=offset,
     )
     x, weight, bias = (tensor.to(GPU) for tensor in made)
     params = weight.dtype
     # A running mean far from the input's would overflow torch's own float16 backward in eval.
-    running = (torch.randn(33).to(GPU, params) + offset, torch.rand(33).to(GPU, params) + 0.5)
+    running = (
+        torch.randn(33).to(GPU, params) + offset,
+        torch.rand(33).to(GPU, params) + 0.5,
+    )
     for training in (True, False):
-        batch_norm_cases.compare("batch_norm", x, weight, bias, mode, running, training=training)
+        batch_norm_cases.compare(
+            "batch_norm", x, weight, bias, mode, running, training=training
+        )
 
 
 def gradients(net):
@@ -46,7 +56,9 @@ def gradients(net):
 
 # Warnings of torch's CUDA graph trees, which start with an empty graph.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
+@pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA"
+)
 @pytest.mark.parametrize("operators", [False, True])
 def test_reduce_overhead_captures_a_fused_model_in_cuda_graphs(operators, monkeypatch):
     if operators:  # however small the input
@@ -61,7 +73,9 @@ def test_reduce_overhead_captures_a_fused_model_in_cuda_graphs(operators, monkey
         nn.Flatten(),
         nn.Linear(288, 4),
     ).to(GPU, memory_format=torch.channels_last)
-    swapped = (normplug.swap(copy.deepcopy(stock), track_running_stats=True) for _ in range(2))
+    swapped = (
+        normplug.swap(copy.deepcopy(stock), track_running_stats=True) for _ in range(2)
+    )
     net, twin = map(normplug.fuse, swapped)
     compiled = torch.compile(net, mode="reduce-overhead")
     before = counters["inductor"]["cudagraph_skips"]

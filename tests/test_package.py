@@ -15,17 +15,28 @@ CHECKOUT = ROOT.parent
 TRAIN = ["hydra", "lightning", "matplotlib", "numpy", "pandas"]
 TRAIN += ["omegaconf", "pydantic", "scipy", "sklearn", "torchvision"]
 # Modules of the standard library that only Unix has.
-UNIX_ONLY = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
+UNIX_ONLY = {
+    "crypt",
+    "fcntl",
+    "grp",
+    "posix",
+    "pty",
+    "pwd",
+    "resource",
+    "syslog",
+    "termios",
+    "tty",
+}
 # The floors: a package or module may import itself and those of the floors before its own.
 LAYERS = [
-    {"_activations", "_layouts", "_results", "_torch", "modes", "native", "reference"},
+    {"_activations", "_layouts", "_files", "_torch", "modes", "native", "reference"},
     {"_checks", "_compare", "_kernels", "_restore"},
     {"_batches", "_ops", "_table", "compare"},
     {"functional", "modules"},
     {"adapters"},
     {"_convert"},
     {"_fuse", "_swap"},
-    {"_statistics"},
+    {"_tools"},
     {"lightning", "normplug", "transformers"},
     {"__main__", "bench", "experiment"},
 ]
@@ -41,18 +52,27 @@ def nodes_that_run(tree):
 
 def parts_imported(path):
     for node in nodes_that_run(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("normplug"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "normplug"
+        ):
             inside = node.module.split(".")[1:]
             yield from inside[:1] or [alias.name for alias in node.names]
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.startswith("normplug")]
+            names = [
+                alias.name for alias in node.names if alias.name.startswith("normplug")
+            ]
             yield from (name.removeprefix("normplug.").split(".")[0] for name in names)
 
 
 def test_imports_point_one_way():
     level = {part: number for number, parts in enumerate(LAYERS) for part in parts}
     for path in ROOT.rglob("*.py"):
-        part = path.relative_to(ROOT).parts[0].removesuffix(".py").replace("__init__", "normplug")
+        part = (
+            path.relative_to(ROOT)
+            .parts[0]
+            .removesuffix(".py")
+            .replace("__init__", "normplug")
+        )
         assert part in level, f"{path} is in no layer"
         for other in parts_imported(path):
             if other in level and other != part:
@@ -60,7 +80,10 @@ def test_imports_point_one_way():
 
 
 def test_no_files_import_each_other_in_a_circle():
-    files = {path.relative_to(CHECKOUT).with_suffix("").as_posix() for path in ROOT.rglob("*.py")}
+    files = {
+        path.relative_to(CHECKOUT).with_suffix("").as_posix()
+        for path in ROOT.rglob("*.py")
+    }
     graph = {}
     for file in files:
         graph[file] = set()
@@ -78,7 +101,9 @@ def test_no_norms_kernels_import_those_of_another():
     assert len(norms) >= 3
     for path in (ROOT / "_kernels").glob("*/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("normplug._kernels."):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith(
+                "normplug._kernels."
+            ):
                 assert node.module.split(".")[2] not in norms - {path.parent.name}, path
 
 
@@ -91,7 +116,7 @@ import normplug
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 tools = {"triton", "lightning", "hydra", "matplotlib", "torchvision", "timm", "transformers"}
 assert not new & tools, new
-late = {"_fuse.fuse", "_kernels", "_statistics", "adapters", "lightning", "bench"}
+late = {"_fuse.fuse", "_kernels", "_tools", "adapters", "lightning", "bench"}
 assert not {f"normplug.{part}" for part in late} & set(sys.modules)
 assert normplug.fuse.__name__ == "fuse" and "unfuse" in dir(normplug)
 modules = {"bench", "compare", "lightning", "transformers"}
@@ -126,15 +151,22 @@ assert len(normplug.check(net, x)) == 5
 normplug.RMSNorm(5, backend="triton")(x)
 """
     error = program(code, hidden=["triton"]).stderr.splitlines()[-1]
-    expected = "backend='triton', but triton is not installed. Use backend='auto' or 'torch'."
+    expected = (
+        "backend='triton', but triton is not installed. Use backend='auto' or 'torch'."
+    )
     assert error.endswith(expected), error
 
 
 def test_the_environment_sets_the_default_backend():
     code = "import normplug; normplug.LayerNorm(4)"
-    good, bad = (program(code, environment={"NORMPLUG_BACKEND": name}) for name in ("torch", "gpu"))
+    good, bad = (
+        program(code, environment={"NORMPLUG_BACKEND": name}) for name in ("torch", "gpu")
+    )
     assert good.returncode == 0, good.stderr
-    assert "NORMPLUG_BACKEND must be one of 'auto', 'triton', 'torch'; got 'gpu'" in bad.stderr
+    assert (
+        "NORMPLUG_BACKEND must be one of 'auto', 'triton', 'torch'; got 'gpu'"
+        in bad.stderr
+    )
 
 
 BENCH = ["-m", "normplug.bench"]
@@ -151,18 +183,40 @@ def run_without(packages, kind, *words):
     ("hidden", "command", "who", "extra"),
     [
         (TRAIN, ["-m", "normplug.compare", "{runs}"], "normplug.compare", "train"),
-        (["matplotlib"], ["-m", "normplug.compare", "{runs}"], "normplug.compare", "train"),
+        (
+            ["matplotlib"],
+            ["-m", "normplug.compare", "{runs}"],
+            "normplug.compare",
+            "train",
+        ),
         (["matplotlib"], [*BENCH, "plot", "{json}"], "normplug.bench plot", "bench"),
         (["pandas"], [*BENCH, "plot", "{json}"], "normplug.bench plot", "bench"),
-        (["pandas"], [*BENCH, "sweep", "--device", "cpu"], "normplug.bench sweep", "bench"),
-        (["timm"], ["path", "benchmarks/zoo", "--library", "timm"], "zoo --library timm", "zoo"),
+        (
+            ["pandas"],
+            [*BENCH, "sweep", "--device", "cpu"],
+            "normplug.bench sweep",
+            "bench",
+        ),
+        (
+            ["timm"],
+            ["path", "benchmarks/zoo", "--library", "timm"],
+            "zoo --library timm",
+            "zoo",
+        ),
         (["hydra"], ["path", str(CHECKOUT / "train.py")], "train.py", "train"),
     ],
 )
-def test_a_command_without_its_packages_names_the_extra(tmp_path, hidden, command, who, extra):
+def test_a_command_without_its_packages_names_the_extra(
+    tmp_path, hidden, command, who, extra
+):
     run = tmp_path / "result.json"
-    run.write_text('{"model": "m", "data": "d", "arm": "golden", "seed": 0, "status": "failed"}')
-    places = {"runs": tmp_path, "json": CHECKOUT / "docs" / "results" / "layer_norm_h100.json"}
+    run.write_text(
+        '{"model": "m", "data": "d", "arm": "golden", "seed": 0, "status": "failed"}'
+    )
+    places = {
+        "runs": tmp_path,
+        "json": CHECKOUT / "docs" / "results" / "layer_norm_h100.json",
+    }
     done = run_without(hidden, *(word.format(**places) for word in command))
     assert done.returncode == 1, done.stderr
     (line,) = done.stderr.splitlines()
@@ -172,7 +226,11 @@ def test_a_command_without_its_packages_names_the_extra(tmp_path, hidden, comman
 
 
 def test_without_the_packages_of_its_extra_a_module_says_so_when_imported():
-    for module, extra in (("lightning",) * 2, ("compare", "train"), ("experiment", "train")):
+    for module, extra in (
+        ("lightning",) * 2,
+        ("compare", "train"),
+        ("experiment", "train"),
+    ):
         last = program(f"import normplug.{module}", hidden=TRAIN).stderr.splitlines()[-1]
         assert f"MissingPackage: normplug.{module} needs " in last
         assert last.endswith(f'pip install "normplug[{extra}]"')
@@ -198,9 +256,12 @@ def test_a_module_of_an_extra_is_an_attribute_of_the_package(name, package):
 
 
 @pytest.mark.parametrize(
-    ("name", "extra"), [("lightning", "lightning"), ("compare", "train"), ("transformers", "zoo")]
+    ("name", "extra"),
+    [("lightning", "lightning"), ("compare", "train"), ("transformers", "zoo")],
 )
-def test_without_its_packages_a_module_is_no_attribute_and_the_error_names_the_extra(name, extra):
+def test_without_its_packages_a_module_is_no_attribute_and_the_error_names_the_extra(
+    name, extra
+):
     hidden = [*TRAIN, "transformers"]
     code = f"import normplug; print(hasattr(normplug, {name!r})); normplug.{name}"
     done = program(code, hidden=hidden)
@@ -217,12 +278,18 @@ def test_every_library_of_the_zoo_that_is_missing_is_named():
     done = run_without(libraries, "path", "benchmarks/zoo")
     assert done.returncode == 1
     needs_zoo = 'zoo --library {0} needs {0}: pip install "normplug[zoo]"'
-    assert done.stderr.splitlines() == [needs_zoo.format(library) for library in libraries]
+    assert done.stderr.splitlines() == [
+        needs_zoo.format(library) for library in libraries
+    ]
 
 
 def test_modules_that_only_unix_has_are_imported_where_they_are_used():
     for path in (*ROOT.rglob("*.py"), CHECKOUT / "train.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             assert not UNIX_ONLY & set(names), f"{path}: {names}"

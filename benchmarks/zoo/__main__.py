@@ -13,9 +13,11 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])  # `zoo` and the checkout's normplug
+sys.path[:0] = map(
+    str, Path(__file__).resolve().parents[1:3]
+)  # `zoo` and the checkout's normplug
 
-from normplug._results import write_file  # noqa: E402
+from normplug._files import write_file  # noqa: E402
 from zoo.run import LIBRARIES, run  # noqa: E402
 from zoo.table import render, summary  # noqa: E402
 
@@ -24,14 +26,21 @@ def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     top = argparse.ArgumentParser(prog="python benchmarks/zoo", description=__doc__)
     top.add_argument(
-        "--library", choices=LIBRARIES, action="append", help="may be repeated; default: all"
+        "--library",
+        choices=LIBRARIES,
+        action="append",
+        help="may be repeated; default: all",
     )
     top.add_argument("--only", metavar="GLOB", default="*", help="only names that match")
     top.add_argument("--all", action="store_true", help="include large architectures")
     top.add_argument(
-        "--device", default="cpu", help="any but cpu computes in float64, deterministically"
+        "--device",
+        default="cpu",
+        help="any but cpu computes in float64, deterministically",
     )
-    top.add_argument("--json", metavar="FILE", type=Path, help="all rows, rewritten after each one")
+    top.add_argument(
+        "--json", metavar="FILE", type=Path, help="all rows, rewritten after each one"
+    )
     top.add_argument("--markdown", metavar="FILE", type=Path, help="the table")
     return top
 

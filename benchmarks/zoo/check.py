@@ -82,7 +82,9 @@ def check(model: nn.Module, inputs: Inputs) -> Report:
     planned = plan(model)
     report = Report(
         taken=dict(Counter(row.kind for row in planned if row.becomes)),
-        left=dict(Counter(f"{row.kind} ({row.note})" for row in planned if not row.becomes)),
+        left=dict(
+            Counter(f"{row.kind} ({row.note})" for row in planned if not row.becomes)
+        ),
     )
     if not report.taken:
         return report
@@ -96,21 +98,28 @@ def check(model: nn.Module, inputs: Inputs) -> Report:
         spread = compare(observe(_nudged(model), inputs), stock)
         worst = max(spread, key=lambda key: spread[key])
         if spread[worst] > tolerance:
-            said = f"the stock model differs from itself in {worst} by {spread[worst]:.1e}"
+            said = (
+                f"the stock model differs from itself in {worst} by {spread[worst]:.1e}"
+            )
             return Report(report.taken, report.left, unsteady=said)
         tolerance = max(tolerance, 16 * spread[worst])
     _record("standard is not the stock model", errors, tolerance, report)
 
     folded = observe(fold(copy.deepcopy(model), taken), inputs)
     if max(compare(folded, stock).values()) < 1e3 * tolerance:
-        report.failures.append("golden is the same function as standard: nothing is compared")
+        report.failures.append(
+            "golden is the same function as standard: nothing is compared"
+        )
     del stock
     for key in _weights(model, taken) & folded.keys():
         folded[key] = folded[key] * GOLDEN  # the chain rule
     golden = _swapped(model, "golden")
     observed = observe(golden, inputs)
     report.error = _record(
-        "golden is not the folded stock model", compare(observed, folded), tolerance, report
+        "golden is not the folded stock model",
+        compare(observed, folded),
+        tolerance,
+        report,
     )
     report.digest = digest(observed)
     del folded, observed
@@ -119,7 +128,9 @@ def check(model: nn.Module, inputs: Inputs) -> Report:
     before = train(golden, inputs) | evaluate(golden, inputs)
     unswap(golden)
     after = evaluate(golden, inputs) | train(golden, inputs)
-    error = _record("unswapped is not the swapped model", compare(after, before), tolerance, report)
+    error = _record(
+        "unswapped is not the swapped model", compare(after, before), tolerance, report
+    )
     report.error = max(report.error, error)
     report.failures += differences(golden, model, affine=True)
     del golden
@@ -149,7 +160,9 @@ def _nudged(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in nudged.parameters():
             if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                noise = torch.randn(
+                    parameter.shape, generator=generator, dtype=torch.float64
+                )
                 parameter.mul_(1 + NUDGE * noise.to(parameter.device))
     return nudged
 
@@ -166,7 +179,9 @@ def randomise(model: nn.Module) -> None:
             if not (parameter.is_floating_point() and parameter.numel()):
                 continue
             if parameter.min() == parameter.max():
-                parameter.add_(noise(parameter), alpha=0.2 if parameter.dim() < 2 else 0.02)
+                parameter.add_(
+                    noise(parameter), alpha=0.2 if parameter.dim() < 2 else 0.02
+                )
         for name, buffer in model.named_buffers():
             if name.endswith("running_mean"):
                 buffer += 0.1 * noise(buffer)
@@ -285,10 +300,16 @@ def _difference(ours: Tensor | None, theirs: Tensor, scale: float) -> float:
 def _largest(tensor: Tensor) -> float:
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.float64)
-    return float(torch.linalg.vector_norm(tensor.detach(), math.inf)) if tensor.numel() else 0.0
+    return (
+        float(torch.linalg.vector_norm(tensor.detach(), math.inf))
+        if tensor.numel()
+        else 0.0
+    )
 
 
-def _record(what: str, errors: dict[str, float], tolerance: float, report: Report) -> float:
+def _record(
+    what: str, errors: dict[str, float], tolerance: float, report: Report
+) -> float:
     """Return the largest error; add a failure to the report if it is above `tolerance`."""
     worst = max(errors, key=lambda key: errors[key])
     if errors[worst] > tolerance:
@@ -306,10 +327,14 @@ def differences(ours: nn.Module, stock: nn.Module, *, affine: bool) -> list[str]
     """
     found = []
     was = dict(stock.named_modules())
-    weights = {"weight"} if affine else set()  # a weight of None may have been a plain attribute
+    weights = (
+        {"weight"} if affine else set()
+    )  # a weight of None may have been a plain attribute
     for path, module in ours.named_modules():
         if type(module) is not type(was[path]):
-            names = f"{type(module).__name__} after unswap, was {type(was[path]).__name__}"
+            names = (
+                f"{type(module).__name__} after unswap, was {type(was[path]).__name__}"
+            )
             found.append(f"{path} is {names}")
         elif (vars(module).keys() ^ vars(was[path]).keys()) - weights:
             found.append(f"{path} has other attributes after unswap")
@@ -318,7 +343,9 @@ def differences(ours: nn.Module, stock: nn.Module, *, affine: bool) -> list[str]
     if affine:
         extra = {key for key in extra if not key.endswith("weight")}
     if extra:
-        found.append(f"state_dict has other keys after unswap: {', '.join(sorted(extra)[:3])}")
+        found.append(
+            f"state_dict has other keys after unswap: {', '.join(sorted(extra)[:3])}"
+        )
     if not affine and not all(torch.equal(a[key], b[key]) for key in a.keys() & b.keys()):
         found.append("unswap(fold=False) does not give the weights back bit for bit")
     return found

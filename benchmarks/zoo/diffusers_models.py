@@ -207,7 +207,9 @@ _MODELS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 def architectures() -> Iterator[Architecture]:
     """Every architecture listed here, sorted by name."""
     for name in sorted(_MODELS):
-        yield Architecture("diffusers", name, partial(_build, name), partial(_inputs, name))
+        yield Architecture(
+            "diffusers", name, partial(_build, name), partial(_inputs, name)
+        )
 
 
 def _build(name: str) -> nn.Module:

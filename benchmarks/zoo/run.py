@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from normplug._checks import MissingPackage, needs
-from normplug._results import stamp
+from normplug._files import stamp
 from normplug.bench.rows import add_to_file
 from zoo.check import SEED, Architecture, Inputs, check, observe
 
@@ -75,7 +75,9 @@ def _architectures(libraries: Sequence[str], missing: set[str]) -> Iterator[Arch
         yield from module.architectures()
 
 
-def check_one(architecture: Architecture, *, large: bool, device: torch.device) -> dict[str, Any]:
+def check_one(
+    architecture: Architecture, *, large: bool, device: torch.device
+) -> dict[str, Any]:
     """A row: the architecture, its norms, and its result, one of `table.RESULTS`."""
     start = time.monotonic()
     row: dict[str, Any] = {"library": architecture.library, "name": architecture.name}
@@ -89,7 +91,10 @@ def check_one(architecture: Architecture, *, large: bool, device: torch.device) 
                 if again["result"] in ("ok", "unsteady"):
                     row |= again | {"reason": f"in float64 {again['reason']}".rstrip()}
         except Exception as error:  # of any kind: go on with the next architecture
-            row |= {"result": "failed", "reason": f"{type(error).__name__}: {error}"[:300]}
+            row |= {
+                "result": "failed",
+                "reason": f"{type(error).__name__}: {error}"[:300],
+            }
     return row | {"seconds": round(time.monotonic() - start, 1)}
 
 
@@ -99,7 +104,10 @@ def _check(
     torch.manual_seed(SEED)
     if not large and (size := _size(architecture)) > LARGE:
         millions = f"{size / 1e6:.0f} million parameters"
-        return {"result": "skipped", "reason": f"too large for CI: {millions}; --all takes it"}
+        return {
+            "result": "skipped",
+            "reason": f"too large for CI: {millions}; --all takes it",
+        }
     model = architecture.build()
     inputs = architecture.inputs(model)
     if exact:
@@ -107,7 +115,10 @@ def _check(
         try:
             observe(copy.deepcopy(model), inputs)
         except RuntimeError as error:
-            return {"result": "skipped", "reason": f"stock does not run in float64: {error}"[:300]}
+            return {
+                "result": "skipped",
+                "reason": f"stock does not run in float64: {error}"[:300],
+            }
     report = check(model, inputs)
     row: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -136,7 +147,9 @@ def _size(architecture: Architecture) -> int:
 
 def _moved(inputs: Inputs, device: torch.device) -> Inputs:
     def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, torch.float64 if tensor.is_floating_point() else tensor.dtype)
+        return tensor.to(
+            device, torch.float64 if tensor.is_floating_point() else tensor.dtype
+        )
 
     return pytree.tree_map_only(Tensor, move, dict(inputs))
 

@@ -21,7 +21,9 @@ ARCHITECTURES = ("architecture", "norms taken", "norms left", "result", "error")
 def render(rows: Sequence[Row]) -> str:
     """The whole document, from the rows of `python benchmarks/zoo`."""
     packages = ("python", "torch", "torchvision", "timm", "transformers", "diffusers")
-    versions = ", ".join(f"{name} {rows[0][name]}" for name in packages if name in rows[0])
+    versions = ", ".join(
+        f"{name} {rows[0][name]}" for name in packages if name in rows[0]
+    )
     libraries = list(dict.fromkeys(row["library"] for row in rows))
     # A row that was not run again has the date of its own run.
     dates = " to ".join(sorted({row["date"][:10] for row in rows}))
@@ -41,7 +43,10 @@ def render(rows: Sequence[Row]) -> str:
         _left(rows),
     ]
     for library in libraries:
-        parts += [f"## {library}\n", _table(row for row in rows if row["library"] == library)]
+        parts += [
+            f"## {library}\n",
+            _table(row for row in rows if row["library"] == library),
+        ]
     return "\n".join(parts)
 
 
@@ -62,7 +67,10 @@ def _summary_table(rows: Sequence[Row], libraries: Iterable[str]) -> str:
         own = [row for row in rows if row["library"] == library]
         results = Counter(row["result"] for row in own)
         counts = [results[result] for result in RESULTS]
-        norms = [sum(sum(row.get(key, {}).values()) for row in own) for key in ("taken", "left")]
+        norms = [
+            sum(sum(row.get(key, {}).values()) for row in own)
+            for key in ("taken", "left")
+        ]
         lines.append([library, *map(str, (len(own), *counts, *norms))])
     return markdown(pd.DataFrame(lines, columns=SUMMARY).set_index("library"))
 
@@ -70,14 +78,22 @@ def _summary_table(rows: Sequence[Row], libraries: Iterable[str]) -> str:
 def _table(rows: Iterable[Row]) -> str:
     lines = []
     for row in rows:
-        error = f"{row['error']:.0e}" if row.get("error") else "0" if "error" in row else ""
+        error = (
+            f"{row['error']:.0e}" if row.get("error") else "0" if "error" in row else ""
+        )
         result = f"{row['result']}: {row['reason']}" if row["reason"] else row["result"]
-        lines.append([row["name"], _kinds(row, "taken"), _kinds(row, "left"), result, error])
-    return markdown(pd.DataFrame(lines, columns=ARCHITECTURES).set_index([*ARCHITECTURES[:4]]))
+        lines.append(
+            [row["name"], _kinds(row, "taken"), _kinds(row, "left"), result, error]
+        )
+    return markdown(
+        pd.DataFrame(lines, columns=ARCHITECTURES).set_index([*ARCHITECTURES[:4]])
+    )
 
 
 def _kinds(row: Row, key: str) -> str:
-    return ", ".join(f"{n} {kind.partition(' (')[0]}" for kind, n in row.get(key, {}).items())
+    return ", ".join(
+        f"{n} {kind.partition(' (')[0]}" for kind, n in row.get(key, {}).items()
+    )
 
 
 def _left(rows: Iterable[Row]) -> str:

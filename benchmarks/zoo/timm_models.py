@@ -64,7 +64,12 @@ def _inputs(model: nn.Module) -> Inputs:
         try:
             with torch.no_grad():
                 copy.deepcopy(model).train()(x)
-        except (RuntimeError, ValueError, AssertionError, IndexError):  # most are about shapes
+        except (
+            RuntimeError,
+            ValueError,
+            AssertionError,
+            IndexError,
+        ):  # most are about shapes
             continue
         return {"x": x}
     return {"x": torch.rand(2, *model.default_cfg["input_size"])}  # type: ignore[index]

@@ -28,7 +28,11 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any], int], ...] = (
     (("inception",), {"init_weights": False}, 299),
     (("deeplabv3", "fcn_", "lraspp"), {"weights_backbone": None}, 64),
     (("ssd",), {"weights_backbone": None, "detections_per_img": 5}, 64),
-    (("retinanet", "fcos"), {**_SMALL_IMAGES, "detections_per_img": 5, "topk_candidates": 20}, 64),
+    (
+        ("retinanet", "fcos"),
+        {**_SMALL_IMAGES, "detections_per_img": 5, "topk_candidates": 20},
+        64,
+    ),
     (("rcnn",), {**_SMALL_IMAGES, **_FEW_BOXES}, 64),
 )
 _FULL_VIDEO, _VIDEO = ("mvit", "s3d"), ("swin3d", "r3d", "mc3", "r2plus1d")
@@ -38,7 +42,9 @@ _DETECTION = ("rcnn", "retinanet", "fcos", "ssd")
 def architectures() -> Iterator[Architecture]:
     """Every architecture by name, with 5 classes and small images."""
     for name in models.list_models():
-        yield Architecture("torchvision", name, partial(_build, name), partial(_inputs, name))
+        yield Architecture(
+            "torchvision", name, partial(_build, name), partial(_inputs, name)
+        )
 
 
 def _options(name: str) -> tuple[dict[str, Any], int]:

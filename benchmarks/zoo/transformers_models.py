@@ -43,8 +43,12 @@ _SPEECH = {
 }
 _STAGES = {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 2, 1]}
 _TEXT_AND_IMAGE = {
-    "text_config": {k: v for k, v in _TINY.items() if k not in ("image_size", "patch_size")},
-    "vision_config": {k: v for k, v in _TINY.items() if k not in ("vocab_size", "use_cache")},
+    "text_config": {
+        k: v for k, v in _TINY.items() if k not in ("image_size", "patch_size")
+    },
+    "vision_config": {
+        k: v for k, v in _TINY.items() if k not in ("vocab_size", "use_cache")
+    },
     "projection_dim": 16,
 }
 _WINDOWS = {
@@ -66,7 +70,9 @@ _DECODERS = "gemma gemma2 gemma3_text glm4 gpt_oss mistral olmo2 phi3 qwen3"
 _BEYOND: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_PLAIN.split(), {}),
     **dict.fromkeys(_DECODERS.split(), {"head_dim": 8, "num_key_value_heads": 2}),
-    **dict.fromkeys(("bart", "blenderbot", "led", "m2m_100", "marian", "mbart", "pegasus"), _PAIR),
+    **dict.fromkeys(
+        ("bart", "blenderbot", "led", "m2m_100", "marian", "mbart", "pegasus"), _PAIR
+    ),
     **dict.fromkeys(("hubert", "sew", "unispeech", "wav2vec2", "wavlm"), _SPEECH),
     **dict.fromkeys(("timesformer", "videomae", "vivit"), {"num_frames": 4}),
     **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 4}),
@@ -102,7 +108,11 @@ _WHOLE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("pvt", "pvt_v2"), {"image_size": 32}),
     "bit": {**_STAGES, "embedding_size": 16, "num_groups": 4},
     "cvt": {"depth": [1, 2, 3]},
-    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320},
+    "efficientnet": {
+        "width_coefficient": 0.25,
+        "depth_coefficient": 0.5,
+        "hidden_dim": 320,
+    },
     "focalnet": {"embed_dim": 16, "depths": [1, 1, 2, 1], "image_size": 32},
     "hiera": {
         "image_size": [32, 32],
@@ -158,7 +168,10 @@ def _inputs(model: nn.Module) -> Inputs:
     if hasattr(config, "num_frames"):
         inputs["pixel_values"] = torch.rand(2, config.num_frames, 3, 32, 32)
     if hasattr(config, "vision_config"):
-        inputs = {"input_ids": made["input_ids"], "pixel_values": torch.rand(2, 3, 32, 32)}
+        inputs = {
+            "input_ids": made["input_ids"],
+            "pixel_values": torch.rand(2, 3, 32, 32),
+        }
     if config.is_encoder_decoder and "pixel_values" not in inputs:
         inputs["decoder_input_ids"] = made["input_ids"][:, :8]
     return inputs

@@ -21,14 +21,17 @@ from matplotlib.ticker import LogLocator
 
 from normplug._compare.report import about_reference, count_of, p_text
 from normplug._compare.runs import Group, far_off, intervals, label
-from normplug._results import replace_file
+from normplug._files import replace_file
 
 VARIANCES = {
     "input_variance": "input of each norm at the last step logged, median over seeds",
     "output_variance": "output, before weight and bias",
     "affine_variance": "output, after weight and bias",
 }
-TARGETS = {"standard": 1.0, "golden": (math.sqrt(5) - 1) / 2}  # other arms are named by it
+TARGETS = {
+    "standard": 1.0,
+    "golden": (math.sqrt(5) - 1) / 2,
+}  # other arms are named by it
 Styles: TypeAlias = Mapping[str, dict[str, Any]]  # arm -> options of `Axes.plot`
 # Okabe and Ito's palette, safe for every common colour blindness. Marker and dash identify an arm
 # without colour. The baseline is wide and below the others: a mode that equals it would hide it.
@@ -37,7 +40,16 @@ FIXED: dict[str, dict[str, Any]] = {
     "standard": {"color": "#0072B2", "marker": "o"},
     "golden": {"color": "#E69F00", "marker": "D"},
 }
-COLOURS = ("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#882255", "#999933", "#332288")
+COLOURS = (
+    "#009E73",
+    "#CC79A7",
+    "#D55E00",
+    "#56B4E9",
+    "#000000",
+    "#882255",
+    "#999933",
+    "#332288",
+)
 
 
 def arm_styles(groups: Iterable[Group]) -> Styles:
@@ -45,8 +57,12 @@ def arm_styles(groups: Iterable[Group]) -> Styles:
     named = {arm for group in groups for arm in (*group.every.plain_arm, *group.arms)}
     others = sorted(named - FIXED.keys())
     more = colormaps["turbo"](np.linspace(0.1, 0.9, max(len(others) - len(COLOURS), 0)))
-    looks = zip((*COLOURS, *map(to_hex, more)), cycle("^vPX*<>"), cycle(("-", "--", "-.")))
-    styles = [dict(zip(("color", "marker", "linestyle"), look, strict=True)) for look in looks]
+    looks = zip(
+        (*COLOURS, *map(to_hex, more)), cycle("^vPX*<>"), cycle(("-", "--", "-."))
+    )
+    styles = [
+        dict(zip(("color", "marker", "linestyle"), look, strict=True)) for look in looks
+    ]
     return FIXED | dict(zip(others, styles, strict=False))
 
 
@@ -72,7 +88,9 @@ def figures(group: Group, styles: Styles) -> Iterator[tuple[str, Figure]]:
     targets = pd.to_numeric(compared, errors="coerce").dropna()
     if len(targets) >= 3:
         y = f"minus {label(group.reference or '')}, {measure.difference_unit}, {better}"
-        figure = _points(group, styles, targets, group.differences(), "target variance", y)
+        figure = _points(
+            group, styles, targets, group.differences(), "target variance", y
+        )
         _log_x(figure.axes[0], targets)
         yield "targets", figure
     speeds = arms.items_per_s_median.dropna()
@@ -84,22 +102,35 @@ def figures(group: Group, styles: Styles) -> Iterator[tuple[str, Figure]]:
     if curves := {arm: measure.scale * table for arm, table in group.curves().items()}:
         panel = {f"median over seeds; {better}": curves}
         yield measure.name, lines(panel, "epoch, 1 = first", score)
-    if gaps := {arm: measure.scale * gap for arm, gap in group.gaps().items() if gap.shape[1] > 1}:
+    if gaps := {
+        arm: measure.scale * gap for arm, gap in group.gaps().items() if gap.shape[1] > 1
+    }:
         y = f"minus {label(group.reference or '')} ({measure.difference_unit})"
         title = f"validation {measure.name}, same seed, median over seeds; {better}"
-        late = {arm: gap.loc[:, gap.columns > gap.columns[-1] / 2] for arm, gap in gaps.items()}
+        late = {
+            arm: gap.loc[:, gap.columns > gap.columns[-1] / 2]
+            for arm, gap in gaps.items()
+        }
         yield "gap", lines({title: gaps, "the second half": late}, "epoch, 1 = first", y)
     done = group.every[group.every.status == "finished"]
     by_rate = done.pivot_table("validation_score", "seed", ["plain_arm", "learning_rate"])
-    rates = {arm: measure.scale * by_rate[arm] for arm in by_rate.columns.unique("plain_arm")}
+    rates = {
+        arm: measure.scale * by_rate[arm] for arm in by_rate.columns.unique("plain_arm")
+    }
     if any(table.shape[1] > 1 for table in rates.values()):
-        title, panel = f"{group.model} on {group.data}", {f"median over seeds; {better}": rates}
+        title, panel = (
+            f"{group.model} on {group.data}",
+            {f"median over seeds; {better}": rates},
+        )
         figure = _lines(title, styles, panel, "learning rate", score)
         _log_x(figure.axes[0], by_rate.columns.unique("learning_rate"))
         yield "rates", figure
     if drops := group.lists("block_drop"):
         title = f"test {measure.name} without a block minus the whole model's, median over seeds"
-        yield "blocks", lines({title: drops}, "block, 1 = first", f"added {measure.unit}", log=True)
+        yield (
+            "blocks",
+            lines({title: drops}, "block, 1 = first", f"added {measure.unit}", log=True),
+        )
     panels = {title: group.lists(name) for name, title in VARIANCES.items()}
     if any(panels.values()):
         yield "variance_by_depth", lines(panels, "norm, 1 = first", "variance", log=True)
@@ -131,7 +162,9 @@ def _lines(
         axes.set_ylabel(y)
     drawn[-1].set_xlabel(x)
     handles, labels = drawn[0].get_legend_handles_labels()
-    figure.set_figheight(max(figure.get_figheight(), 1.6 + 0.2 * "\n".join(labels).count("\n")))
+    figure.set_figheight(
+        max(figure.get_figheight(), 1.6 + 0.2 * "\n".join(labels).count("\n"))
+    )
     figure.legend(handles, labels, loc="outside right center", frameon=False)
     return figure
 
@@ -148,7 +181,9 @@ def _seeds(group: Group, styles: Styles) -> Figure:
         + f", {row.n_diverged} diverged" * bool(row.n_diverged)
         for row in table.itertuples()
     ]
-    height = 1.8 + max(0.6, *(0.2 * (name.count("\n") + 1) for name in names)) * len(names)
+    height = 1.8 + max(0.6, *(0.2 * (name.count("\n") + 1) for name in names)) * len(
+        names
+    )
     figure, (left, right) = _new_figure(title, (10, height), (1, 2), sharey=True)
     left.set_yticks(range(len(names)), names)
     left.set_ylim(len(names) - 0.5, -0.5)
@@ -164,11 +199,15 @@ def _seeds(group: Group, styles: Styles) -> Figure:
     for row, p in table.difference_to_reference_p_holm.items():
         text = "reference" if table.arm[row] == group.reference else f"p: {p_text(p)}"
         if text != "p: nan":
-            right.text(1.02, row, text, va="center", transform=right.get_yaxis_transform())
+            right.text(
+                1.02, row, text, va="center", transform=right.get_yaxis_transform()
+            )
     return figure
 
 
-def _draw_dots(axes: Axes, group: Group, styles: Styles, name: str, stored: pd.DataFrame) -> None:
+def _draw_dots(
+    axes: Axes, group: Group, styles: Styles, name: str, stored: pd.DataFrame
+) -> None:
     """Draw a row for each arm: a dot for each seed; below, the mean and interval of the table."""
     # Each seed has its own height in every row, so that pairs can be matched.
     heights = pd.Series(np.linspace(-0.3, 0.1, len(group.seeds)), group.seeds)
@@ -182,12 +221,19 @@ def _draw_dots(axes: Axes, group: Group, styles: Styles, name: str, stored: pd.D
         if dots.empty:
             continue
         axes.plot(dots, row + heights[dots.index], markersize=6, **style)
-        mean, half = of_arm[f"{name}_mean"], np.nan_to_num(of_arm[f"{name}_t95_half_width"])
+        mean, half = (
+            of_arm[f"{name}_mean"],
+            np.nan_to_num(of_arm[f"{name}_t95_half_width"]),
+        )
         ends = scale * np.array([mean - half, mean, mean + half])
         axes.plot(ends, 3 * [row + 0.28], "k|-", markersize=8)
         for value in values[arm][far[arm]]:
-            x, text = (0.01, "\u25c2 {:.4g}") if value < least else (0.88, "{:.4g} \u25b8")
-            axes.text(x, row - 0.3, text.format(value), fontsize="small", transform=beside)
+            x, text = (
+                (0.01, "\u25c2 {:.4g}") if value < least else (0.88, "{:.4g} \u25b8")
+            )
+            axes.text(
+                x, row - 0.3, text.format(value), fontsize="small", transform=beside
+            )
     if far.any(axis=None):
         axes.set_xlim(least - 0.05 * (most - least), most + 0.05 * (most - least))
     axes.locator_params("x", nbins=4)
@@ -195,7 +241,12 @@ def _draw_dots(axes: Axes, group: Group, styles: Styles, name: str, stored: pd.D
 
 
 def _points(
-    group: Group, styles: Styles, xs: pd.Series[float], stored: pd.DataFrame, x: str, y: str
+    group: Group,
+    styles: Styles,
+    xs: pd.Series[float],
+    stored: pd.DataFrame,
+    x: str,
+    y: str,
 ) -> Figure:
     """Draw the mean and interval of each arm's values, without those far off, over `xs`."""
     measure, far = group.measure, far_off(stored)

@@ -27,7 +27,10 @@ peak memory are medians over runs. docs/experiments.md explains more.
 def render(groups: Sequence[Group], unusable: Mapping[str, str], where: str) -> str:
     """The whole report on the runs of `where`: groups, unusable files, and how to read it."""
     count = sum(len(group.every) for group in groups) + len(unusable)
-    parts = [f"# Comparison of {count_of(count, 'run')} in {where}\n", *map(_section, groups)]
+    parts = [
+        f"# Comparison of {count_of(count, 'run')} in {where}\n",
+        *map(_section, groups),
+    ]
     if unusable:
         lines = [f"{name}: {shorten(why, LONGEST)}" for name, why in unusable.items()]
         parts.append(f"## Failed: result.json could not be used\n\n{_bullets(lines)}")
@@ -61,7 +64,11 @@ def _section(group: Group) -> str:
 
 def about_reference(group: Group) -> str:
     """Which arm is the reference, in words, and in place of which others."""
-    why = f", since no arm named {group.lacking} has a finished run" if group.lacking else ""
+    why = (
+        f", since no arm named {group.lacking} has a finished run"
+        if group.lacking
+        else ""
+    )
     return f"Reference: {label(group.reference or 'none')}{why}"
 
 
@@ -97,7 +104,9 @@ def _gaps(group: Group) -> str:
     for arm, gap in group.gaps().items():
         picked = np.linspace(0, gap.shape[1] - 1, min(6, gap.shape[1])).round()
         for epoch, *interval in intervals(gap).iloc[picked].itertuples():
-            cells.setdefault(f"epoch {epoch}", {})[label(arm)] = _cell(measure, "+", *interval)
+            cells.setdefault(f"epoch {epoch}", {})[label(arm)] = _cell(
+                measure, "+", *interval
+            )
     if len(cells) < 2:
         return ""
     table = pd.DataFrame(cells).rename_axis("arm").reset_index()
@@ -110,12 +119,18 @@ def _cell(measure: Measure, sign: str, n: float, mean: float, half: float) -> st
     return text + (f" ± {measure.number(half)}" if n > 1 else "")
 
 
-def _intervals(measure: Measure, rows: pd.DataFrame, name: str, sign: str = "") -> pd.Series[str]:
+def _intervals(
+    measure: Measure, rows: pd.DataFrame, name: str, sign: str = ""
+) -> pd.Series[str]:
     """The cells of an interval of the table; a difference, with a sign, names its pairs."""
-    found = rows[[f"{name}_{part}" for part in ("n", "mean", "t95_half_width")]].to_numpy()
+    found = rows[
+        [f"{name}_{part}" for part in ("n", "mean", "t95_half_width")]
+    ].to_numpy()
     pairs = [f" ({count_of(int(n), 'pair')})" * bool(n and sign) for n, *_ in found]
     texts = [_cell(measure, sign, *row) for row in found]
-    return pd.Series([*map("".join, zip(texts, pairs, strict=True))], rows.index, dtype=object)
+    return pd.Series(
+        [*map("".join, zip(texts, pairs, strict=True))], rows.index, dtype=object
+    )
 
 
 def _costs(group: Group) -> str:
@@ -124,13 +139,19 @@ def _costs(group: Group) -> str:
     cells = {
         "arm": rows.arm.map(label),
         "speed ratio": [speed_text(row) for row in rows.to_dict("records")],
-        f"{group.measure.items}/s": rows.items_per_s_median.map(_rounded, na_action="ignore"),
+        f"{group.measure.items}/s": rows.items_per_s_median.map(
+            _rounded, na_action="ignore"
+        ),
         "step, ms": rows.step_ms_median.map("{:.2f}".format, na_action="ignore"),
         "peak, MiB": rows.peak_memory_mib_median.map(_rounded, na_action="ignore"),
         "norms swapped": rows.norms_swapped.map("{:d}".format, na_action="ignore"),
     }
     twin = next(iter(set(rows.speed_reference.dropna()) - {group.reference}), None)
-    note = f"\nThe arms with CUDA graphs have the speed ratio to {label(twin)}.\n" if twin else ""
+    note = (
+        f"\nThe arms with CUDA graphs have the speed ratio to {label(twin)}.\n"
+        if twin
+        else ""
+    )
     return _table(pd.DataFrame(cells)) + note
 
 
@@ -165,7 +186,9 @@ def _provenance(group: Group) -> list[str]:
     of_all = [f"{name} {_counted(versions[name])}" for name in sorted(versions)]
     lines += [f"versions: {', '.join(of_all)}", f"epochs: {_counted(runs.epochs)}"]
     for rate, arms in runs.groupby("learning_rate").plain_arm:
-        lines.append(f"learning rate {rate:g}: {', '.join(sorted(map(label, set(arms))))}")
+        lines.append(
+            f"learning rate {rate:g}: {', '.join(sorted(map(label, set(arms))))}"
+        )
     days = runs.date.str[:10]
     return [*lines, f"dates: {' to '.join(dict.fromkeys((days.min(), days.max())))}"]
 
@@ -179,16 +202,24 @@ def rate_table(runs: pd.DataFrame) -> tuple[str, dict[str, float]]:
     done = runs[runs.status == "finished"]
     measure = next(iter(done.measure), ACCURACY)
     pairs = pd.MultiIndex.from_frame(runs[["arm", "seed"]].drop_duplicates())
-    values = done.pivot_table("validation_score", ["arm", "seed"], "learning_rate", "last")
+    values = done.pivot_table(
+        "validation_score", ["arm", "seed"], "learning_rate", "last"
+    )
     by_arm = values.reindex(pairs).groupby("arm", sort=False)
-    scores = by_arm.mean().where(by_arm.count().eq(by_arm.size(), axis=0)).dropna(how="all")
+    scores = (
+        by_arm.mean().where(by_arm.count().eq(by_arm.size(), axis=0)).dropna(how="all")
+    )
     gains = scores if measure.better == "higher" else -scores
     best, sensitivity = gains.idxmax(axis=1), gains.max(axis=1) - gains.mean(axis=1)
     cells = scores.map(measure.number, na_action="ignore")
     for run in runs[runs.status == "diverged"].itertuples():
         cells.loc[run.arm, run.learning_rate] = "diverged"
-    ends = {arm: row.dropna().sort_index().index[[0, -1]] for arm, row in cells.iterrows()}
-    at_end = [arm for arm, rate in best.items() if rate in ends[arm] and len(set(ends[arm])) > 1]
+    ends = {
+        arm: row.dropna().sort_index().index[[0, -1]] for arm, row in cells.iterrows()
+    }
+    at_end = [
+        arm for arm, rate in best.items() if rate in ends[arm] and len(set(ends[arm])) > 1
+    ]
     cells = cells.sort_index(axis=1).rename(columns="{:g}".format)
     cells["best"] = best.map("{:g}".format)
     cells["sensitivity"] = sensitivity.map(measure.number)
@@ -197,7 +228,10 @@ def rate_table(runs: pd.DataFrame) -> tuple[str, dict[str, float]]:
         f"The best rate has the best mean validation {measure.name} after the last epoch, over all "
         "seeds of the arm. The sensitivity is how far it lies above the mean over all rates.\n"
     )
-    return f"{_table(cells.rename(label).rename_axis('arm').reset_index())}\n{about}", dict(best)
+    return (
+        f"{_table(cells.rename(label).rename_axis('arm').reset_index())}\n{about}",
+        dict(best),
+    )
 
 
 def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
@@ -241,7 +275,9 @@ def _counted(values: pd.Series[Any]) -> str:
     counts = values.astype(str).value_counts()
     if len(counts) == 1:
         return str(counts.index[0])
-    return ", ".join(f"{value} ({count_of(count, 'run')})" for value, count in counts.items())
+    return ", ".join(
+        f"{value} ({count_of(count, 'run')})" for value, count in counts.items()
+    )
 
 
 def _bullets(lines: Iterable[str]) -> str:

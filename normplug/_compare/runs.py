@@ -18,14 +18,16 @@ from pydantic import BaseModel, BeforeValidator, TypeAdapter
 from scipy import stats
 
 from normplug._compare.measure import ACCURACY, REFERENCES, RESULT, VARIANCE, Measure
-from normplug._results import write_file
+from normplug._files import write_file
 
 SCORES = ["test_score", "test_bits_per_character", "validation_score"]
 QUANTITIES = ["target_variance", "input_variance", "output_variance", "affine_variance"]
 # The folders of an absolute path in a JSON text, where a line may end in \\n.
 FOLDERS = re.compile(r"(?:(?<![\w.~])|(?<=\\[nrt]))~?/(?:[\w.+-]+/)*(?=[\w.+-])")
 UNKNOWN = (None, math.inf, -math.inf)
-Number: TypeAlias = Annotated[float, BeforeValidator(lambda x: math.nan if x in UNKNOWN else x)]
+Number: TypeAlias = Annotated[
+    float, BeforeValidator(lambda x: math.nan if x in UNKNOWN else x)
+]
 
 
 class Result(BaseModel):
@@ -64,7 +66,10 @@ class Result(BaseModel):
 def label(arm: str) -> str:
     """The plain name of an arm: `standard-gamma0_0.786` is "standard gamma0=0.786"."""
     parts = re.split(r"-(?!\d)", arm)
-    parts = [re.sub(r"^(gamma0|autocast)_|_(?=(?:true|false|[\d.]+)$)", r"\1=", p) for p in parts]
+    parts = [
+        re.sub(r"^(gamma0|autocast)_|_(?=(?:true|false|[\d.]+)$)", r"\1=", p)
+        for p in parts
+    ]
     return " ".join([*["target"] * arm[:1].isdigit(), *parts])
 
 
@@ -81,7 +86,9 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
         found: Sequence[Any] = sorted(source.rglob(RESULT))
         if source.is_file():
             with contextlib.suppress(ValueError):
-                found = TypeAdapter(list[dict[str, Any]]).validate_json(source.read_bytes())
+                found = TypeAdapter(list[dict[str, Any]]).validate_json(
+                    source.read_bytes()
+                )
         if not found:
             raise ValueError(
                 f"normplug.compare: {source} holds no runs. Give a directory that has the "
@@ -89,9 +96,15 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
             )
         for given in found:
             try:
-                rows.append(_row(_read(given, source) if isinstance(given, Path) else given))
+                rows.append(
+                    _row(_read(given, source) if isinstance(given, Path) else given)
+                )
             except (LookupError, OSError, TypeError, ValueError) as error:
-                name = given if isinstance(given, Path) else f"{source.name}: {given.get('run')}"
+                name = (
+                    given
+                    if isinstance(given, Path)
+                    else f"{source.name}: {given.get('run')}"
+                )
                 unusable[str(name)] = " ".join(str(error).split())
     columns = [*Result.model_fields, "validation_score", "record"]
     return pd.DataFrame(rows, columns=columns), unusable
@@ -123,7 +136,10 @@ def _row(record: dict[str, Any]) -> dict[str, Any]:
 
 def collect(runs: pd.DataFrame, path: Path) -> None:
     """Write all runs of `find_runs` to `path`, one per line, without what is local to a machine."""
-    kept = [{key: value for key, value in run.items() if key != "process"} for run in runs.record]
+    kept = [
+        {key: value for key, value in run.items() if key != "process"}
+        for run in runs.record
+    ]
     content = ",\n".join(FOLDERS.sub("", json.dumps(record)) for record in kept)
     write_file(path, f"[\n{content}\n]\n")
 
@@ -140,7 +156,9 @@ def adjusted_ps(paired: pd.DataFrame) -> pd.Series[float]:
     tested = paired.loc[:, paired.count() > 1]
     found = 2 * stats.t.sf((tested.mean() / tested.sem()).abs(), tested.count() - 1)
     ps = pd.Series(found, tested.columns, dtype=float)
-    ps = ps.where(tested.any(), 1.0).sort_values(kind="stable")  # no difference: t is 0 / 0
+    ps = ps.where(tested.any(), 1.0).sort_values(
+        kind="stable"
+    )  # no difference: t is 0 / 0
     return (ps * np.arange(len(ps), 0, -1)).clip(upper=1).cummax()
 
 
@@ -167,7 +185,11 @@ class Group:
     """
 
     def __init__(
-        self, every: pd.DataFrame, wanted: Sequence[str], margin: float | None, over_rates: bool
+        self,
+        every: pd.DataFrame,
+        wanted: Sequence[str],
+        margin: float | None,
+        over_rates: bool,
     ) -> None:
         self.every, self.margin = every, margin
         self.runs = runs = _mean_over_rates(every) if over_rates else every
@@ -179,10 +201,16 @@ class Group:
         self.seeds = sorted(set(runs.seed))  # that each arm should have
         self.finished = runs[runs.status == "finished"]  # no other run is averaged
         self.measure: Measure = next(iter(self.finished.measure), ACCURACY)
-        self.graphs = set(self.finished.arm[self.finished.graph])  # arms that replayed CUDA graphs
+        self.graphs = set(
+            self.finished.arm[self.finished.graph]
+        )  # arms that replayed CUDA graphs
         done = {label(arm): arm for arm in self.finished.arm}
-        self.lacking = " or ".join(takewhile(lambda name: name not in done, map(label, wanted)))
-        self.reference = next((done[name] for name in map(label, wanted) if name in done), None)
+        self.lacking = " or ".join(
+            takewhile(lambda name: name not in done, map(label, wanted))
+        )
+        self.reference = next(
+            (done[name] for name in map(label, wanted) if name in done), None
+        )
 
     def wide(self, field: str) -> pd.DataFrame:
         """A column of the finished runs as a table: a row a seed, a column an arm."""
@@ -269,7 +297,10 @@ class Group:
         table["speed_reference_spread"] = table.speed_reference.map(spread)
         table["speed_ratio_n"] = ratios.count()
         table["speed_ratio_geometric_mean"] = np.exp(np.log(ratios).mean())
-        table["speed_ratio_lowest"], table["speed_ratio_highest"] = ratios.min(), ratios.max()
+        table["speed_ratio_lowest"], table["speed_ratio_highest"] = (
+            ratios.min(),
+            ratios.max(),
+        )
         mib = self.finished.peak_memory_bytes / 2**20
         of_arm = self.finished.assign(peak_memory_mib=mib).groupby("arm")
         costs = of_arm[["items_per_s", "step_ms", "peak_memory_mib"]].median()
@@ -319,6 +350,9 @@ def _mean_over_rates(runs: pd.DataFrame) -> pd.DataFrame:
     lacks = runs.done & (by_seed.done.transform("sum") < runs.learning_rate.nunique())
     means = {score: by_seed[score].transform("mean") for score in SCORES}
     runs = runs.assign(arm=runs.plain_arm, curve=[[] for _ in runs.index], **means)
-    runs.loc[lacks, ["status", "error"]] = "unfinished", "another learning rate has no finished run"
+    runs.loc[lacks, ["status", "error"]] = (
+        "unfinished",
+        "another learning rate has no finished run",
+    )
     # Where a rate has not finished, the first run of the seed has not.
     return runs.drop_duplicates(["plain_arm", "seed"])

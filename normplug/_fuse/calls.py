@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normplug import _activations
 from normplug._activations import ActivationLike
-from normplug._ops import eligible, recompute
+from normplug._ops import can_run, recompute
 from normplug._ops.spec import Pool
 from normplug._torch import has_hooks
 from normplug.modules.base import FusionSites
@@ -123,7 +123,7 @@ def convolution_norm(
     # Without the kernels PyTorch's norm runs, and the convolution adds its bias at no cost.
     if (
         _may_run(norm, x, "convolution_bias", convolution, permute)
-        and eligible.has_kernels("fuse", norm.backend, x)
+        and can_run.has_kernels("fuse", norm.backend, x)
         and type(convolution) in CONVOLUTIONS
         and convolution.bias is not None
         and norm.normalized_shape == convolution.bias.shape
@@ -144,10 +144,21 @@ def _window(pool: nn.Module) -> Pool | None:
     """The window of a max pooling; None if it has a dilation, or if the module does more."""
     if type(pool) is not nn.MaxPool2d or pool.return_indices or has_hooks(pool):
         return None
-    sizes: Any = (pool.kernel_size, pool.stride or pool.kernel_size, pool.padding, pool.dilation)
-    kernel, stride, padding, dilation = ((v, v) if isinstance(v, int) else tuple(v) for v in sizes)
+    sizes: Any = (
+        pool.kernel_size,
+        pool.stride or pool.kernel_size,
+        pool.padding,
+        pool.dilation,
+    )
+    kernel, stride, padding, dilation = (
+        (v, v) if isinstance(v, int) else tuple(v) for v in sizes
+    )
     pairs = all(len(v) == 2 for v in (kernel, stride, padding))
-    return Pool(kernel, stride, padding, pool.ceil_mode) if pairs and dilation == (1, 1) else None
+    return (
+        Pool(kernel, stride, padding, pool.ceil_mode)
+        if pairs and dilation == (1, 1)
+        else None
+    )
 
 
 def _may_run(norm: Any, x: Any, operation: str, *modules: Any) -> bool:
@@ -161,7 +172,7 @@ def _may_run(norm: Any, x: Any, operation: str, *modules: Any) -> bool:
         return False
     if not isinstance(x, Tensor):
         return False
-    if not x.is_cuda and not eligible.has_kernels("fuse", norm.backend, x):
+    if not x.is_cuda and not can_run.has_kernels("fuse", norm.backend, x):
         return False
     for name, method in sites.methods.items():  # inline: calling a function is slower
         if getattr(cls, name) is not method:

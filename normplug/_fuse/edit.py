@@ -111,7 +111,9 @@ class _Editor:
     cls: type[nn.Module]  # whose forward it is
     children: dict[str, str]  # name of a child -> its kind
     definition: ast.FunctionDef  # the forward's, which `edit` changes
-    found: dict[str, list[Place]] = field(default_factory=dict)  # norm -> its edited calls
+    found: dict[str, list[Place]] = field(
+        default_factory=dict
+    )  # norm -> its edited calls
 
     def __post_init__(self) -> None:
         arguments = [*self.definition.args.posonlyargs, *self.definition.args.args]
@@ -126,7 +128,9 @@ class _Editor:
             if isinstance(node, _REFUSED):
                 raise Untraceable("its forward has a try or match statement")
             name = getattr(node, "attr", "")
-            if name.startswith("__") and not name.endswith("__"):  # Python renames it in a class
+            if name.startswith("__") and not name.endswith(
+                "__"
+            ):  # Python renames it in a class
                 raise Untraceable(f"its forward uses {name}, a private attribute")
 
     def edit(self, body: list[ast.stmt], branch: Branch = ()) -> None:
@@ -154,7 +158,9 @@ class _Editor:
         for end, statement in enumerate(body[i + 1 :], i + 2):
             inner = statement.body[0] if isinstance(statement, ast.If) else statement
             first = self._first_effect(getattr(inner, "value", None))
-            if self._child(first, "activation", "sum"):  # it begins with a norm or activation
+            if self._child(
+                first, "activation", "sum"
+            ):  # it begins with a norm or activation
                 for block in (choice.body, choice.orelse):
                     block += copy.deepcopy(body[i + 1 : end])
                 del body[i + 1 : end]
@@ -177,7 +183,9 @@ class _Editor:
             return False
         test = following[0].test
         identity = (ast.Is, ast.IsNot)
-        if isinstance(test, ast.Compare) and all(isinstance(op, identity) for op in test.ops):
+        if isinstance(test, ast.Compare) and all(
+            isinstance(op, identity) for op in test.ops
+        ):
             effect = self._first_effect(ast.Tuple([test.left, *test.comparators]))
         else:
             effect = self._first_effect(test)
@@ -209,8 +217,12 @@ class _Editor:
                 return
             self._record(norm.func.attr, branch)
             both = _call(_ADD_NORM, norm.func, value.left, value.right)
-            targets: list[ast.expr] = [ast.Name(n, ast.Store()) for n in (_RESULT, target)]
-            body[i] = _located(ast.Assign([ast.Tuple(targets, ast.Store())], both), statement)
+            targets: list[ast.expr] = [
+                ast.Name(n, ast.Store()) for n in (_RESULT, target)
+            ]
+            body[i] = _located(
+                ast.Assign([ast.Tuple(targets, ast.Store())], both), statement
+            )
             result: ast.expr = ast.Name(_RESULT, ast.Load())
             if not (isinstance(reader, ast.Return) or _is_sum(reader.value)):
                 unset = ast.Assign([ast.Name(_RESULT, ast.Store())], ast.Constant(None))
@@ -221,7 +233,10 @@ class _Editor:
                 return
             self._record(name, branch, activation.func.attr)
             made = _call(
-                _NORM_ACTIVATION, value.func, value.args[0], copy.deepcopy(activation.func)
+                _NORM_ACTIVATION,
+                value.func,
+                value.args[0],
+                copy.deepcopy(activation.func),
             )
             statement.value = _located(made, statement)
             result = activation.args[0]
@@ -232,7 +247,9 @@ class _Editor:
     def _record(self, norm: str, branch: Branch, activation: str = "") -> None:
         self.found.setdefault(norm, []).append(Place(branch, activation))
 
-    def _reader(self, following: list[ast.stmt], name: str, activates: bool) -> tuple[Any, Any]:
+    def _reader(
+        self, following: list[ast.stmt], name: str, activates: bool
+    ) -> tuple[Any, Any]:
         """The next call with a side effect, and its statement, if it reads a variable; else Nones.
 
         name: the variable. Other variables may get its value, and the call may read one of these.
@@ -256,7 +273,11 @@ class _Editor:
 
     def _first_effect(self, node: Any) -> Any:
         """The first part of an expression that may have a side effect; None if no part may."""
-        if node is None or isinstance(node, (ast.Name, ast.Constant)) or self._is_stored(node):
+        if (
+            node is None
+            or isinstance(node, (ast.Name, ast.Constant))
+            or self._is_stored(node)
+        ):
             return None
         parts: list[Any] = []
         if isinstance(node, ast.Call):
@@ -386,7 +407,9 @@ def _function(
     known = {name: types.CellType(f) for name, f in _CALLED.items()}
     known |= zip(like.__code__.co_freevars, cells, strict=True)
     closure = tuple(known[name] for name in code.co_freevars)
-    made = types.FunctionType(code, like.__globals__, like.__name__, like.__defaults__, closure)
+    made = types.FunctionType(
+        code, like.__globals__, like.__name__, like.__defaults__, closure
+    )
     made.__kwdefaults__ = like.__kwdefaults__
     functools.update_wrapper(made, like)
     return made

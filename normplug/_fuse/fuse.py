@@ -11,12 +11,18 @@ import torch
 from torch import fx, nn
 
 from normplug import _activations, _checks, _convert
-from normplug._convert import FORWARDS, fused_modules, has_fused_class, release, unfused_class
+from normplug._convert import (
+    FORWARDS,
+    fused_modules,
+    has_fused_class,
+    release,
+    unfused_class,
+)
 from normplug._fuse.edit import REASON, Edited, edit
 from normplug._fuse.fusion import FusedForwards, FusedModule, Guard, Traced, fused_class
 from normplug._fuse.sites import compiled, find, recompute_results, refusal, rewrite
 from normplug._fuse.trace import Reads, Trace, Untraceable, read
-from normplug._ops import likely
+from normplug._ops import guess
 from normplug._ops import recompute as _recompute
 from normplug._table import Rows, counts, shown
 from normplug._torch import has_hooks, is_patched
@@ -52,16 +58,22 @@ class Report(Rows[Row]):
             "path": [shown(row.path) for row in self.rows],
             "class": [row.kind for row in self.rows],
             "fused with": [row.label or "-" for row in self.rows],
-            "notes": [f"in {shown(row.owner)}" if row.label else row.note for row in self.rows],
+            "notes": [
+                f"in {shown(row.owner)}" if row.label else row.note for row in self.rows
+            ],
         }
 
     def summary(self) -> str:
         """One line: how many norms are fused with what, how many are not, and why."""
         fused = Counter(f"with {row.label}" for row in self.rows if row.label)
         left = Counter(row.note for row in self.rows if not row.label)
-        parts = [f"{fused.total()} of {len(self.rows)} norm layers fused: {counts(fused)}"]
+        parts = [
+            f"{fused.total()} of {len(self.rows)} norm layers fused: {counts(fused)}"
+        ]
         if left:
-            parts.append("not fused: " + ", ".join(f"{n} ({why})" for why, n in left.items()))
+            parts.append(
+                "not fused: " + ", ".join(f"{n} ({why})" for why, n in left.items())
+            )
         return "; ".join(parts)
 
 
@@ -138,12 +150,14 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
             why += ". Call normplug.swap(model) first"
         _checks.warn(f"normplug.fuse: nothing to fuse in {type(model).__name__}; {why}.")
     classes = {module: fused_class(unfused_class(module)) for module in analysis.fusions}
-    release(m for m in fused_modules(model).values() if m not in classes)  # of earlier calls
+    release(
+        m for m in fused_modules(model).values() if m not in classes
+    )  # of earlier calls
     for module, fusion in analysis.fusions.items():
         vars(module)[FORWARDS] = fusion
         _convert.assign_class(module, classes[module])
         for norm, label in fusion.labels(module).items():
-            likely.record(norm, label)
+            guess.record(norm, label)
     return model
 
 
@@ -184,12 +198,16 @@ def fusions(model: nn.Module) -> Report:
     _checks.module("fusions", model)
     analysis = _Analysis(model)
     fused = {
-        m: vars(m)[FORWARDS] for m in model.modules() if FORWARDS in vars(m) and has_fused_class(m)
+        m: vars(m)[FORWARDS]
+        for m in model.modules()
+        if FORWARDS in vars(m) and has_fused_class(m)
     }
     return _report(model, fused or analysis.fusions, analysis)
 
 
-def _report(model: nn.Module, fused: dict[nn.Module, FusedForwards], analysis: _Analysis) -> Report:
+def _report(
+    model: nn.Module, fused: dict[nn.Module, FusedForwards], analysis: _Analysis
+) -> Report:
     """List the norms of a model; fused: its fused modules, or the modules to fuse."""
     found, possible = _labels(model, fused), _labels(model, analysis.fusions)
     rows = []
@@ -237,7 +255,9 @@ class _Analysis:
         self._recompute = recompute
         self._reads: dict[nn.Module, Reads] = {}
         self._inner: dict[nn.Module, set[nn.Module]] = {}
-        self.fusions: dict[nn.Module, FusedForwards] = {}  # module to fuse -> its new forwards
+        self.fusions: dict[
+            nn.Module, FusedForwards
+        ] = {}  # module to fuse -> its new forwards
         # Norm -> why the forward that calls it is not fused. An outer module may still fuse it.
         self.reasons: dict[nn.Module, str] = {}
         called = set[nn.Module]()  # the norms that the forwards so far may call
@@ -306,7 +326,9 @@ class _Analysis:
                 continue  # it belongs to an inner module
             own_sites += 1
             origins = {m for scope in scopes for m in scope}
-            needed |= origins.union(*(self._inner[m] for m in origins if m in self._inner))
+            needed |= origins.union(
+                *(self._inner[m] for m in origins if m in self._inner)
+            )
             if site.label:
                 labels[str(site.norm.target)] = site.label
         if not own_sites:
@@ -321,7 +343,11 @@ class _Analysis:
         return Traced(
             compiled(graph, f"<normplug.fuse of {type(module).__name__}>"),
             self._guard(module, False),
-            tuple((m, self._guard(m, m in followed)) for m in trace.reached if m is not module),
+            tuple(
+                (m, self._guard(m, m in followed))
+                for m in trace.reached
+                if m is not module
+            ),
             labels,
         )
 

@@ -45,7 +45,9 @@ class Guard:
             return False
         if self.called and has_hooks(module):
             return False
-        if (*children,) != self.names or not all(map(is_, children.values(), self.children)):
+        if (*children,) != self.names or not all(
+            map(is_, children.values(), self.children)
+        ):
             return False
         state = module.__dict__
         for name, method in reads.methods.items():
@@ -89,7 +91,9 @@ class Traced:
             if name not in reads.sequences:
                 if not isinstance(x, Tensor):
                     return False
-            elif not isinstance(x, (list, tuple)) or not all(isinstance(t, Tensor) for t in x):
+            elif not isinstance(x, (list, tuple)) or not all(
+                isinstance(t, Tensor) for t in x
+            ):
                 return False
         for module, guard in self.inner:
             if not guard.holds(module):
@@ -107,13 +111,19 @@ class FusedForwards:
     def labels(self, root: nn.Module) -> dict[nn.Module, str]:
         """Fused norm -> what it is fused with now; root: the module."""
         found = dict[nn.Module, str]()
-        if self.edited is not None and unfused_class(root).forward is self.edited.original:
+        if (
+            self.edited is not None
+            and unfused_class(root).forward is self.edited.original
+        ):
             for name in self.edited.found:
                 child, label = root._modules.get(name), self.edited.label(name, root)
                 if child is not None and label:
                     found[child] = label
         if self.traced is not None and self.traced.holds(root):
-            found |= {root.get_submodule(path): label for path, label in self.traced.labels.items()}
+            found |= {
+                root.get_submodule(path): label
+                for path, label in self.traced.labels.items()
+            }
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedForwards:
@@ -173,10 +183,15 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         # Leave out inputs at their defaults: a forward that is patched in may not take them.
-        while count - len(last) < len(args) <= count and args[-1] is last[len(args) - count - 1]:
+        while (
+            count - len(last) < len(args) <= count
+            and args[-1] is last[len(args) - count - 1]
+        ):
             args = args[:-1]
         if kwargs:
-            kwargs = {k: v for k, v in kwargs.items() if k not in named or v is not named[k]}
+            kwargs = {
+                k: v for k, v in kwargs.items() if k not in named or v is not named[k]
+            }
         now = type(module)
         # A class that other code derived from this one may have other attributes.
         if now is made or (now.__module__.startswith("torch.") and made in now.__bases__):
@@ -212,9 +227,15 @@ def _with_parameters_of(like: FunctionType, run: Callable[..., Any]) -> Function
     bare = FunctionType(like.__code__, {}, closure=like.__closure__)
     given = [*inspect.signature(bare).parameters.values()]
     kind: Any = inspect.Parameter
-    forms = {kind.VAR_POSITIONAL: "*{0}", kind.KEYWORD_ONLY: "{0}={0}", kind.VAR_KEYWORD: "**{0}"}
+    forms = {
+        kind.VAR_POSITIONAL: "*{0}",
+        kind.KEYWORD_ONLY: "{0}={0}",
+        kind.VAR_KEYWORD: "**{0}",
+    }
     arguments = ", ".join(forms.get(p.kind, "{0}").format(p.name) for p in given)
-    source = f"lambda _run: lambda {str(inspect.Signature(given))[1:-1]}: _run({arguments})"
+    source = (
+        f"lambda _run: lambda {str(inspect.Signature(given))[1:-1]}: _run({arguments})"
+    )
     made = eval(compile(source, f"<normplug.fuse of {like.__qualname__}>", "eval"))(run)
     made.__code__ = made.__code__.replace(co_name=like.__name__)
     made.__defaults__, made.__kwdefaults__ = like.__defaults__, like.__kwdefaults__

@@ -54,7 +54,9 @@ class Site:
     # Makes the arguments after the norm. It takes a function: node that calls a module -> node of
     # that module. It is called late, since another site may replace an input.
     arguments: Callable[[Callable[[fx.Node], fx.Node]], tuple[Any, ...]]
-    add: fx.Node | None = None  # the addition of a residual after the norm, if the site has one
+    add: fx.Node | None = (
+        None  # the addition of a residual after the norm, if the site has one
+    )
     label: str = ""  # the operations, for a report
 
 
@@ -66,7 +68,9 @@ def find(graph: fx.Graph, root: nn.Module) -> list[Site]:
     times = Counter(norm for _, norm in norms)
     sites, taken, left = list[Site](), set[fx.Node](), list[tuple[fx.Node, FusionSites]]()
     for node, norm in norms:
-        alone = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+        alone = (
+            len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+        )
         declared: Any = norm._fusion_sites
         if times[norm] > 1 or not alone or refusal(norm):
             continue
@@ -97,7 +101,9 @@ def refusal(norm: nn.Module) -> str:
     declared: FusionSites | None = getattr(norm, "_fusion_sites", None)
     if declared is None:
         return f"nothing to do: no fusion for {type(norm).__name__}"
-    own = all(getattr(type(norm), name) is method for name, method in declared.methods.items())
+    own = all(
+        getattr(type(norm), name) is method for name, method in declared.methods.items()
+    )
     return "" if own else "nothing to do: a subclass with a forward of its own"
 
 
@@ -138,10 +144,14 @@ def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | None
     found = {label: part for label, part in parts.items() if part is not None}
     nodes = (node, *between, *found.values())
     function = norm_add_activation if pool is None else norm_max_pool
-    return Site(node, nodes, function, arguments, add, ", ".join(found)) if found else None
+    return (
+        Site(node, nodes, function, arguments, add, ", ".join(found)) if found else None
+    )
 
 
-def _is_residual(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]) -> bool:
+def _is_residual(
+    traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]
+) -> bool:
     """Whether a node adds a residual to a norm's result, and the norm may run just before it."""
     how, result = addition(add), (node, *between)[-1]
     if how is None or add.args[0] is add.args[1]:
@@ -150,7 +160,9 @@ def _is_residual(traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.
         return False  # it mutates the residual
     source = node.all_input_nodes[0]
     module = traced.module(source)
-    fresh = module is not None and type(module).forward in _FRESH and len(source.users) == 1
+    fresh = (
+        module is not None and type(module).forward in _FRESH and len(source.users) == 1
+    )
     amid = [n for n in traced.amid(node, add) if n not in between]
     harmless = fresh or all(n.op in ("get_attr", "placeholder") for n in amid)
     return harmless and not traced.calls(amid, node)
@@ -220,13 +232,17 @@ class Forward:
 
     def amid(self, first: fx.Node, last: fx.Node) -> list[fx.Node]:
         """The nodes that run between two."""
-        return [n for n, i in self.order.items() if self.order[first] < i < self.order[last]]
+        return [
+            n for n, i in self.order.items() if self.order[first] < i < self.order[last]
+        ]
 
     def calls(self, nodes: Iterable[fx.Node], norm: fx.Node) -> bool:
         """Whether one of the nodes calls the norm, too, directly or in a module: order matters."""
         layer = self.module(norm)
         called = (self.module(node) for node in nodes)
-        return any(m is not None and any(part is layer for part in m.modules()) for m in called)
+        return any(
+            m is not None and any(part is layer for part in m.modules()) for m in called
+        )
 
     def activation(self, node: fx.Node) -> ActivationLike:
         """The activation that a node computes, or None."""
@@ -238,9 +254,14 @@ class Forward:
         if name is None:
             return None
         slope = _activations.ACTIVATIONS[name].slope
-        settings = {k: v for k, v in node.kwargs.items() if (k, v) != ("approximate", "none")}
+        settings = {
+            k: v for k, v in node.kwargs.items() if (k, v) != ("approximate", "none")
+        }
         settings |= zip([slope] if slope else [], node.args[1:], strict=False)
-        if len(node.args) > (2 if slope else 1) or not settings.keys() <= {"inplace", slope}:
+        if len(node.args) > (2 if slope else 1) or not settings.keys() <= {
+            "inplace",
+            slope,
+        }:
             return None
         if slope not in settings:
             return name
@@ -268,7 +289,9 @@ class Forward:
             dims = node.args[1:]
             if len(dims) == 1 and isinstance(dims[0], (list, tuple)):
                 dims = dims[0]
-        known = alone and not node.kwargs and all(isinstance(d, int) and d >= 0 for d in dims)
+        known = (
+            alone and not node.kwargs and all(isinstance(d, int) and d >= 0 for d in dims)
+        )
         return tuple(dims) if known else None
 
 
@@ -283,9 +306,18 @@ def reader(node: fx.Node) -> fx.Node | None:
 
 def addition(node: Any) -> Callable[[Any, Any], Any] | None:
     """How a node adds two values, `operator.add` or `add_in_place`; None if it does not."""
-    if not isinstance(node, fx.Node) or not _is_call(node) or node.kwargs or len(node.args) != 2:
+    if (
+        not isinstance(node, fx.Node)
+        or not _is_call(node)
+        or node.kwargs
+        or len(node.args) != 2
+    ):
         return None
-    return _ADDITIONS.get(node.target) if all(isinstance(a, fx.Node) for a in node.args) else None
+    return (
+        _ADDITIONS.get(node.target)
+        if all(isinstance(a, fx.Node) for a in node.args)
+        else None
+    )
 
 
 def reads_metadata(node: fx.Node) -> bool:
@@ -310,7 +342,9 @@ def rewrite(graph: fx.Graph, sites: list[Site]) -> None:
                 single = site.function is isolated_norm
                 _replace(graph, call, *([site.norm] if single else site.nodes))
                 continue
-            y, total = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
+            y, total = (
+                graph.call_function(operator.getitem, (call, i)) for i in range(2)
+            )
         _replace(graph, y, site.norm)
         _replace(graph, total, site.nodes[0])
 

@@ -62,8 +62,12 @@ class Reads:
 
     cls: type[nn.Module]  # the class whose forward it is
     inputs: tuple[str, ...]  # the names of its required inputs
-    sequences: set[str] = field(default_factory=set)  # the inputs that are sequences of tensors
-    values: dict[str, Any] = field(default_factory=dict)  # attribute that it reads -> its value
+    sequences: set[str] = field(
+        default_factory=set
+    )  # the inputs that are sequences of tensors
+    values: dict[str, Any] = field(
+        default_factory=dict
+    )  # attribute that it reads -> its value
     # Parameter, buffer or training flag that it reads -> whether it had a value, and not None.
     proxies: dict[str, bool] = field(default_factory=dict)
     # The forward and the methods of the class that it calls, by name.
@@ -76,8 +80,11 @@ def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
         if getattr(cls, name, None) is not getattr(nn.Module, name, None):
             raise Untraceable(f"its class defines {name}")
     forward = cls.forward
-    if forward is nn.Sequential.forward and cls.__iter__ is nn.Sequential.__iter__:  # type: ignore[attr-defined]
-        return Reads(cls, ("input",), methods={"forward": forward, "__iter__": cls.__iter__})  # type: ignore[attr-defined]
+    if forward is nn.Sequential.forward:
+        iterate = cls.__iter__  # type: ignore[attr-defined]
+        if iterate is nn.Sequential.__iter__:
+            methods = {"forward": forward, "__iter__": iterate}
+            return Reads(cls, ("input",), methods=methods)
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("its forward is not a plain function")
     required = []
@@ -109,18 +116,27 @@ class _Reader:
             raise Untraceable(f"its {function.__name__} is decorated")
         found, code = _shared_definition(function), function.__code__
         if set(code.co_freevars) - {"__class__"}:
-            raise Untraceable(f"its {function.__name__} uses variables of an enclosing function")
+            raise Untraceable(
+                f"its {function.__name__} uses variables of an enclosing function"
+            )
         arguments = found.args
-        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        names = [
+            a.arg
+            for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        ]
         if not names:
             raise Untraceable(f"its {function.__name__} is a static method")
         first = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
         optional = set(names[first:]) if forward else set()
         given = set(self.reads.inputs) if forward else set()
-        scope = _Scope(names[0], function.__globals__, set(code.co_varnames), given, optional)
+        scope = _Scope(
+            names[0], function.__globals__, set(code.co_varnames), given, optional
+        )
         for node in ast.walk(found):
             if isinstance(node, ast.For):
-                scope.loop |= {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
+                scope.loop |= {
+                    n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)
+                }
             if isinstance(getattr(node, "ctx", None), ast.Store):
                 if isinstance(node, (ast.Attribute, ast.Subscript)):
                     raise Untraceable("its forward assigns to an attribute or an item")
@@ -132,7 +148,9 @@ class _Reader:
     def statements(self, body: list[ast.stmt], scope: _Scope) -> None:
         for node in body:
             if not isinstance(node, _STATEMENTS):
-                raise Untraceable(f"its forward has a {type(node).__name__.lower()} statement")
+                raise Untraceable(
+                    f"its forward has a {type(node).__name__.lower()} statement"
+                )
             if isinstance(node, ast.Raise):
                 continue  # a trace that reaches it fails there
             if isinstance(node, ast.If) and self.is_off(node.test, scope):
@@ -157,11 +175,17 @@ class _Reader:
 
     def expression(self, node: ast.expr, scope: _Scope, module: bool = False) -> None:
         """Check an expression; module: whether it may be a module, to call or compare with None."""
-        text = getattr(node, "left", None) or getattr(node, "value", None)  # of `%` or `.format`
+        text = getattr(node, "left", None) or getattr(
+            node, "value", None
+        )  # of `%` or `.format`
         if isinstance(text, ast.Constant) and isinstance(text.value, str):
-            raise Untraceable("its forward formats a string")  # the trace would freeze the text
+            raise Untraceable(
+                "its forward formats a string"
+            )  # the trace would freeze the text
         if not isinstance(node, _EXPRESSIONS):
-            raise Untraceable(f"its forward has a {type(node).__name__.lower()} expression")
+            raise Untraceable(
+                f"its forward has a {type(node).__name__.lower()} expression"
+            )
         if isinstance(node, ast.Attribute) and self.attribute(node, scope, module):
             return
         if isinstance(node, ast.Name):
@@ -178,8 +202,12 @@ class _Reader:
             elif isinstance(child, ast.expr):
                 called = isinstance(node, ast.Call) and child is node.func
                 compared = isinstance(node, ast.Compare) and child is node.left
-                picked = isinstance(node, ast.Subscript) and child is node.value and module
-                self.expression(child, scope, called or compared or picked or (looped and module))
+                picked = (
+                    isinstance(node, ast.Subscript) and child is node.value and module
+                )
+                self.expression(
+                    child, scope, called or compared or picked or (looped and module)
+                )
 
     def attribute(self, node: ast.Attribute, scope: _Scope, module: bool) -> bool:
         """Record an attribute that is read; return whether nothing inside it is left to check."""
@@ -187,7 +215,9 @@ class _Reader:
         if is_name(base, {scope.me}):
             self.own(node.attr)
             if isinstance(self.module._modules.get(node.attr), nn.Module) and not module:
-                raise Untraceable(f"its forward passes self.{node.attr} to another function")
+                raise Untraceable(
+                    f"its forward passes self.{node.attr} to another function"
+                )
             return True
         resolved = _resolve(node, scope)
         if resolved is _UNKNOWN:
@@ -246,9 +276,13 @@ class _Reader:
     def compare(self, node: ast.Compare, scope: _Scope) -> None:
         if not any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
             return
-        of_self = isinstance(node.left, ast.Attribute) and is_name(node.left.value, {scope.me})
+        of_self = isinstance(node.left, ast.Attribute) and is_name(
+            node.left.value, {scope.me}
+        )
         optional = isinstance(node.left, ast.Name) and node.left.id in scope.optional
-        nones = [isinstance(c, ast.Constant) and c.value is None for c in node.comparators]
+        nones = [
+            isinstance(c, ast.Constant) and c.value is None for c in node.comparators
+        ]
         if not (of_self or optional) or nones != [True]:
             raise Untraceable("its forward compares a value with `is`")
 
@@ -329,7 +363,10 @@ class Trace(fx.Tracer):
     """
 
     def __init__(
-        self, root: nn.Module, reads: Mapping[nn.Module, Reads], inner: Collection[nn.Module]
+        self,
+        root: nn.Module,
+        reads: Mapping[nn.Module, Reads],
+        inner: Collection[nn.Module],
     ) -> None:
         super().__init__()
         self.root, self.graph = root, fx.Graph()
@@ -347,7 +384,9 @@ class Trace(fx.Tracer):
         self._tensors: dict[str, fx.Proxy] = {}
         _log.debug("tracing the forward of %s", type(root).__name__)
         try:
-            inputs = [self.create_proxy("placeholder", n, (), {}) for n in reads[root].inputs]
+            inputs = [
+                self.create_proxy("placeholder", n, (), {}) for n in reads[root].inputs
+            ]
             self.reached[root] = None
             result = reads[root].methods["forward"](self._with_forward(root, ""), *inputs)
             self.create_node("output", "output", (self.create_arg(result),), {})
@@ -366,11 +405,17 @@ class Trace(fx.Tracer):
             if module in self._inner:
                 made = self._with_forward(module, path)
             elif unfused_class(module) in _CONTAINERS:
-                made = _made(unfused_class(module), {"_modules": self._children(module, path)})
+                made = _made(
+                    unfused_class(module), {"_modules": self._children(module, path)}
+                )
             else:
-                made = _made(nn.Module, {"_parameters": {}, "_buffers": {}, "_modules": {}})
+                made = _made(
+                    nn.Module, {"_parameters": {}, "_buffers": {}, "_modules": {}}
+                )
             # If this is set, `nn.Module.__call__` calls it and runs no hook.
-            vars(made)["_compiled_call_impl"] = functools.partial(self._call, module, path)
+            vars(made)["_compiled_call_impl"] = functools.partial(
+                self._call, module, path
+            )
             self._stand_ins[path] = made
         return self._stand_ins[path]
 
@@ -384,7 +429,9 @@ class Trace(fx.Tracer):
             "_buffers": self._table(module._buffers, path),
         }
         if "training" in reads.proxies:
-            state["training"] = self.create_proxy("get_attr", _joined(path, "training"), (), {})
+            state["training"] = self.create_proxy(
+                "get_attr", _joined(path, "training"), (), {}
+            )
         return _made(reads.cls, state)
 
     def _children(self, module: nn.Module, path: str) -> _Lazy:
@@ -406,7 +453,11 @@ class Trace(fx.Tracer):
     def _call(self, module: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
         # Arguments may be constants: the forward was traced by itself, so whatever it does with
         # its inputs is in the graph.
-        if module not in self._inner or kwargs or len(args) != len(self._reads[module].inputs):
+        if (
+            module not in self._inner
+            or kwargs
+            or len(args) != len(self._reads[module].inputs)
+        ):
             return self.create_proxy("call_module", path, args, kwargs)
         self.followed[module] = self.reached[module] = None
         outer = self._scope
@@ -464,7 +515,9 @@ def definition(function: types.FunctionType) -> ast.FunctionDef:
     return found
 
 
-_shared_definition = functools.cache(definition)  # not for `edit`, which changes what it gets
+_shared_definition = functools.cache(
+    definition
+)  # not for `edit`, which changes what it gets
 
 
 @functools.cache
@@ -472,7 +525,9 @@ def _codes(source: str) -> frozenset[types.CodeType]:
     """The code of all functions in a file; a notebook compiles each statement of a cell apart."""
     tree = ast.parse(source)
     parts = [tree, *(ast.Module([statement], []) for statement in tree.body)]
-    waiting: list[Any] = [compile(part, "<source>", "exec", dont_inherit=True) for part in parts]
+    waiting: list[Any] = [
+        compile(part, "<source>", "exec", dont_inherit=True) for part in parts
+    ]
     found = set[types.CodeType]()
     while waiting:
         code = waiting.pop()

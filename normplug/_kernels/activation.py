@@ -35,7 +35,9 @@ def activate(z, ACTIVATION):
     elif ACTIVATION == 4:
         return tl.where(z <= 0, 0.0, tl.where(z >= 6, 6.0, z))
     elif ACTIVATION == 5:
-        return tl.where(z <= -3, 0.0, tl.where(z >= 3, z, z * (z + 3.0) * 0.16666666666666666))
+        return tl.where(
+            z <= -3, 0.0, tl.where(z >= 3, z, z * (z + 3.0) * 0.16666666666666666)
+        )
     else:
         return z
 
@@ -60,7 +62,9 @@ def activation_gradient(dy, z, ACTIVATION):
     elif ACTIVATION == 4:
         return tl.where(z <= 0, 0.0, tl.where(z >= 6, 0.0, dy))
     elif ACTIVATION == 5:
-        slope = tl.where(z <= -3, 0.0, tl.where(z >= 3, 1.0, z * 0.3333333333333333 + 0.5))
+        slope = tl.where(
+            z <= -3, 0.0, tl.where(z >= 3, 1.0, z * 0.3333333333333333 + 0.5)
+        )
         return dy * slope
     else:
         return dy
@@ -79,4 +83,6 @@ def pack_mask(z, COUNT):
 @triton.jit
 def unpack_mask(packed, COUNT):
     """Unpack COUNT / 8 bytes into COUNT zeros and ones."""
-    return tl.reshape((packed.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1, [COUNT])
+    return tl.reshape(
+        (packed.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1, [COUNT]
+    )

@@ -75,7 +75,9 @@ def most_workers(certain: bool = False) -> int:
     if wanted:
         return int(wanted)
     beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    cores = len(os.sched_getaffinity(0)) // max(int(beside) if beside.isdecimal() else 1, 1)
+    cores = len(os.sched_getaffinity(0)) // max(
+        int(beside) if beside.isdecimal() else 1, 1
+    )
     return min(max(cores - 1, 0), _MOST) * (2 if certain else 1)
 
 
@@ -89,9 +91,15 @@ class Ahead:
         self._off = not KEYED
         # By job: whether a worker compiles it; None if its kernel was in Triton's cache.
         self._expected: dict[str, futures.Future[bool] | None] = {}
-        self._settled: dict[str, str | None] = {}  # by job: the kernel's key in Triton's cache
-        self._launchers: set[tuple[str, ...]] = set()  # the types of arguments they are for
-        self._queue: queue.SimpleQueue[tuple[futures.Future[bool], bytes]] = queue.SimpleQueue()
+        self._settled: dict[
+            str, str | None
+        ] = {}  # by job: the kernel's key in Triton's cache
+        self._launchers: set[tuple[str, ...]] = (
+            set()
+        )  # the types of arguments they are for
+        self._queue: queue.SimpleQueue[tuple[futures.Future[bool], bytes]] = (
+            queue.SimpleQueue()
+        )
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
@@ -109,7 +117,9 @@ class Ahead:
             return False
         if key not in self._expected:  # at worst, two threads submit one job twice
             is_kept = _is_kept(_name(job))
-            self._expected[key] = None if is_kept else self._submit(job, most_workers(certain))
+            self._expected[key] = (
+                None if is_kept else self._submit(job, most_workers(certain))
+            )
         future = self._expected[key]
         return future is not None and not future.done()
 
@@ -220,12 +230,16 @@ def _name(job: Job) -> str:
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import ASTSource, get_cache_key, make_backend
 
-    hashing = _started(triton.runtime.cache.triton_key)  # while the driver may compile C code
+    hashing = _started(
+        triton.runtime.cache.triton_key
+    )  # while the driver may compile C code
     backend = make_backend(triton.runtime.driver.active.get_current_target())
     if hashing is not None:
         hashing.join()
     source, options = ASTSource(*job[:4]), backend.parse_options(dict(job.options))
-    key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+    key = get_cache_key(
+        source, backend, options, env_vars=get_cache_invalidating_env_vars()
+    )
     return hashlib.sha256(key.encode()).hexdigest()
 
 

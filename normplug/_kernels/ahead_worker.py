@@ -51,7 +51,12 @@ def run(answers: socket.socket) -> None:
 
 
 def compile_now(
-    name: str, keys: tuple[str, str], arguments: Any, options: Any, on: Any, launcher: bool
+    name: str,
+    keys: tuple[str, str],
+    arguments: Any,
+    options: Any,
+    on: Any,
+    launcher: bool,
 ) -> None:
     """Compile the kernel of this name into Triton's cache, and its launcher if asked to.
 

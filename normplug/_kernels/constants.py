@@ -25,7 +25,9 @@ def as_compiled(constant: Any) -> Any:
     import triton.language as tl
 
     values = {field.name: getattr(constant, field.name) for field in fields(constant)}
-    return replace(constant, **{name: tl.constexpr(value) for name, value in values.items()})
+    return replace(
+        constant, **{name: tl.constexpr(value) for name, value in values.items()}
+    )
 
 
 @dataclass(frozen=True)

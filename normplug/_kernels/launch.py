@@ -25,7 +25,10 @@ from normplug._kernels.constants import Constants, Work, as_compiled
 from normplug._kernels.primitives import SCALARS, VERSION
 
 _DIRECT = (3, 3) <= VERSION <= (3, 9) and torch.version.hip is None
-BUILDS = VERSION >= (3, 3)  # the compiler of 3.2 crashes the process on some of the kernels
+BUILDS = VERSION >= (
+    3,
+    3,
+)  # the compiler of 3.2 crashes the process on some of the kernels
 COOPERATIVE = BUILDS and torch.version.hip is None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes", "y")
 
@@ -72,7 +75,9 @@ class Launch:
         TypeError: if the sizes and the numbers are not those that the kernel takes.
     """
 
-    def __init__(self, kernel: Any, work: Work, constants: Constants, **numbers: float) -> None:
+    def __init__(
+        self, kernel: Any, work: Work, constants: Constants, **numbers: float
+    ) -> None:
         tensors = [name for name in kernel.arg_names if name.endswith("_ptr")]
         names = kernel.arg_names[len(tensors) : -2]
         values = work.sizes | numbers
@@ -90,7 +95,12 @@ class Launch:
             tile = as_compiled(tile)
             flags = as_compiled(flags)
         # Allow a fused multiply-add for a * b + c: the default of Triton before 3.10.
-        self._constants = {"T": tile, "F": flags, "num_warps": work.warps, "enable_fp_fusion": True}
+        self._constants = {
+            "T": tile,
+            "F": flags,
+            "num_warps": work.warps,
+            "enable_fp_fusion": True,
+        }
         if work.cooperative:
             self._constants["launch_cooperative_grid"] = True
         self._tail = (*self._numbers, tile, flags)
@@ -119,7 +129,9 @@ class Launch:
         if aligned and tensors[0].is_cuda and not self._settled:  # the first launch
             self._settled = True
             name = ahead.settle(self.job([tensor.dtype for tensor in tensors]))
-        compiled = self._kernel[(self._grid,)](*tensors, *self._numbers, **self._constants)
+        compiled = self._kernel[(self._grid,)](
+            *tensors, *self._numbers, **self._constants
+        )
         if name is not None and compiled.hash != name:  # `job` has predicted it wrongly
             ahead.stop()
         if aligned and self._direct:
@@ -130,7 +142,9 @@ class Launch:
     def compiled(self) -> Compiled | None:
         """Return what the driver needs for a launch; None before the first one, or if unknown."""
         details = getattr(self._run, "__self__", self._run)
-        scratch = [getattr(details, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
+        scratch = [
+            getattr(details, f"{kind}_scratch_size", 0) for kind in ("global", "profile")
+        ]
         if self._run is None or any(scratch) or self._metadata is None:
             return None
         warps, _, shared, *_ = self._metadata
@@ -144,7 +158,9 @@ class Launch:
             layout = _LAYOUTS.get("*" if is_tensor and kind.startswith("*") else kind)
             if layout is None:
                 return None
-            bits = 0 if is_tensor else int.from_bytes(struct.pack(layout, value), "little")
+            bits = (
+                0 if is_tensor else int.from_bytes(struct.pack(layout, value), "little")
+            )
             parameters.append((value if is_tensor else -1, bits, struct.calcsize(layout)))
         cooperative = bool(self._constants.get("launch_cooperative_grid"))
         sizes = self._grid, 32 * warps, shared
@@ -154,11 +170,17 @@ class Launch:
         """Describe what Triton compiles for tensors of these dtypes, aligned to 16 bytes."""
         names, count = self._kernel.arg_names, len(dtypes)
         signature = dict.fromkeys(names, "constexpr")
-        signature |= {n: "*" + TYPES[dtype] for n, dtype in zip(names, dtypes, strict=False)}
+        signature |= {
+            n: "*" + TYPES[dtype] for n, dtype in zip(names, dtypes, strict=False)
+        }
         for name, value in zip(names[count:], self._numbers, strict=False):
             wide = isinstance(value, int) and not -(2**31) <= value < 2**31
-            signature[name] = "fp32" if isinstance(value, float) else "i64" if wide else "i32"
-        constants = {(i,): self._constants[n] for i, n in enumerate(names) if n in self._constants}
+            signature[name] = (
+                "fp32" if isinstance(value, float) else "i64" if wide else "i32"
+            )
+        constants = {
+            (i,): self._constants[n] for i, n in enumerate(names) if n in self._constants
+        }
         options = {k: v for k, v in self._constants.items() if k not in names}
         attributes: dict[tuple[int], list[list[Any]]]
         attributes = {(i,): [["tt.divisibility", 16]] for i in range(count)}
@@ -185,16 +207,26 @@ class Workspace:
 
     _kept: dict[tuple[int, torch.dtype], Workspace] = {}
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, counters: int, room: int) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, counters: int, room: int
+    ) -> None:
         self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
         self.partial = torch.empty(room, dtype=dtype, device=device)
 
     @classmethod
-    def get(cls, device: torch.device, dtype: torch.dtype, counters: int, room: int) -> Workspace:
+    def get(
+        cls, device: torch.device, dtype: torch.dtype, counters: int, room: int
+    ) -> Workspace:
         """The default stream's workspace, grown to at least `counters` and `room` elements."""
         key = (device.index, dtype)
         kept = cls._kept.get(key)
-        has = (4096, 1 << 16) if kept is None else (kept.counters.numel(), kept.partial.numel())
+        has = (
+            (4096, 1 << 16)
+            if kept is None
+            else (kept.counters.numel(), kept.partial.numel())
+        )
         if kept is None or counters > has[0] or room > has[1]:
-            kept = cls._kept[key] = cls(device, dtype, max(counters, has[0]), max(room, has[1]))
+            kept = cls._kept[key] = cls(
+                device, dtype, max(counters, has[0]), max(room, has[1])
+            )
         return kept

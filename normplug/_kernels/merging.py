@@ -51,7 +51,9 @@ def merge_tile_moments(partial_ptr, K, total, BLOCK, KP, ACC):
         k = start + tl.arange(0, KP)
         counts = tl.where(k < K, tile_counts(k, total, BLOCK, ACC), 0.0)
         means = tl.load(partial_ptr + 2 * k, mask=k < K, other=0.0, cache_modifier=".cg")
-        m2s = tl.load(partial_ptr + 2 * k + 1, mask=k < K, other=0.0, cache_modifier=".cg")
+        m2s = tl.load(
+            partial_ptr + 2 * k + 1, mask=k < K, other=0.0, cache_modifier=".cg"
+        )
         means = tl.where(k < K, means - first, 0.0)
         chunk_count = tl.sum(counts)
         chunk_mean = tl.sum(means * counts) / chunk_count
@@ -67,7 +69,9 @@ def merge_tile_sum(partial_ptr, K, KP, ACC):
     total = tl.full([], 0.0, ACC)
     for start in range(0, K, KP):
         k = start + tl.arange(0, KP)
-        total += tl.sum(tl.load(partial_ptr + k, mask=k < K, other=0.0, cache_modifier=".cg"))
+        total += tl.sum(
+            tl.load(partial_ptr + k, mask=k < K, other=0.0, cache_modifier=".cg")
+        )
     return total
 
 
@@ -78,8 +82,12 @@ def merge_tile_sums(partial_ptr, K, KP, ACC):
     b = tl.full([], 0.0, ACC)
     for start in range(0, K, KP):
         k = start + tl.arange(0, KP)
-        a += tl.sum(tl.load(partial_ptr + 2 * k, mask=k < K, other=0.0, cache_modifier=".cg"))
-        b += tl.sum(tl.load(partial_ptr + 2 * k + 1, mask=k < K, other=0.0, cache_modifier=".cg"))
+        a += tl.sum(
+            tl.load(partial_ptr + 2 * k, mask=k < K, other=0.0, cache_modifier=".cg")
+        )
+        b += tl.sum(
+            tl.load(partial_ptr + 2 * k + 1, mask=k < K, other=0.0, cache_modifier=".cg")
+        )
     return a, b
 
 
@@ -106,7 +114,9 @@ def _merge_column_moments(partial_ptr, items, rows_each, rows, BC, ACC):
         chunk_count = tl.sum(counts)
         chunk_mean = tl.sum(means * counts[:, None], axis=0) / chunk_count
         spread = means - chunk_mean[None, :]
-        chunk_m2 = tl.sum(tl.where(there, m2s + counts[:, None] * spread * spread, 0.0), axis=0)
+        chunk_m2 = tl.sum(
+            tl.where(there, m2s + counts[:, None] * spread * spread, 0.0), axis=0
+        )
         count, mean, m2 = _with_chunk(count, mean, m2, chunk_count, chunk_mean, chunk_m2)
     return first + mean, m2
 
@@ -122,7 +132,9 @@ def _merge_column_sums(partial_ptr, items, BC, ACC):
         there = (item < items)[:, None]
         base = partial_ptr + item[:, None] * (2 * BC) + places[None, :]
         a += tl.sum(tl.load(base, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
-        b += tl.sum(tl.load(base + BC, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
+        b += tl.sum(
+            tl.load(base + BC, mask=there, other=0.0, cache_modifier=".cg"), axis=0
+        )
     return a, b
 
 
@@ -157,7 +169,9 @@ def publish_part(a, b, scratch, unit, item, sizes, BC, ACC, MOMENTS, SINGLE):
             if MOMENTS:
                 rows = tl.minimum(ROWS - start * ROWS_EACH, ROWS_EACH * FAN_IN) * HW
                 first_ptr = parts_ptr + start * (2 * BC)
-                a, b = _merge_column_moments(first_ptr, items, ROWS_EACH * HW, rows, BC, ACC)
+                a, b = _merge_column_moments(
+                    first_ptr, items, ROWS_EACH * HW, rows, BC, ACC
+                )
             else:
                 a, b = _merge_column_sums(parts_ptr + start * (2 * BC), items, BC, ACC)
             if batches > 1:
@@ -170,7 +184,9 @@ def publish_part(a, b, scratch, unit, item, sizes, BC, ACC, MOMENTS, SINGLE):
                     tl.atomic_xchg(whole, 0, sem="relaxed")
                     if MOMENTS:
                         each = ROWS_EACH * FAN_IN * HW
-                        a, b = _merge_column_moments(batches_ptr, batches, each, ROWS * HW, BC, ACC)
+                        a, b = _merge_column_moments(
+                            batches_ptr, batches, each, ROWS * HW, BC, ACC
+                        )
                     else:
                         a, b = _merge_column_sums(batches_ptr, batches, BC, ACC)
     return a, b, last

@@ -28,7 +28,10 @@ def _field(constant, name):
     raise AttributeError(name)
 
 
-if VERSION < (3, 4):  # since 3.4, Triton itself reads the attributes of what a constexpr holds
+if VERSION < (
+    3,
+    4,
+):  # since 3.4, Triton itself reads the attributes of what a constexpr holds
     tl.constexpr.__getattr__ = _field
 
 

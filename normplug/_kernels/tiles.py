@@ -21,13 +21,17 @@ LANE_AXIS = tl.constexpr(0 if VERSION < (3, 7) else 1)
 @triton.jit
 def tile_of_zeros(LANES, STEPS, COLUMNS, ACC):
     """A tile of zeros."""
-    return tl.zeros([LANES, STEPS, COLUMNS] if STEP_AXIS == 1 else [STEPS, LANES, COLUMNS], ACC)
+    return tl.zeros(
+        [LANES, STEPS, COLUMNS] if STEP_AXIS == 1 else [STEPS, LANES, COLUMNS], ACC
+    )
 
 
 @triton.jit
 def as_tile(values, LANES, STEPS, COLUMNS):
     """Reshape a tensor of any shape to a tile, its values in order."""
-    shape: tl.constexpr = (LANES, STEPS, COLUMNS) if STEP_AXIS == 1 else (STEPS, LANES, COLUMNS)
+    shape: tl.constexpr = (
+        (LANES, STEPS, COLUMNS) if STEP_AXIS == 1 else (STEPS, LANES, COLUMNS)
+    )
     return tl.reshape(values, shape)
 
 
@@ -46,7 +50,9 @@ def store(pointer, offsets, value, mask, FULL, LAST):
     """Store a tile of any shape. FULL: all of it is in bounds. LAST: caches evict it first."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     value = as_stored(value, pointer)
-    tl.store(pointer + offsets, value, mask=None if FULL else mask, eviction_policy=policy)
+    tl.store(
+        pointer + offsets, value, mask=None if FULL else mask, eviction_policy=policy
+    )
 
 
 @triton.jit

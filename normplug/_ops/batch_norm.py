@@ -30,7 +30,7 @@ from torch import Tensor
 from normplug import _activations, _checks, native
 from normplug._activations import ActivationLike
 from normplug._layouts import dense, laid_out_like
-from normplug._ops import eligible, peers, stock
+from normplug._ops import can_run, exchange, torch_way
 from normplug._ops.call import call, key_of, made_once
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Plan
@@ -41,7 +41,9 @@ from normplug.reference import accumulator_dtype, channel_dims, per_channel
 _OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 _LAST = torch.channels_last
 # torch 2.14 deprecated the second name; a build without distributed has neither.
-_all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+_all_gather: Any = getattr(
+    dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
+)
 
 
 class BatchNormSpec(NamedTuple):
@@ -49,7 +51,7 @@ class BatchNormSpec(NamedTuple):
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
     isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
-    join: the number of the `peers.Join` of the processes that join their batches; 0 for one.
+    join: the number of the `exchange.Join` of the processes that join their batches; 0 for one.
     instance: whether it is an InstanceNorm in evaluation with running statistics.
     constant: whether neither weight nor bias needs a gradient, in evaluation, so that the backward
         needs no x.
@@ -94,7 +96,7 @@ class BatchNormSpec(NamedTuple):
 
     def by_torch(self, t: Tensors) -> Tensor:
         if self.safe and self.training:
-            y: Tensor = stock.guarded(t, self.momentum, self._by_torch)
+            y: Tensor = torch_way.guarded(t, self.momentum, self._by_torch)
             return y
         return self._by_torch(t)
 
@@ -114,14 +116,16 @@ class BatchNormSpec(NamedTuple):
     def _normalised(self, t: Tensors) -> Tensor:
         """Call ATen's operator, since `torch.nn.functional.batch_norm` refuses an eps of 0."""
         x, mean, var, momentum = t.x, t.running_mean, t.running_var, self.momentum or 0.0
-        weight = stock.scaled_channels(t, self.target_variance, None if self.instance else mean)
+        weight = torch_way.scaled_channels(
+            t, self.target_variance, None if self.instance else mean
+        )
         if x.numel() == 0:
-            return stock.empty_norm(x, weight, t.bias)
+            return torch_way.empty_norm(x, weight, t.bias)
         updates = self.training and mean is not None
         if updates and t.tracked is not None:
             if self.momentum is not None:
                 t.tracked.add_(1)
-            elif stock.has_readable_count(t):
+            elif torch_way.has_readable_count(t):
                 # As in torch.nn, bit for bit.
                 t.tracked.add_(1)
                 momentum = 1.0 / max(float(t.tracked), 1.0)
@@ -129,14 +133,14 @@ class BatchNormSpec(NamedTuple):
                 # Before the norm, which saves the last tensors for the backward.
                 values = x.detach().to(accumulator_dtype(x.dtype))
                 batch_var, batch_mean = torch.var_mean(values, channel_dims(x))
-                stock.update_running(t, None, batch_mean, batch_var)
+                torch_way.update_running(t, None, batch_mean, batch_var)
                 mean = var = None
         given, cudnn = (x, weight, t.bias, mean, var), torch.backends.cudnn.enabled
         if self.instance:  # it is contiguous, and takes statistics of any dtype
             y = torch.instance_norm(*given, False, 0.0, self.eps, cudnn)
         else:
             y = torch.batch_norm(*given, self.training, momentum, self.eps, cudnn)
-        return stock.realigned(y)
+        return torch_way.realigned(y)
 
     # Normplug's kernels.
 
@@ -151,13 +155,13 @@ class BatchNormSpec(NamedTuple):
         mean, var = t.running_mean, t.running_var
         if mean is not None and var is not None and mean.dtype != var.dtype:
             return "running_mean and running_var differ in dtype"
-        if self.join and (most := peers.most_channels(self.join)) == 0:
+        if self.join and (most := exchange.most_channels(self.join)) == 0:
             return "the processes exchange statistics by collectives"
         if self.join and t.x.shape[1] > most:
             return f"it has more than {most} channels"
         if self.join and t.x.numel() == 0:  # the kernels do not read it
             t = t._replace(x=t.x.new_empty(1, *t.x.shape[1:2]), residual=None)
-        why = eligible.refusal_of(t)
+        why = can_run.refusal_of(t)
         if why is None and t.x.shape[0] * math.prod(t.x.shape[2:]) >= 2**31:
             why = "a channel has 2^31 values or more"
         return why
@@ -186,7 +190,11 @@ class BatchNormSpec(NamedTuple):
         """
         fuses = t.residual is not None or self.activation is not None
         aligned = t.x.is_contiguous() or t.x.shape[1] * t.x.element_size() % 16 == 0
-        pays = (fuses or self.isolated) and aligned and eligible.size_of(t.x) >= _OPERATOR_BYTES
+        pays = (
+            (fuses or self.isolated)
+            and aligned
+            and can_run.size_of(t.x) >= _OPERATOR_BYTES
+        )
         return self.operator if pays or self.join else None
 
     def operator(self, t: Tensors) -> Tensor:
@@ -203,7 +211,9 @@ class BatchNormSpec(NamedTuple):
         if self.training and mean is not None:
             with torch.no_grad():
                 if self.safe:
-                    stock.guarded(t, self.momentum, lambda new: self._update_by(new, stats))
+                    torch_way.guarded(
+                        t, self.momentum, lambda new: self._update_by(new, stats)
+                    )
                 else:
                     self._update_by(t, stats)
         return y
@@ -211,19 +221,21 @@ class BatchNormSpec(NamedTuple):
     def _update_by(self, t: Tensors, stats: Tensor) -> None:
         """Update the running statistics by the operator's stats: mean, rstd and, if joined, n."""
         c = t.x.shape[1]
-        var = stock.variance_of(stats[c : 2 * c], self.eps)
+        var = torch_way.variance_of(stats[c : 2 * c], self.eps)
         if self.join:
             n = stats[-1]
             unbiased = var * (n / (n - 1).clamp(min=1))
-            stock.update_running(t, self.momentum, stats[:c], unbiased, counts=n > 1)
+            torch_way.update_running(t, self.momentum, stats[:c], unbiased, counts=n > 1)
         else:
             values = t.x.numel() // c
             unbiased = var * (values / (values - 1))
-            stock.update_running(t, self.momentum, stats[:c], unbiased)
+            torch_way.update_running(t, self.momentum, stats[:c], unbiased)
 
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
         n, c, *space = t.x.shape
-        stats = t.x.new_empty(2 * c + int(self.join > 0), dtype=accumulator_dtype(t.x.dtype))
+        stats = t.x.new_empty(
+            2 * c + int(self.join > 0), dtype=accumulator_dtype(t.x.dtype)
+        )
         if self.pool is not None:
             shape = (n, c, *self.pool.size(t.x))
             y, peaks, places = (
@@ -236,7 +248,9 @@ class BatchNormSpec(NamedTuple):
         x, count = dense(t.x), 0
         if t.residual is not None and self.activation == "relu":
             channels_last = not x.is_contiguous()
-            count = schedule.mask_bytes(n, c, math.prod(space), channels_last, x.element_size())
+            count = schedule.mask_bytes(
+                n, c, math.prod(space), channels_last, x.element_size()
+            )
         return torch.empty_like(x), stats, x.new_empty(count, dtype=torch.uint8)
 
     def fake_dx(self, x: Tensor) -> Tensor:
@@ -268,7 +282,9 @@ _NUMBERS = (
     "int join"
 )
 PLAIN = NormOperators("batch_norm", _NUMBERS, ("stats", "bits"), _spec_of)
-POOLED = NormOperators("batch_norm_max_pool", _NUMBERS, ("stats", "peaks", "places"), _spec_of)
+POOLED = NormOperators(
+    "batch_norm_max_pool", _NUMBERS, ("stats", "peaks", "places"), _spec_of
+)
 # For torch.compile, which guards on each attribute that it reads.
 _plain, _pooled = PLAIN.differentiable, POOLED.differentiable
 
@@ -276,7 +292,9 @@ _plain, _pooled = PLAIN.differentiable, POOLED.differentiable
 def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """`functional.channel_stats` of a checked x. A kernel reads x once, without gradients."""
     differentiates = x.requires_grad and torch.is_grad_enabled()
-    if eligible.is_asked_for(backend, x) and not (differentiates or torch.compiler.is_compiling()):
+    if can_run.is_asked_for(backend, x) and not (
+        differentiates or torch.compiler.is_compiling()
+    ):
         stats = _by_kernel("StatisticsPlan", Tensors(dense(x.detach())), _BATCH)
         if stats is not None:
             mean, var = stats.chunk(2)
@@ -295,10 +313,12 @@ _BATCH = BatchNormSpec(True, 0.0, 0.0, 1.0)
 def _by_kernel(plan: str, t: Tensors, spec: BatchNormSpec) -> Tensor | None:
     """The statistics that a plan of `batch_norm_plan` computes; None if no kernel can."""
     stats = native.call(spec, plan, t)
-    if stats is None and not (interposed() or eligible.refusal_now() or _BATCH.refusal(t)):
+    if stats is None and not (interposed() or can_run.refusal_now() or _BATCH.refusal(t)):
         from normplug._ops import batch_norm_plan
 
-        run = made_once(key_of(t, spec, plan), getattr(batch_norm_plan, plan), t, spec).run
+        run = made_once(
+            key_of(t, spec, plan), getattr(batch_norm_plan, plan), t, spec
+        ).run
         stats = native.keep(spec, plan, t, t, run)
         stats = run(t) if stats is None else stats
     return stats
@@ -311,22 +331,24 @@ def _by_collectives(t: Tensors, spec: BatchNormSpec) -> Tensor:
         ValueError: on the CPU, one value per channel in the joined batch. On other devices the host
             would have to wait for the GPU, so y is `bias` instead.
     """
-    group, backend, _ = peers.joins[spec.join]
+    group, backend, _ = exchange.joins[spec.join]
     gathered = _gathered(t.x.detach(), group)
     merged, c = None, t.x.shape[1]
-    if eligible.is_asked_for(backend, t.x) and not torch.compiler.is_compiling():
+    if can_run.is_asked_for(backend, t.x) and not torch.compiler.is_compiling():
         own = t._replace(x=gathered, residual=None, weight=None, bias=None)
         merged = _by_kernel("MergePlan", own, spec)
     mean, var, n = _merged(gathered) if merged is None else merged.split([c, c, 1])
     numbers = (spec.eps, spec.target_variance)
-    y = _SyncBatchNorm.apply(t.x, t.weight, t.bias, mean, var, n, *numbers, backend, group)
+    y = _SyncBatchNorm.apply(
+        t.x, t.weight, t.bias, mean, var, n, *numbers, backend, group
+    )
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
         whole = f"the joined batch of {dist.get_world_size(group)} processes"
         raise _checks.one_value("SyncBatchNorm", whole)
     if merged is None and t.running_mean is not None:
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
         unbiased = var * (n / (n - 1).clamp(min=1))
-        stock.update_running(t, spec.momentum, mean, unbiased, counts=n > 1)
+        torch_way.update_running(t, spec.momentum, mean, unbiased, counts=n > 1)
     return y
 
 
@@ -360,7 +382,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         """The gradients of x, weight and bias."""
         x, weight, mean, rstd, n = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
+            raise NotImplementedError(exchange.NO_SECOND_DERIVATIVE)
         acc, dims = mean.dtype, channel_dims(x)
         # The kernels of torch's SyncBatchNorm; a compiler fuses torch operations instead. For
         # contiguous tensors, the first kernel rounds each product to the dtype of x before it adds.
@@ -369,7 +391,11 @@ class _SyncBatchNorm(torch.autograd.Function):
             x = dense(x)
             given = laid_out_like(dy, x), x, mean, rstd
             values = (given[0].to(acc), x.to(acc)) if x.is_contiguous() else given[:2]
-            which = True, False, False  # the sums, and not the gradients of weight and bias
+            which = (
+                True,
+                False,
+                False,
+            )  # the sums, and not the gradients of weight and bias
             sums = torch.batch_norm_backward_reduce(*values, mean, rstd, None, *which)[:2]
         else:
             dy, centred = dy.to(acc), x.to(acc) - per_channel(mean, x)
@@ -379,7 +405,9 @@ class _SyncBatchNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             total = torch.cat(sums)
             dist.all_reduce(total, group=ctx.group)
-            scale = (torch.ones_like(rstd) if weight is None else weight.to(acc)) * ctx.scale
+            scale = (
+                torch.ones_like(rstd) if weight is None else weight.to(acc)
+            ) * ctx.scale
             if kernels:
                 last = scale, *total.view(2, -1).unbind(), n.to(torch.int32).view(1)
                 dx = torch.batch_norm_backward_elemt(*given, *last)

@@ -22,8 +22,16 @@ from normplug._kernels.batch_norm.schedule import Geometry, Planes, Window
 from normplug._kernels.constants import Constants
 from normplug._kernels.launch import COOPERATIVE, Launch, accumulator
 from normplug._layouts import is_channels_last, lies_like
-from normplug._ops import eligible, peers, stock
-from normplug._ops.plans import RUNNING, Needs, Plan, Program, gradients_of, named, strides_of
+from normplug._ops import can_run, exchange, torch_way
+from normplug._ops.plans import (
+    RUNNING,
+    Needs,
+    Plan,
+    Program,
+    gradients_of,
+    named,
+    strides_of,
+)
 from normplug._ops.spec import Pool, Tensors
 from normplug.reference import accumulator_dtype
 
@@ -41,7 +49,7 @@ class BatchNormPlan(Plan):
     def __init__(self, t: Tensors, spec: Any) -> None:
         super().__init__(t, spec)
         x = t.x
-        self.peers = peers.peers_of(spec.join)
+        self.peers = exchange.peers_of(spec.join)
         self.acc = accumulator_dtype(x.dtype)
         n, self._channels, *space = x.shape
         self._dtype = x.dtype
@@ -96,7 +104,9 @@ class BatchNormPlan(Plan):
         shape = schedule.geometry(*self._shape, 1, *self._machine)
         is_planes = isinstance(shape, Planes)
         launch = Launch(
-            planes.batch_norm_planes_forward if is_planes else columns.batch_norm_columns_forward,
+            planes.batch_norm_planes_forward
+            if is_planes
+            else columns.batch_norm_columns_forward,
             shape.forward(constants.training, constants.normalize),
             constants,
             PEERS=self._table_of(world),
@@ -128,7 +138,9 @@ class BatchNormPlan(Plan):
         )
         is_planes = isinstance(shape, Planes)
         return Launch(
-            planes.batch_norm_planes_backward if is_planes else columns.batch_norm_columns_backward,
+            planes.batch_norm_planes_backward
+            if is_planes
+            else columns.batch_norm_columns_backward,
             shape.backward(sums, late),
             constants,
             PEERS=self._table_of(world),
@@ -201,7 +213,7 @@ class BatchNormPlan(Plan):
         if x is None:  # the gradients do not depend on its values
             x = self._stand_in(self.device).zero_().requires_grad_()
         if spec.join:
-            raise NotImplementedError(peers.NO_SECOND_DERIVATIVE)
+            raise NotImplementedError(exchange.NO_SECOND_DERIVATIVE)
         if self._constants.bits:
             # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
             needs = (False, True, False, False, False)
@@ -214,7 +226,7 @@ class BatchNormPlan(Plan):
             residual = torch.zeros_like(x).requires_grad_()
         if not spec.training:
             mean, rstd = stats.chunk(2)
-            var = stock.variance_of(rstd, spec.eps)
+            var = torch_way.variance_of(rstd, spec.eps)
         return Tensors(x, residual, weight, bias, None, mean, var), spec, dy
 
 
@@ -253,7 +265,11 @@ class MergePlan(StatisticsPlan):
         momentum = self.spec.momentum or 0.0
         work = schedule.merge(processes, width // 2)
         launch = Launch(
-            columns.batch_norm_merge, work, constants, momentum=momentum, eps=self.spec.eps
+            columns.batch_norm_merge,
+            work,
+            constants,
+            momentum=momentum,
+            eps=self.spec.eps,
         )
         return Program(
             named(t),
@@ -272,8 +288,10 @@ def refusal_to_pool(t: Tensors, pool: Pool) -> str | None:
     if max(math.prod(pool.kernel), math.prod(pool.stride)) > windows.LARGEST_WINDOW:
         return "max-pool windows and strides must span at most 25 elements"
     pooled, (n, c, _, width) = pool.size(x), x.shape
-    if eligible.is_too_long(n * math.prod(pooled), width * c, pooled[1] * c):
-        return "a row of pixels has nearly 2^31 values or more, or the output as many pixels"
+    if can_run.is_too_long(n * math.prod(pooled), width * c, pooled[1] * c):
+        return (
+            "a row of pixels has nearly 2^31 values or more, or the output as many pixels"
+        )
     return None
 
 
@@ -293,7 +311,9 @@ class PooledPlan(BatchNormPlan):
         self._size, self._pooled = (height, width), pool.size(t.x)
         shape = (self._n, self._channels, *self._pooled)
         self._output = (shape, strides_of(shape, torch.channels_last))
-        self._window = Window(pool.kernel, pool.stride, pool.padding, self._size, self._pooled)
+        self._window = Window(
+            pool.kernel, pool.stride, pool.padding, self._size, self._pooled
+        )
         self._joined = self.peers is not None
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
@@ -338,14 +358,22 @@ class PooledPlan(BatchNormPlan):
         steps: list[tuple[Launch, dict[str, str]]] = []
         scratch = (0, 0)
         if any(summed):
-            shape = (self._n, self._channels, math.prod(self._pooled), True, self._dtype.itemsize)
+            shape = (
+                self._n,
+                self._channels,
+                math.prod(self._pooled),
+                True,
+                self._dtype.itemsize,
+            )
             geometry = schedule.geometry(*shape, 2, *self._machine)
             scratch = geometry.scratch
             wanted = (False, *summed, False)
             launch = self._backward(geometry, wanted, share=self._joined and through)
             steps.append((launch, {"x": "peaks", "dx": "message"}))
         if needs[0]:
-            sh, sw = self._window.stride  # the schedule's pixels are blocks of sh * sw inputs
+            sh, sw = (
+                self._window.stride
+            )  # the schedule's pixels are blocks of sh * sw inputs
             height, width = self._size
             rows = self._n * -(-height // sh)
             blocks = -(-width // sw)
@@ -355,12 +383,18 @@ class PooledPlan(BatchNormPlan):
                 joined=self._joined,
                 weight=self._constants.weight,
             )
-            launch = self._launch(windows.batch_norm_pool_backward, rows, blocks, constants)
+            launch = self._launch(
+                windows.batch_norm_pool_backward, rows, blocks, constants
+            )
             sums = {"dweight": "message"} if self._joined and training else {}
             steps.append((launch, sums))
         channels = ((self._channels,), (1,), self.acc)
         empties = gradients_of(given, needs[:1])
-        empties |= {f"d{n}": channels for n, s in zip(("weight", "bias"), summed, strict=True) if s}
+        empties |= {
+            f"d{n}": channels
+            for n, s in zip(("weight", "bias"), summed, strict=True)
+            if s
+        }
         if self._joined and through:
             empties["message"] = ((2 * self._channels,), (1,), self.acc)
         vectors = [  # summed for dx, too
@@ -381,4 +415,6 @@ class PooledPlan(BatchNormPlan):
     ) -> Launch:
         """The launch of a kernel of `windows` over `rows` rows of `width` pixels."""
         pixels = schedule.pixels(rows, width, self._channels, self._dtype.itemsize)
-        return Launch(kernel, pixels.work(self._window), constants, root=self._root, **numbers)
+        return Launch(
+            kernel, pixels.work(self._window), constants, root=self._root, **numbers
+        )

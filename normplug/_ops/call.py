@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from normplug import _checks, native
-from normplug._ops import eligible, parts
+from normplug._ops import can_run, subclasses
 from normplug._ops.spec import Tensors
 from normplug._torch import interposed
 
@@ -59,25 +59,31 @@ def call(caller: str, t: Tensors, spec: Any, backend: Any) -> Any:
     return _new_call(caller, t, spec, backend, key)
 
 
-def _new_call(caller: str, t: Tensors, spec: Any, backend: Any, key: tuple[Any, ...]) -> Any:
+def _new_call(
+    caller: str, t: Tensors, spec: Any, backend: Any, key: tuple[Any, ...]
+) -> Any:
     """Check a call, choose how to run it, run it, and store the choice."""
     spec.check(caller, t)
 
     def again(t: Tensors) -> Any:
         return call(caller, t, spec, backend)
 
-    if type(t.x) is not Tensor and parts.is_sharded(t.x):
-        return parts.run_sharded(caller, t, spec.free_dims(t), again)
-    if t.x.is_nested and parts.is_nested(t.x):
-        return parts.run_nested(t, spec.normalized_shape, again)
+    if type(t.x) is not Tensor and subclasses.is_sharded(t.x):
+        return subclasses.run_sharded(caller, t, spec.free_dims(t), again)
+    if t.x.is_nested and subclasses.is_nested(t.x):
+        return subclasses.run_nested(t, spec.normalized_shape, again)
     way = choose(caller, t, spec, backend, key)
     _checks.devices(caller, *t)
     in_cpp = key and native._extension is not None
-    result = _stored_in_cpp(way.run, t, way.t, spec, backend) if in_cpp else way.run(way.t)
+    result = (
+        _stored_in_cpp(way.run, t, way.t, spec, backend) if in_cpp else way.run(way.t)
+    )
     if key:
         _store(key, (way.run, None if way.t is t else way.plan.spec.laid_out))
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("normplug.%s of %s: %s", caller, tuple(t.x.shape), _description(way, t))
+            _log.debug(
+                "normplug.%s of %s: %s", caller, tuple(t.x.shape), _description(way, t)
+            )
     return result
 
 
@@ -87,14 +93,16 @@ def _stored_in_cpp(run: Any, t: Tensors, ready: Tensors, spec: Any, backend: Any
     return run(ready) if found is None else found
 
 
-def choose(caller: str, t: Tensors, spec: Any, backend: Any, key: tuple[Any, ...] = ()) -> Way:
+def choose(
+    caller: str, t: Tensors, spec: Any, backend: Any, key: tuple[Any, ...] = ()
+) -> Way:
     """Choose how a checked call runs. key: of the call, if it is known."""
     backend = _checks.backend(caller, backend)
     if backend == "torch":
         return Way(spec.by_torch, t, "backend is 'torch'")
-    if not eligible.is_asked_for(backend, t.x):
+    if not can_run.is_asked_for(backend, t.x):
         return Way(spec.by_torch, t, f"the input is on {t.x.device}")
-    why = eligible.refusal_now() or spec.refusal(t)
+    why = can_run.refusal_now() or spec.refusal(t)
     if why is not None and (pool := getattr(spec, "pool", None)) is not None:
         way = choose(caller, t, spec._replace(pool=None), backend)  # may have kernels
         run = way.run
@@ -105,7 +113,7 @@ def choose(caller: str, t: Tensors, spec: Any, backend: Any, key: tuple[Any, ...
                 f"normplug.{caller}: backend='triton', but {why}. Use backend='auto' or 'torch'."
             )
         return Way(spec.by_torch, t, why)
-    if eligible.is_compiling():
+    if can_run.is_compiling():
         run = spec.operator if backend == "triton" else spec.compiled(t)
         if run is not None:
             return Way(run, t)

@@ -12,7 +12,7 @@ from torch import Tensor
 from normplug import _activations, _checks
 from normplug._activations import ActivationLike
 from normplug._layouts import dense
-from normplug._ops import eligible, stock
+from normplug._ops import can_run, torch_way
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Plan, accumulator_of
 from normplug._ops.spec import Tensors, autocast_result
@@ -71,31 +71,45 @@ class GroupNormSpec(NamedTuple):
         return y if self.activation is None else _activations.apply(self.activation, y)
 
     def _instance_norm(self, t: Tensors) -> Tensor:
-        x, weight = t.x, stock.scaled_channels(t, self.target_variance, None)
+        x, weight = t.x, torch_way.scaled_channels(t, self.target_variance, None)
         if x.numel() == 0:
-            return stock.empty_norm(x, weight, t.bias)
-        given = (x, weight, t.bias, t.running_mean, t.running_var, True, self.momentum or 0.0)
-        return stock.realigned(torch.instance_norm(*given, self.eps, torch.backends.cudnn.enabled))
+            return torch_way.empty_norm(x, weight, t.bias)
+        given = (
+            x,
+            weight,
+            t.bias,
+            t.running_mean,
+            t.running_var,
+            True,
+            self.momentum or 0.0,
+        )
+        return torch_way.realigned(
+            torch.instance_norm(*given, self.eps, torch.backends.cudnn.enabled)
+        )
 
     def _group_norm(self, t: Tensors) -> Tensor:
         autocast = None if t.x.dtype == torch.float64 else self.autocast
         vectors, shape = (t.weight, t.bias), (t.x.shape[1],)
-        promotes = autocast is None and not stock.mixes_dtypes(t.x, *vectors)
-        x, weight, bias = stock.prepared(t.x, *vectors, self.target_variance, shape, promotes)
-        y = torch.group_norm(x, self.groups, weight, bias, self.eps, torch.backends.cudnn.enabled)
+        promotes = autocast is None and not torch_way.mixes_dtypes(t.x, *vectors)
+        x, weight, bias = torch_way.prepared(
+            t.x, *vectors, self.target_variance, shape, promotes
+        )
+        y = torch.group_norm(
+            x, self.groups, weight, bias, self.eps, torch.backends.cudnn.enabled
+        )
         if t.running_mean is not None and x.numel() > 0:
             values = t.x.detach().to(accumulator_dtype(t.x.dtype))
             groups = values.reshape(x.shape[0], self.groups, -1)
             var, mean = torch.var_mean(groups, dim=-1, correction=0)
             self._update(t, mean, var)
-        return stock.cast(y, t.x.dtype, autocast, self.autocast_output)
+        return torch_way.cast(y, t.x.dtype, autocast, self.autocast_output)
 
     # Normplug's kernels.
 
     def refusal(self, t: Tensors) -> str | None:
-        why, (n, c, *space) = eligible.refusal_of(t), t.x.shape
+        why, (n, c, *space) = can_run.refusal_of(t), t.x.shape
         each = c // self.groups * math.prod(space)
-        if why is None and eligible.is_too_long(each, n * self.groups):
+        if why is None and can_run.is_too_long(each, n * self.groups):
             why = "a group has nearly 2^31 values or more, or there are as many groups"
         return why
 
@@ -112,7 +126,7 @@ class GroupNormSpec(NamedTuple):
 
     def compiled(self, t: Tensors) -> Callable[[Tensors], Any] | None:
         """An operator: Inductor's reductions over channels and space are several times as slow."""
-        return self.operator if eligible.size_of(t.x) >= _OPERATOR_BYTES else None
+        return self.operator if can_run.size_of(t.x) >= _OPERATOR_BYTES else None
 
     def operator(self, t: Tensors) -> Tensor:
         y, stats = OPERATORS.differentiable(
@@ -136,7 +150,7 @@ class GroupNormSpec(NamedTuple):
     def update_by(self, t: Tensors, stats: Tensor) -> None:
         """Update a call's running statistics by the kernels' stats: mean and rstd of the groups."""
         mean, rstd = stats.detach().view(2, t.x.shape[0], self.groups)
-        self._update(t, mean, stock.variance_of(rstd, self.eps))
+        self._update(t, mean, torch_way.variance_of(rstd, self.eps))
 
     def _update(self, t: Tensors, mean: Tensor, var: Tensor) -> None:
         """Update a call's running statistics by mean and biased var of its groups, (N, groups)."""
@@ -145,11 +159,16 @@ class GroupNormSpec(NamedTuple):
             mean, var = mean.mean(0), var.mean(0) * (values / (values - 1))
         else:  # scalars, which are only watched
             mean, var = mean.mean(), var.mean()
-        stock.update_running(t, self.momentum, mean, var)
+        torch_way.update_running(t, self.momentum, mean, var)
 
 
 def _spec_of(
-    groups: int, eps: float, target_variance: float, name: str | None, slope: float, *autocast: Any
+    groups: int,
+    eps: float,
+    target_variance: float,
+    name: str | None,
+    slope: float,
+    *autocast: Any,
 ) -> GroupNormSpec:
     activation = _activations.joined(name, slope)
     return GroupNormSpec(groups, eps, target_variance, activation, *autocast)

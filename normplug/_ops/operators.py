@@ -74,19 +74,30 @@ class NormOperators:
         tensors = f"Tensor x, {_AFFINE}, {_UPDATED if updates_running else _RUNNING}"
         outputs = ", ".join(["Tensor"] * (self.results + len(state)))
         kept = ", ".join(f"Tensor {name}" for name in state)
-        read = f"Tensor dy, Tensor? dtotal, Tensor x, {_AFFINE}, {kept}, str spec, int flags"
+        read = (
+            f"Tensor dy, Tensor? dtotal, Tensor x, {_AFFINE}, {kept}, str spec, int flags"
+        )
         forward = f"({tensors}, str spec) -> ({outputs})"
         self.forward = self._define(f"{name}_forward", forward, self._forward)
-        self.backward = self._define(f"{name}_backward", f"({read}) -> Tensor[]", self._backward)
+        self.backward = self._define(
+            f"{name}_backward", f"({read}) -> Tensor[]", self._backward
+        )
         torch.library.register_fake(self.forward._name, self._fake_forward, lib=_library)
-        torch.library.register_fake(self.backward._name, self._fake_backward, lib=_library)
+        torch.library.register_fake(
+            self.backward._name, self._fake_backward, lib=_library
+        )
         native.operators.append(name)
         whole = f"({tensors}, {numbers}, bool automatic) -> ({outputs})"
-        self.differentiable = self._define(name, whole, self._call, "CompositeImplicitAutograd")
+        self.differentiable = self._define(
+            name, whole, self._call, "CompositeImplicitAutograd"
+        )
 
     @staticmethod
     def _define(
-        name: str, schema: str, function: Callable[..., Any], key: str = "CompositeExplicitAutograd"
+        name: str,
+        schema: str,
+        function: Callable[..., Any],
+        key: str = "CompositeExplicitAutograd",
     ) -> Any:
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, function, key)
@@ -101,7 +112,9 @@ class NormOperators:
         found = self._specs.get(text)
         if found is None:
             numbers = (
-                getattr(torch, n.removeprefix("torch.")) if str(n).startswith("torch.") else n
+                getattr(torch, n.removeprefix("torch."))
+                if str(n).startswith("torch.")
+                else n
                 for n in literal_eval(text)
             )
             found = self._specs[text] = self._spec(*numbers)
@@ -129,7 +142,9 @@ class NormOperators:
         *tensors, text = arguments
         return self.spec(text).fake(Tensors(*tensors))
 
-    def _backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> list[Tensor]:
+    def _backward(
+        self, dy: Tensor, dtotal: Tensor | None, *arguments: Any
+    ) -> list[Tensor]:
         (x, residual, *vectors), state, text, has_residual, needs = self._parts(arguments)
         # The residual is saved only if the backward reads it; otherwise x is its placeholder.
         is_placeholder = has_residual and residual is None
@@ -141,7 +156,9 @@ class NormOperators:
         gradients = plan.backward(saved, dy, dtotal, needs)
         return [g for g in gradients if g is not None]
 
-    def _fake_backward(self, dy: Tensor, dtotal: Tensor | None, *arguments: Any) -> list[Tensor]:
+    def _fake_backward(
+        self, dy: Tensor, dtotal: Tensor | None, *arguments: Any
+    ) -> list[Tensor]:
         (x, _, *vectors), _, text, has_residual, needs = self._parts(arguments)
         dx = self.spec(text).fake_dx(x)
         like = (dx, dx if has_residual else None, *vectors)
@@ -162,7 +179,9 @@ def flags_of(has_residual: bool, needs: Sequence[bool]) -> int:
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operators: NormOperators, *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, operators: NormOperators, *arguments: Any
+    ) -> tuple[Tensor, ...]:
         t, (*numbers, automatic) = Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
         ctx.others = [None] * (len(arguments) - _INPUTS)
         ctx.operators, ctx.text = operators, operators.text_of(numbers)
@@ -197,7 +216,9 @@ class _Differentiable(torch.autograd.Function):
             asked = [for_x, for_residual and not alias, *rest]
         saved = ctx.saved_tensors
         flags = flags_of(ctx.has_residual, asked)
-        made = operators.backward(dy, dtotal, *saved, ctx.text, flags) if any(asked) else []
+        made = (
+            operators.backward(dy, dtotal, *saved, ctx.text, flags) if any(asked) else []
+        )
         found = iter(made)
         through, dresidual, *gradients = (next(found) if need else None for need in asked)
         dx = through

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from normplug._layouts import readable
-from normplug._ops import likely
+from normplug._ops import guess
 from normplug._ops.spec import Tensors
 from normplug._torch import (
     applier,
@@ -52,12 +52,16 @@ SLOT = {name: index for index, name in enumerate(SLOTS)}
 RUNNING = ("running_mean", "running_var", "tracked")
 BLANKS = [None] * (len(SLOTS) - len(Tensors._fields))
 _Y, _TOTAL, _DY, _DTOTAL = (SLOT[name] for name in ("y", "total", "dy", "dtotal"))
-_TRACKED, _PARTIAL, _COUNTERS = (SLOT[name] for name in ("tracked", "partial", "counters"))
+_TRACKED, _PARTIAL, _COUNTERS = (
+    SLOT[name] for name in ("tracked", "partial", "counters")
+)
 
 # Placeholders for absent tensors. The kernel needs a pointer of the right dtype, but never
 # dereferences it. For names that are not listed, the launch's first tensor serves.
 _PLACEHOLDERS = {
-    **dict.fromkeys(("weight", "bias", "input_bias", "running_mean", "running_var"), "partial"),
+    **dict.fromkeys(
+        ("weight", "bias", "input_bias", "running_mean", "running_var"), "partial"
+    ),
     **dict.fromkeys(("dweight", "dbias", "dinput_bias", "stats"), "partial"),
     "tracked": "counters",
     "total": "y",
@@ -118,7 +122,8 @@ class Program:
             self.steps.append(Step(launch, slots, itemgetter(*slots)))
         pairs = ((each, None) if isinstance(each, str) else each for each in results)
         self.results = [
-            (SLOT[name], None if dtype == dtypes.get(name) else dtype) for name, dtype in pairs
+            (SLOT[name], None if dtype == dtypes.get(name) else dtype)
+            for name, dtype in pairs
         ]
         self.saved = [SLOT[name] for name in saved]
         self.copies = [(SLOT[name], strides) for name, strides in (copies or {}).items()]
@@ -141,7 +146,10 @@ class Program:
         for slot, shape, stride, dtype in self.empties:
             slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         if self.steps:
-            if recordings and (take := recorder_of(slots[self.steps[0].slots[0]])) is not None:
+            if (
+                recordings
+                and (take := recorder_of(slots[self.steps[0].slots[0]])) is not None
+            ):
                 for job in self.jobs(plan.acc):
                     take(job)
                 return
@@ -156,7 +164,10 @@ class Program:
     def jobs(self, accumulator: torch.dtype) -> list[ahead.Job]:
         """The jobs that compile the kernels; accumulator: the dtype of partial results."""
         dtypes = {_PARTIAL: accumulator, _COUNTERS: torch.int64, **self._dtypes}
-        return [launch.job([dtypes[slot] for slot in slots]) for launch, slots, _ in self.steps]
+        return [
+            launch.job([dtypes[slot] for slot in slots])
+            for launch, slots, _ in self.steps
+        ]
 
 
 def accumulator_of(t: Tensors) -> torch.dtype:
@@ -170,7 +181,9 @@ def named(t: Tensors) -> dict[str, Tensor]:
     return {name: each for name, each in t._asdict().items() if each is not None}
 
 
-def gradients_of(saved: Mapping[str, Tensor], wanted: Sequence[bool]) -> dict[str, Layout]:
+def gradients_of(
+    saved: Mapping[str, Tensor], wanted: Sequence[bool]
+) -> dict[str, Layout]:
     """The layouts of the gradients of x, weight, bias and input_bias that are wanted."""
     pairs = zip(("x", "weight", "bias", "input_bias"), wanted, strict=False)
     found = {name: saved[name] for name, want in pairs if want}
@@ -258,7 +271,9 @@ class Plan:
         """The program of `recomputed`."""
         found = self._programs.get("recompute")
         if found is None:
-            found = self._programs["recompute"] = self.recompute_program(self._by_slot(saved))
+            found = self._programs["recompute"] = self.recompute_program(
+                self._by_slot(saved)
+            )
         return found
 
     def _by_slot(self, given: Sequence[Any]) -> dict[str, Tensor]:
@@ -277,7 +292,7 @@ class Plan:
         begun = [ahead.expect(job) for job in jobs]
         # If these are all compiled already, the others probably are, too.
         if any(begun) or not jobs:
-            for job in likely.jobs_after(self, t, keep):
+            for job in guess.jobs_after(self, t, keep):
                 ahead.expect(job)
 
     def jobs(self, t: Tensors, keep: bool) -> tuple[list[ahead.Job], list[ahead.Job]]:
@@ -341,17 +356,25 @@ class Plan:
         return self._computed(self.recompute_of(saved), saved)[0]
 
     def composed_backward(
-        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
+        self,
+        saved: Sequence[Any],
+        dy: Tensor,
+        dtotal: Tensor | None,
+        needs: Sequence[bool],
     ) -> Gradients:
         """The gradients by PyTorch's kernels, which autograd can differentiate again."""
         t, spec, dy = self.composed(saved, dy)
-        wanted = [need and a is not None for need, a in zip(needs, t[:_INPUTS], strict=True)]
+        wanted = [
+            need and a is not None for need, a in zip(needs, t[:_INPUTS], strict=True)
+        ]
         asked: list[Any] = [a for a, want in zip(t, wanted, strict=False) if want]
         wide: Any = (None if a is None else a.to(self.acc) for a in t)
         with torch.autocast(dy.device.type, enabled=False):
             y = spec.by_torch(Tensors(*wide))
             dy = dy.to(self.acc)
-            found = iter(torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ())
+            found = iter(
+                torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ()
+            )
         return [next(found) if want else None for want in wanted]
 
     def workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
@@ -365,7 +388,9 @@ class Plan:
             return stream, Workspace(self.device, self.acc, *scratch)
         work = self._workspaces.get(scratch)
         if work is None:
-            work = self._workspaces[scratch] = Workspace.get(self.device, self.acc, *scratch)
+            work = self._workspaces[scratch] = Workspace.get(
+                self.device, self.acc, *scratch
+            )
         return stream, work
 
     def _computed(self, program: Program, given: Sequence[Any]) -> list[Any]:
@@ -402,7 +427,9 @@ class _Norm(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dy: Tensor, dtotal: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         plan, saved, needs = ctx.plan, ctx.saved_tensors, ctx.needs_input_grad[:-1]
         backward = plan.composed_backward if torch.is_grad_enabled() else plan.backward
         return (*backward(saved, dy, dtotal, needs), None)

@@ -66,12 +66,16 @@ def _hook() -> Any:
     return (top_saved_tensors_hooks(True) or (None,))[0]
 
 
-def _cast(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, y: Tensor) -> Tensor:
+def _cast(
+    size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, y: Tensor
+) -> Tensor:
     return y.new_empty_strided(size, stride, dtype=dtype).copy_(y.view(size))
 
 
 def _permuted(dims: tuple[int, int], y: Tensor) -> Tensor:
-    one, other = (dim - 2**64 if dim >= 2**63 else dim for dim in dims)  # saved as unsigned
+    one, other = (
+        dim - 2**64 if dim >= 2**63 else dim for dim in dims
+    )  # saved as unsigned
     return y.transpose(one, other).contiguous()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from normplug import _checks
 from normplug._layouts import is_contiguous, lies_dense, row_spacing, spacing_after
-from normplug._ops import eligible, parts, stock
+from normplug._ops import can_run, subclasses, torch_way
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Plan, accumulator_of
 from normplug._ops.spec import Tensors, autocast_result
@@ -49,7 +49,9 @@ class LayerNormSpec(NamedTuple):
         """Dimensions along which rows are independent; watched statistics describe one shard."""
         return tuple(range(t.x.dim() - len(self.normalized_shape)))
 
-    def rounds_to(self, total: torch.dtype, weight: torch.dtype | None) -> torch.dtype | None:
+    def rounds_to(
+        self, total: torch.dtype, weight: torch.dtype | None
+    ) -> torch.dtype | None:
         """The dtype to round to before the product with the weight; None not to round.
 
         total, weight: the dtypes of what is normalised and of the weight, if there is one.
@@ -59,7 +61,9 @@ class LayerNormSpec(NamedTuple):
         is_half = weight in (torch.float16, torch.bfloat16)
         return weight if self.rounding == "weight" and is_half else None
 
-    def output_dtype(self, total: torch.dtype, weight: torch.dtype | None = None) -> torch.dtype:
+    def output_dtype(
+        self, total: torch.dtype, weight: torch.dtype | None = None
+    ) -> torch.dtype:
         """The dtype of the result. `rounds_to` explains the arguments."""
         under_autocast = autocast_result(total, self.autocast, self.autocast_output)
         if under_autocast is not None:
@@ -83,7 +87,7 @@ class LayerNormSpec(NamedTuple):
         _checks.option(caller, "autocast_output", self.autocast_output)
         _checks.same_shape(caller, t.x, residual=t.residual)
         vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
-        rows = t.x.unbind() if parts.is_nested(t.x) else (t.x,)
+        rows = t.x.unbind() if subclasses.is_nested(t.x) else (t.x,)
         if not rows:
             raise ValueError(
                 f"normplug.{caller}: a nested input needs at least one component; got none. Do not "
@@ -102,30 +106,34 @@ class LayerNormSpec(NamedTuple):
     def _layer_norm(self, total: Tensor, t: Tensors) -> Tensor:
         h = total if t.input_bias is None else total + t.input_bias
         shape, autocast = self.normalized_shape, self._autocast_of(total)
-        promotes = autocast is None and not stock.mixes_dtypes(h, t.weight, t.bias)
-        h, weight, bias = stock.prepared(h, t.weight, t.bias, self.target_variance, shape, promotes)
+        promotes = autocast is None and not torch_way.mixes_dtypes(h, t.weight, t.bias)
+        h, weight, bias = torch_way.prepared(
+            h, t.weight, t.bias, self.target_variance, shape, promotes
+        )
         assert self.eps is not None
         y, mean, rstd = torch.native_layer_norm(h, shape, weight, bias, self.eps)
         if t.running_mean is not None and t.running_var is not None and total.numel() > 0:
             # Detached, not under no_grad: torch.export would make that a subgraph without outputs,
             # and an ExportedProgram with one cannot be saved.
             statistics = h.detach(), len(shape), mean.detach(), rstd.detach(), self.eps
-            stock.update_running(t, self.momentum, *_row_statistics(*statistics))
-        return stock.cast(y, total.dtype, autocast, self.autocast_output)
+            torch_way.update_running(t, self.momentum, *_row_statistics(*statistics))
+        return torch_way.cast(y, total.dtype, autocast, self.autocast_output)
 
     def _rms_norm(self, total: Tensor, t: Tensors) -> Tensor:
         shape, autocast = self.normalized_shape, self._autocast_of(total)
         if t.running_var is not None and total.numel() > 0:
-            rows = parts.rows(total.detach(), shape)
+            rows = subclasses.rows(total.detach(), shape)
             moment = rows.to(accumulator_dtype(total.dtype)).square().mean()
-            stock.update_running(t, self.momentum, None, moment)
+            torch_way.update_running(t, self.momentum, None, moment)
         if self.weight_offset or self.rounding is not None:
             return self.by_formula(total, t)[0]
         promotes = autocast is None or self.autocast_output == "low"
-        h, weight, _ = stock.prepared(total, t.weight, None, self.target_variance, shape, promotes)
+        h, weight, _ = torch_way.prepared(
+            total, t.weight, None, self.target_variance, shape, promotes
+        )
         eps = self.eps if h.dtype == total.dtype else rms_eps(total.dtype, self.eps)
         y = torch.rms_norm(h, shape, weight, eps)
-        return stock.cast(y, total.dtype, autocast, self.autocast_output)
+        return torch_way.cast(y, total.dtype, autocast, self.autocast_output)
 
     def _autocast_of(self, total: Tensor) -> torch.dtype | None:
         return None if total.dtype == torch.float64 else self.autocast
@@ -135,10 +143,10 @@ class LayerNormSpec(NamedTuple):
     def refusal(self, t: Tensors) -> str | None:
         if t.x.is_nested:
             return "the input is a nested tensor"
-        why = eligible.refusal_of(t)
+        why = can_run.refusal_of(t)
         if why is None:
             width = math.prod(self.normalized_shape)
-            if eligible.is_too_long(width, t.x.numel() // width):
+            if can_run.is_too_long(width, t.x.numel() // width):
                 why = "a row has nearly 2^31 values or more, or there are as many rows"
         return why
 
@@ -149,7 +157,10 @@ class LayerNormSpec(NamedTuple):
         spacing = spacing_after(x, row_dims, width)
         if spacing is None:
             x, spacing = x.contiguous(), width
-        if residual is not None and spacing_after(residual, row_dims, width, spacing) is None:
+        if (
+            residual is not None
+            and spacing_after(residual, row_dims, width, spacing) is None
+        ):
             residual = residual.contiguous()
         return t.reading(x, residual)
 
@@ -166,10 +177,12 @@ class LayerNormSpec(NamedTuple):
         y, mean, var, rstd = self.by_formula(t.x, t)
         assert mean is not None
         if t.running_var is not None:
-            stock.update_running(t, self.momentum, mean.mean(), var.mean())
+            torch_way.update_running(t, self.momentum, mean.mean(), var.mean())
         return y, torch.cat((mean.flatten(), rstd.flatten()))
 
-    def by_formula(self, total: Tensor, t: Tensors) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def by_formula(
+        self, total: Tensor, t: Tensors
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """The norm of `total`, in its library's order of operations; mean, var and rstd of rows.
 
         An RMSNorm has no mean. t: the call, for its weight, bias and input bias.
@@ -186,7 +199,10 @@ class LayerNormSpec(NamedTuple):
             var = h.square().mean(dims, keepdim=True)
         rstd = torch.rsqrt(var + rms_eps(total.dtype, self.eps))
         y, dtype = h * rstd, None if weight is None else weight.dtype
-        rounded, root = self.rounds_to(total.dtype, dtype), math.sqrt(self.target_variance)
+        rounded, root = (
+            self.rounds_to(total.dtype, dtype),
+            math.sqrt(self.target_variance),
+        )
         if weight is not None:
             weight = weight.to(acc)
             weight = weight + self.weight_offset if self.weight_offset else weight
@@ -215,7 +231,7 @@ class LayerNormSpec(NamedTuple):
         """
         outer = t.x.dim() - len(self.normalized_shape)
         has_rows = is_contiguous(t.x.shape[outer:], t.x.stride()[outer:])
-        large = eligible.size_of(t.x) >= _OPERATOR_BYTES
+        large = can_run.size_of(t.x) >= _OPERATOR_BYTES
         pays = self.centred and large and (has_rows or t.input_bias is not None)
         return self._automatic if pays else None
 
@@ -239,12 +255,18 @@ class LayerNormSpec(NamedTuple):
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
         x, residual, weight, *_ = t
         acc = accumulator_of(t)
-        dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        dtype = (
+            x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        )
         rows = math.prod(x.shape[: x.dim() - len(self.normalized_shape)])
         stats = x.new_empty(2 * rows if self.centred else rows, dtype=acc)
         output = self.output_dtype(dtype, None if weight is None else weight.dtype)
         y = x.new_empty(x.shape, dtype=output)
-        return (y, stats) if residual is None else (y, x.new_empty(x.shape, dtype=dtype), stats)
+        return (
+            (y, stats)
+            if residual is None
+            else (y, x.new_empty(x.shape, dtype=dtype), stats)
+        )
 
     def fake_dx(self, x: Tensor) -> Tensor:
         row_dims = len(self.normalized_shape)
@@ -261,8 +283,8 @@ def _row_statistics(
     # Without another read of h, unless rstd is too coarse, as the CPU kernel returns it for
     # half-precision input, or a nested tensor has rows that belong to no component.
     if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
-        return mean.mean(), stock.variance_of(rstd, eps).mean()
-    h = parts.rows(h, h.shape[-row_dims:])
+        return mean.mean(), torch_way.variance_of(rstd, eps).mean()
+    h = subclasses.rows(h, h.shape[-row_dims:])
     dims = tuple(range(-row_dims, 0))
     var, mean = torch.var_mean(h.to(accumulator_dtype(h.dtype)), dim=dims, correction=0)
     return mean.mean(), var.mean()
@@ -286,7 +308,9 @@ _NUMBERS = (
     "ScalarType? autocast, str autocast_output, bool centred, float weight_offset, str? rounding"
 )
 PLAIN, ADD = (
-    NormOperators(name, _NUMBERS, ("stats",), _spec_of, has_total=has_total, updates_running=True)
+    NormOperators(
+        name, _NUMBERS, ("stats",), _spec_of, has_total=has_total, updates_running=True
+    )
     for name, has_total in (("layer_norm", False), ("add_layer_norm", True))
 )
 # For torch.compile, which guards on each attribute that it reads.

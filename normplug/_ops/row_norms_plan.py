@@ -46,7 +46,10 @@ class Strides(NamedTuple):
 
     def unit(self, width: int) -> int:
         """A divisor of the width and all strides: the alignment the compiler may assume."""
-        sizes = ((s.outer, s.step, s.middle) if isinstance(s, Levels) else (s or 0,) for s in self)
+        sizes = (
+            (s.outer, s.step, s.middle) if isinstance(s, Levels) else (s or 0,)
+            for s in self
+        )
         return unit_of(width, *itertools.chain(*sizes))
 
     @property
@@ -55,7 +58,9 @@ class Strides(NamedTuple):
         every = (s for s in self if isinstance(s, Levels))
         return max(every, key=lambda levels: levels.heads, default=None)
 
-    def layout(self, rows: int, width: int, *names: str) -> tuple[dict[str, int], RowLayout]:
+    def layout(
+        self, rows: int, width: int, *names: str
+    ) -> tuple[dict[str, int], RowLayout]:
         """Where the rows of the tensors of these names lie: a kernel's sizes, and its constants."""
         unit, levels = self.unit(width), self.levels
         inner = rows if levels is None else levels.inner
@@ -72,7 +77,9 @@ class Strides(NamedTuple):
             sizes[f"{name.upper()}_UNITS"] = step // unit
             sizes[f"{name.upper()}_OUTER_UNITS"] = outer // unit
             middles[f"{name}_middle"] = middle
-            furthest = max(furthest, rows // inner // heads * outer + heads * middle + inner * step)
+            furthest = max(
+                furthest, rows // inner // heads * outer + heads * middle + inner * step
+            )
         return sizes, RowLayout(
             unit=unit,
             heads=0 if levels is None else levels.heads,
@@ -99,10 +106,15 @@ class LayerNormPlan(Plan):
         weight_dtype = None if weight is None else weight.dtype
         self._output_dtype = spec.output_dtype(self._total_dtype, weight_dtype)
         self._shape, self._strides = x.shape, strides_of(x.shape)
-        self._row_dims, self._width = len(spec.normalized_shape), math.prod(spec.normalized_shape)
+        self._row_dims, self._width = (
+            len(spec.normalized_shape),
+            math.prod(spec.normalized_shape),
+        )
         self._rows = x.numel() // self._width
         self.has_total = self.is_recomputable = residual is not None
-        running = t.running_var is not None and (t.running_mean is not None or not spec.centred)
+        running = t.running_var is not None and (
+            t.running_mean is not None or not spec.centred
+        )
         acc = accumulator(self.acc)
         rounded = spec.rounds_to(self._total_dtype, weight_dtype)
         # What both directions share.
@@ -134,7 +146,9 @@ class LayerNormPlan(Plan):
     def _spacing(self, t: Tensor | None) -> Any:
         return None if t is None else row_spacing(t.shape, t.stride(), self._row_dims)
 
-    def _forward(self, constants: Constants, strides: Strides) -> tuple[Launch, tuple[int, int]]:
+    def _forward(
+        self, constants: Constants, strides: Strides
+    ) -> tuple[Launch, tuple[int, int]]:
         """The launch of a forward, and its scratch memory."""
         # The wide kernel would wait forever: with given statistics, no program stores the total.
         assert not (constants.given and constants.residual)
@@ -218,7 +232,8 @@ class LayerNormPlan(Plan):
             dweight=needs[2],
             dbias=needs[3],
             dinput_bias=needs[4],
-            dx_as_x=isinstance(strides.x, Levels) and strides.x.dense(self._rows, self._width),
+            dx_as_x=isinstance(strides.x, Levels)
+            and strides.x.dense(self._rows, self._width),
         )
         if isinstance(shape, Wide):
             kernel = wide_rows.layer_norm_wide_backward
@@ -249,7 +264,11 @@ class LayerNormPlan(Plan):
         return [*both, "dweight", "dbias", "dinput_bias"]
 
     def composed_backward(
-        self, saved: Sequence[Any], dy: Tensor, dtotal: Tensor | None, needs: Sequence[bool]
+        self,
+        saved: Sequence[Any],
+        dy: Tensor,
+        dtotal: Tensor | None,
+        needs: Sequence[bool],
     ) -> Gradients:
         if not self.has_total:
             return super().composed_backward(saved, dy, None, needs)

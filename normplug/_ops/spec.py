@@ -72,7 +72,9 @@ class Pool(NamedTuple):
     def of(self, x: Tensor) -> Tensor:
         """The pooled x."""
         # Not `__call__`, which torch.compile of torch 2.8 cannot trace in a named tuple.
-        return F.max_pool2d(x, self.kernel, self.stride, self.padding, ceil_mode=self.ceil_mode)
+        return F.max_pool2d(
+            x, self.kernel, self.stride, self.padding, ceil_mode=self.ceil_mode
+        )
 
     def size(self, x: Tensor) -> tuple[int, int]:
         """Height and width of the pooled x; a RuntimeError if torch refuses the window."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from normplug import _checks, native
-from normplug._ops import eligible
+from normplug._ops import can_run
 from normplug._torch import recording, tree_leaves, tree_map_only
 
 
@@ -84,7 +84,7 @@ def _refusal(x: Tensor | None) -> str | None:
     """Why no kernel can be compiled for x, or none is needed; None otherwise."""
     if x is None:
         return "there is no tensor"
-    if (why := eligible.refusal_now() or eligible.refusal_of_device(x)) is not None:
+    if (why := can_run.refusal_now() or can_run.refusal_of_device(x)) is not None:
         return why
     from normplug._kernels import ahead, launch
 
@@ -103,13 +103,17 @@ def _refusal_of_model(model: nn.Module) -> str | None:
         if type(t) not in (Tensor, nn.Parameter):
             return f"a parameter is a {type(t).__name__}: call warm_up before the model is wrapped"
     joining = (nn.parallel.DistributedDataParallel, nn.SyncBatchNorm)
-    found = next((type(m).__name__ for m in model.modules() if isinstance(m, joining)), None)
+    found = next(
+        (type(m).__name__ for m in model.modules() if isinstance(m, joining)), None
+    )
     if found and dist.is_available() and dist.is_initialized():
         return f"a {found} waits for other processes"
     return None
 
 
-def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, Future[bool]], str]:
+def _record(
+    model: nn.Module, batch: Any, named: Any
+) -> tuple[dict[str, Future[bool]], str]:
     """The kernels of a step, by key, and why there may be more, or "".
 
     A kernel's value is whether a worker compiles it: one begins while the model runs. A thread asks
@@ -126,7 +130,11 @@ def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, Future[
 
     try:
         with thread, _restored(model), native.python_way(), recording(take) as mode:
-            real = dict(chain(model.named_parameters(), model.named_buffers())), batch, named
+            real = (
+                dict(chain(model.named_parameters(), model.named_buffers())),
+                batch,
+                named,
+            )
             own, batch, named = tree_map_only(Tensor, mode.from_tensor, real)
             y = torch.func.functional_call(model, own, batch, named)
             inputs, results = _differentiable((own, batch, named)), _differentiable(y)
@@ -135,7 +143,10 @@ def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, Future[
                 torch.autograd.grad(results, inputs, gradients, allow_unused=True)
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
-        return jobs, f"The model cannot run on fake tensors: {type(error).__name__}: {line}"
+        return (
+            jobs,
+            f"The model cannot run on fake tensors: {type(error).__name__}: {line}",
+        )
     return jobs, ""
 
 
@@ -143,7 +154,12 @@ def _record(model: nn.Module, batch: Any, named: Any) -> tuple[dict[str, Future[
 def _restored(model: nn.Module) -> Iterator[None]:
     """Undo at the end what a forward stores in its modules and in their dictionaries."""
     own = [vars(module) for module in model.modules()]
-    own += [each for attributes in own for each in attributes.values() if isinstance(each, dict)]
+    own += [
+        each
+        for attributes in own
+        for each in attributes.values()
+        if isinstance(each, dict)
+    ]
     before = [(attributes, dict(attributes)) for attributes in own]
     try:
         yield

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from normplug import _checks, _convert
 from normplug._batches import Call, Reader
-from normplug._ops import parts
+from normplug._ops import subclasses
 from normplug._restore import duplicate, seeded
 from normplug._swap import record as _record
 from normplug._swap.swap import unswap
@@ -24,7 +24,11 @@ from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
 
 # (name, training, grad enabled): fused and cached code paths depend on both flags.
-_SETTINGS = (("train", True, True), ("eval", False, True), ("eval under no_grad", False, False))
+_SETTINGS = (
+    ("train", True, True),
+    ("eval", False, True),
+    ("eval under no_grad", False, False),
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,9 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Report:
             names, problems = _compared(layer)
             findings += [f"{shown(path)}: {problem}" for problem in problems]
             tested = ", ".join(names)
-        rows.append(CheckedLayer(path, _convert.plain_class(layer).__name__, layer.mode, tested))
+        rows.append(
+            CheckedLayer(path, _convert.plain_class(layer).__name__, layer.mode, tested)
+        )
     if (batch or keywords) and not findings:
         findings += _model_problems(_record.unwrapped(model), batch, keywords)
     refuse("check", model, findings)
@@ -145,7 +151,7 @@ def _untestable(layer: TargetVarianceNorm) -> str | None:
         return "not compared: on the meta device"
     weight: Tensor | None = layer.weight  # type: ignore[assignment]
     odd = weight is not None and weight.shape != layer._affine_shape()
-    if odd or any(parts.is_sharded(t) for t in (weight, *present)):
+    if odd or any(subclasses.is_sharded(t) for t in (weight, *present)):
         return "not compared: sharded"
     cls, sites = type(layer), layer._fusion_sites
     owner = next(base for base in cls.__mro__ if "_expected" in vars(base))
@@ -173,7 +179,9 @@ def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
                 away = _distance(twin.forward(x), expected, tolerance)
         except Exception as error:
             text = str(error).splitlines()[0] if str(error) else ""
-            found.append(f"in {name}, its forward fails{patched}: {type(error).__name__}: {text}")
+            found.append(
+                f"in {name}, its forward fails{patched}: {type(error).__name__}: {text}"
+            )
             continue
         if away is not None:
             found.append(
@@ -233,7 +241,9 @@ def _like(layer: nn.Module) -> Tensor:
     return next((t for t in tensors if isinstance(t, Tensor)), torch.empty(0))
 
 
-def _distance(got: Tensor, expected: Tensor, tolerance: float) -> tuple[float, float] | None:
+def _distance(
+    got: Tensor, expected: Tensor, tolerance: float
+) -> tuple[float, float] | None:
     """The largest difference, and `tolerance` times the largest value; None if that explains it.
 
     Values that are not finite must be in the same places; otherwise the difference is infinite.
@@ -244,7 +254,10 @@ def _distance(got: Tensor, expected: Tensor, tolerance: float) -> tuple[float, f
     got, expected = got.detach()[finite].double(), expected.detach()[finite].double()
     if got.numel() == 0:
         return None
-    off, allowed = (got - expected).abs().max().item(), tolerance * expected.abs().max().item()
+    off, allowed = (
+        (got - expected).abs().max().item(),
+        tolerance * expected.abs().max().item(),
+    )
     return (off, allowed) if off > allowed else None
 
 
@@ -271,9 +284,15 @@ def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> li
 
     # One after another: a second copy may not fit into the memory.
     ours, stock = outputs(_duplicate(model)), outputs(unswap(_duplicate(model)))
-    far = {name: away for name in ours if (away := _largest_distance(ours[name], stock[name]))}
+    far = {
+        name: away
+        for name in ours
+        if (away := _largest_distance(ours[name], stock[name]))
+    }
     again = outputs(_duplicate(model)) if far else {}
-    unsteady = {name: away for name in far if (away := _largest_distance(again[name], ours[name]))}
+    unsteady = {
+        name: away for name in far if (away := _largest_distance(again[name], ours[name]))
+    }
     if unsteady:
         _checks.warn(
             f"normplug.check: in {', '.join(unsteady)}, two calls of {type(model).__name__} with "
@@ -308,7 +327,9 @@ def _call(reader: Reader, model: nn.Module, call: Call) -> Any:
         return reader.apply(model, Call(*_duplicate(tuple(call))))
 
 
-def _largest_distance(got: list[Tensor], expected: list[Tensor]) -> tuple[float, float] | None:
+def _largest_distance(
+    got: list[Tensor], expected: list[Tensor]
+) -> tuple[float, float] | None:
     """The `_distance` of the outputs that differ most; None if rounding explains all."""
     if [x.shape for x in got] != [x.shape for x in expected]:
         return torch.inf, 0.0

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from normplug import _convert
-from normplug._ops import parts
+from normplug._ops import subclasses
 from normplug._swap.inventory import Inventory
 from normplug._table import shown
 
@@ -24,7 +24,7 @@ def is_trained(module: nn.Module) -> bool:
     """Whether a norm has counted batches, or has a parameter whose values differ."""
     buffers = (module._buffers.get(name) for name in ("num_batches_tracked", "weight"))
     for t in (*buffers, *module.parameters()):
-        own = None if t is None else parts.own_part(t.detach())
+        own = None if t is None else subclasses.own_part(t.detach())
         if type(own) is not Tensor or own.is_meta or not own.numel():
             continue  # it has no values
         start = own.flatten()[0] if own.is_floating_point() else 0
@@ -42,7 +42,9 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
     for module, factor in factors.items():
         where = f"normplug.{caller}: the weight of {shown(inventory.names[module][0])}"
         if parametrize.is_parametrized(module, "weight"):
-            raise ValueError(f"{where} is parametrized; use remove_parametrizations first.")
+            raise ValueError(
+                f"{where} is parametrized; use remove_parametrizations first."
+            )
         if module.weight is None:
             continue
         if "weight" not in {**module._parameters, **module._buffers}:
@@ -50,7 +52,9 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
                 f"{where} is not a parameter but computed from one, by a hook (weight_norm, prune) "
                 "or FSDP. Remove the hook first, or work inside FSDP.summon_full_params."
             )
-        if others := [name for name, other in owners[id(module.weight)] if other != factor]:
+        if others := [
+            name for name, other in owners[id(module.weight)] if other != factor
+        ]:
             raise ValueError(
                 f"{where} is shared with {', '.join(others)}, which would change. Untie them "
                 "first, or exclude both."
@@ -89,7 +93,9 @@ def scale(inventory: Inventory, factors: Factors) -> None:
 
 def _was_made(module: nn.Module, weight: Tensor, value: float) -> bool:
     """Whether `scale` made a weight for a layer that had none, and it is unchanged."""
-    had_one = getattr(module, "affine", True) and getattr(module, "elementwise_affine", True)
+    had_one = getattr(module, "affine", True) and getattr(
+        module, "elementwise_affine", True
+    )
     if had_one or weight.is_meta:
         return False
     rounding = 2 * torch.finfo(weight.dtype).eps  # of a few scalings
@@ -103,7 +109,9 @@ def write(tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value)
 
 
-def kind_of_data(inventory: Inventory, layer: nn.Module) -> tuple[torch.dtype, torch.device]:
+def kind_of_data(
+    inventory: Inventory, layer: nn.Module
+) -> tuple[torch.dtype, torch.device]:
     """The dtype and the device of the data that reach a layer, for new tensors of the layer.
 
     The nearest parameter or buffer tells them; a scalar only if there is nothing else. Without any,
@@ -123,7 +131,9 @@ def kind_of_data(inventory: Inventory, layer: nn.Module) -> tuple[torch.dtype, t
             return t.dtype, t.device
     default = torch.empty(0)
     for t in layer.buffers():
-        if _is_like_data(t):  # a watched statistic, which starts as float32 whatever the data
+        if _is_like_data(
+            t
+        ):  # a watched statistic, which starts as float32 whatever the data
             return default.dtype if t.dtype == torch.float32 else t.dtype, t.device
     return default.dtype, default.device
 

@@ -21,7 +21,9 @@ Filter: TypeAlias = str | type | Callable[[str, nn.Module], bool]
 Filters: TypeAlias = Filter | Sequence[Filter] | None
 
 # Every class that these modules of torch define is a norm, and so is every subclass.
-_TORCH_NORM_MODULES = {c.__module__ for c in (nn.BatchNorm1d, nn.InstanceNorm1d, nn.LayerNorm)}
+_TORCH_NORM_MODULES = {
+    c.__module__ for c in (nn.BatchNorm1d, nn.InstanceNorm1d, nn.LayerNorm)
+}
 
 
 class Inventory:
@@ -45,7 +47,9 @@ class Inventory:
 
 def is_known_norm(module: nn.Module) -> bool:
     """Whether a module is a norm by its class, or is recognised by its behaviour."""
-    if _convert.replacement(module) is not None:  # this registers other libraries' norms, too
+    if (
+        _convert.replacement(module) is not None
+    ):  # this registers other libraries' norms, too
         return True
     if isinstance(module, (TargetVarianceNorm, *_convert.REPLACEMENTS)):
         return True
@@ -82,7 +86,9 @@ def name_of(module: nn.Module) -> str:
     return _convert.plain_class(module).__name__
 
 
-def matching(role: str, filters: Filters, norms: dict[nn.Module, list[str]]) -> set[nn.Module]:
+def matching(
+    role: str, filters: Filters, norms: dict[nn.Module, list[str]]
+) -> set[nn.Module]:
     """Return the norms that match any of the filters; role: "include", "exclude" or "mode key".
 
     A pattern that matches nothing is an error, or a warning if it excludes.
@@ -90,7 +96,9 @@ def matching(role: str, filters: Filters, norms: dict[nn.Module, list[str]]) -> 
     found: set[nn.Module] = set()
     for one in _checks.filters(role, filters):
         matches = _predicate(role, one)
-        taken = {m for m, paths in norms.items() if any(matches(path, m) for path in paths)}
+        taken = {
+            m for m, paths in norms.items() if any(matches(path, m) for path in paths)
+        }
         found |= taken
         if taken or not norms or not isinstance(one, str):
             continue
@@ -124,6 +132,8 @@ def _predicate(role: str, one: Filter) -> Callable[[str, nn.Module], bool]:
     try:
         pattern = re.compile(one[3:] if one.startswith("re:") else fnmatch.translate(one))
     except re.error as error:
-        text = f"normplug: {role}={one[:200]!r} is not a valid regular expression: {error}."
+        text = (
+            f"normplug: {role}={one[:200]!r} is not a valid regular expression: {error}."
+        )
         raise ValueError(text) from None
     return lambda path, module: pattern.fullmatch(path) is not None

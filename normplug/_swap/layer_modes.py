@@ -35,7 +35,9 @@ ModesLike: TypeAlias = (
     "ModeLike | Mapping[Any, ModeLike] | Callable[[str, nn.Module], ModeLike] | ByDepth"
 )
 # What `read` returns: one mode, or a rule that gives each layer its own.
-Rule: TypeAlias = "NormMode | dict[Any, NormMode] | Callable[[str, nn.Module], ModeLike] | ByDepth"
+Rule: TypeAlias = (
+    "NormMode | dict[Any, NormMode] | Callable[[str, nn.Module], ModeLike] | ByDepth"
+)
 
 
 def read(mode: ModesLike) -> Rule:
@@ -64,7 +66,9 @@ def mode_of(who: str, mode: Any) -> NormMode:
         raise ValueError(f"{error} That is the mode of {who}.") from None
 
 
-def assign(rule: Rule, caller: str, inventory: Inventory, taken: Sequence[nn.Module]) -> Modes:
+def assign(
+    rule: Rule, caller: str, inventory: Inventory, taken: Sequence[nn.Module]
+) -> Modes:
     """The mode of each layer in `taken`; an error if a layer gets none, or an invalid one."""
     if isinstance(rule, NormMode):
         return dict.fromkeys(taken, (rule, None))
@@ -72,7 +76,9 @@ def assign(rule: Rule, caller: str, inventory: Inventory, taken: Sequence[nn.Mod
         return rule.assign(inventory, taken)
     paths = {module: inventory.names[module][0] for module in taken}
     if not isinstance(rule, dict):
-        return {m: (mode_of(shown(path), rule(path, m)), None) for m, path in paths.items()}
+        return {
+            m: (mode_of(shown(path), rule(path, m)), None) for m, path in paths.items()
+        }
     modes: Modes = {}
     for key, mode in rule.items():
         for module in matching(_KEY, key, inventory.norms):
@@ -126,8 +132,12 @@ def by_depth(schedule: str | Schedule) -> ByDepth:
     """
     known = SCHEDULES.get(schedule) if isinstance(schedule, str) else schedule
     if known is None or not callable(known) or isinstance(known, (type, nn.Module)):
-        rule = f"{', '.join(map(repr, SCHEDULES))}, or a callable (block, blocks) -> number"
-        text = f"normplug.by_depth: schedule must be {rule}; got {reprlib.repr(schedule)}."
+        rule = (
+            f"{', '.join(map(repr, SCHEDULES))}, or a callable (block, blocks) -> number"
+        )
+        text = (
+            f"normplug.by_depth: schedule must be {rule}; got {reprlib.repr(schedule)}."
+        )
         raise ValueError(text) if isinstance(schedule, str) else TypeError(text)
     return ByDepth(known, getattr(schedule, "__qualname__", repr(schedule)))
 
@@ -187,9 +197,13 @@ def _blocks(inventory: Inventory, taken: Iterable[nn.Module]) -> list[str]:
         sequences.setdefault(re.sub(r"\d+", "#", path), []).append(path)
     for pattern, inner in list(sequences.items()):  # the outer ones come first
         for outer in [other for other in sequences if pattern.startswith(f"{other}.")]:
-            del sequences[pattern if _are_parts(inner, sequences[outer], inventory) else outer]
+            del sequences[
+                pattern if _are_parts(inner, sequences[outer], inventory) else outer
+            ]
     found = [
-        sorted(paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path)])
+        sorted(
+            paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path)]
+        )
         for paths in sequences.values()
         if any(not wanted.isdisjoint(modules[path].modules()) for path in paths)
     ]
@@ -199,14 +213,18 @@ def _blocks(inventory: Inventory, taken: Iterable[nn.Module]) -> list[str]:
     if found:
         listed = " and ".join(f"{paths[0]} to {paths[-1]}" for paths in found)
         text = f"several sequences of blocks side by side: {listed}"
-    raise ValueError(f"normplug.by_depth: {type(inventory.model).__name__} has {text}. {WAY_OUT}")
+    raise ValueError(
+        f"normplug.by_depth: {type(inventory.model).__name__} has {text}. {WAY_OUT}"
+    )
 
 
 def _are_parts(inner: list[str], outer: list[str], inventory: Inventory) -> bool:
     """Whether inner items are parts of the outer ones; False if blocks; an error if either."""
     lists: dict[str, list[type]] = {}
     for path in inner:
-        lists.setdefault(path.rpartition(".")[0], []).append(type(inventory.modules[path]))
+        lists.setdefault(path.rpartition(".")[0], []).append(
+            type(inventory.modules[path])
+        )
     if all(len(set(classes)) == len(classes) > 1 for classes in lists.values()):
         return True
     children = {child for path in outer for child in inventory.modules[path].children()}

@@ -56,7 +56,9 @@ class Plan(Rows[PlanRow]):
         columns = {
             "path": [shown(row.path) for row in self.rows],
             "class": [row.kind for row in self.rows],
-            "becomes": [f"normplug.{row.becomes}" if row.becomes else "-" for row in self.rows],
+            "becomes": [
+                f"normplug.{row.becomes}" if row.becomes else "-" for row in self.rows
+            ],
         }
         for name in ("block", "mode"):
             values = [getattr(row, name) for row in self.rows]
@@ -80,7 +82,9 @@ class Plan(Rows[PlanRow]):
         """One line: how many layers of each class are swapped, and how many stay."""
         taken = Counter(row.kind for row in self.rows if row.becomes)
         left = Counter(f"{row.kind} ({row.note})" for row in self.rows if not row.becomes)
-        parts = [f"{sum(taken.values())} of {len(self.rows)} norm layers: {counts(taken)}"]
+        parts = [
+            f"{sum(taken.values())} of {len(self.rows)} norm layers: {counts(taken)}"
+        ]
         if left:
             parts.append(f"left: {counts(left)}")
         return "; ".join(parts)
@@ -164,7 +168,10 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
         return None, "compiled TorchScript: swap before you compile"
     found = _convert.replacement_or_reason(module)
     if isinstance(found, type) and is_patched(module):
-        return None, "its forward was replaced on the instance: swap before patches and hooks"
+        return (
+            None,
+            "its forward was replaced on the instance: swap before patches and hooks",
+        )
     if isinstance(found, type):
         return (_convert.synchronised(found) if sync else found).__name__, ""
     if cls not in _convert.REPLACEMENTS and any(map(has_tensors, module.children())):

@@ -87,7 +87,9 @@ def findings(model: nn.Module) -> list[str]:
     return found
 
 
-def refuse_other_modes(caller: str, now: dict[str, float], saved: dict[str, float]) -> None:
+def refuse_other_modes(
+    caller: str, now: dict[str, float], saved: dict[str, float]
+) -> None:
     """Refuse to resume a checkpoint of other modes; both map paths to target variances."""
     differ = [
         f"{shown(p)} in mode {NormMode(saved.get(p, 1.0))}, now {NormMode(now.get(p, 1.0))}"
@@ -101,12 +103,18 @@ def refuse_other_modes(caller: str, now: dict[str, float], saved: dict[str, floa
         )
 
 
-def _recorded(inventory: Inventory) -> Iterator[tuple[float, str, TargetVarianceNorm | None]]:
+def _recorded(
+    inventory: Inventory,
+) -> Iterator[tuple[float, str, TargetVarianceNorm | None]]:
     """(target variance, path, layer) of each entry; the layer is None if it is lost.
 
     If no layer has the entry, a layer in the recorded mode under the path counts, such as a copy.
     """
-    layers = {vars(m).get(_ENTRY): m for m in inventory.names if isinstance(m, TargetVarianceNorm)}
+    layers = {
+        vars(m).get(_ENTRY): m
+        for m in inventory.names
+        if isinstance(m, TargetVarianceNorm)
+    }
     entries: dict[Entry, str] = {}
     for prefix, owner in inventory.model.named_modules():
         for path, entry in vars(owner).get(_RECORD, {}).items():
@@ -115,6 +123,10 @@ def _recorded(inventory: Inventory) -> Iterator[tuple[float, str, TargetVariance
         if (tv := entry.target_variance) is None:
             continue
         layer, now = layers.get(entry), inventory.modules.get(path)
-        if layer is None and isinstance(now, TargetVarianceNorm) and now.target_variance == tv:
+        if (
+            layer is None
+            and isinstance(now, TargetVarianceNorm)
+            and now.target_variance == tv
+        ):
             layer = now
         yield tv, path, layer

@@ -30,7 +30,9 @@ _REGISTRIES = {
     "opacus.validators": ("ModuleValidator.VALIDATORS", "ModuleValidator.FIXERS"),
     "ptflops.pytorch_ops": ("MODULES_MAPPING",),
     "thop.profile": ("register_hooks",),
-    "torch.ao.quantization.quantization_mappings": ("DEFAULT_STATIC_QUANT_MODULE_MAPPINGS",),
+    "torch.ao.quantization.quantization_mappings": (
+        "DEFAULT_STATIC_QUANT_MODULE_MAPPINGS",
+    ),
 }
 
 
@@ -117,7 +119,9 @@ def swap(
     )  # fmt: skip
     inventory = Inventory(model)
     planned = _plan.make("swap", inventory, rule, include, exclude, sync)
-    targets = {row.path: row.mode.target_variance for row in planned if row.mode is not None}
+    targets = {
+        row.path: row.mode.target_variance for row in planned if row.mode is not None
+    }
     taken = [row for row in planned if row.becomes]
     if not taken:
         seen = Counter(f"{row.kind} ({row.note})" for row in planned)
@@ -224,7 +228,9 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
 
 @contextmanager
-def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> Iterator[nn.Module]:
+def swapped(
+    model: nn.Module, mode: ModesLike = "standard", **options: Any
+) -> Iterator[nn.Module]:
     """Swap inside a `with` block, and restore every layer after it.
 
     After the block, even after an exception, each layer has its former class, attributes and
@@ -265,7 +271,9 @@ def swapped(model: nn.Module, mode: ModesLike = "standard", **options: Any) -> I
     try:
         yield model
     finally:
-        inside = [m for path, m in _convert.fused_modules(model).items() if path not in fused]
+        inside = [
+            m for path, m in _convert.fused_modules(model).items() if path not in fused
+        ]
         for m in [m for m in factors if not isinstance(m, TargetVarianceNorm)]:
             del factors[m]  # `unswap` in the block has scaled it
         _fold.scale(inventory, factors)
@@ -319,7 +327,11 @@ def _all_or_nothing(layers: Sequence[nn.Module]) -> Iterator[None]:
     # A conversion mutates these in place.
     tables = ("_parameters", "_buffers", "_non_persistent_buffers_set")
     before = [
-        (m, m.__class__, {**vars(m), **{name: copy.copy(vars(m)[name]) for name in tables}})
+        (
+            m,
+            m.__class__,
+            {**vars(m), **{name: copy.copy(vars(m)[name]) for name in tables}},
+        )
         for m in layers
     ]
     weights = (layer._parameters.get("weight") for layer in layers)

@@ -32,7 +32,11 @@ class ChannelsFirst(RowNorm):
     """A norm of rows that takes (N, C, H, W); the rows are the channels of each position."""
 
     def _normalise(
-        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        autocast_output: str,
     ) -> Tensor:
         # Both permutes are views: channels_last input is not copied.
         x = input.permute(0, 2, 3, 1)
@@ -43,7 +47,11 @@ class Float32(RowNorm):
     """Computes in float32 and returns the input's dtype, with or without autocast."""
 
     def _normalise(
-        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        autocast_output: str,
     ) -> Tensor:
         weight = None if weight is None else weight.float()
         bias = None if bias is None else bias.float()
@@ -221,7 +229,9 @@ _NORMS: dict[tuple[str, str], dict[str, Any]] = {
         "PoolFormerGroupNorm": (GroupNorm,),
     },
     **{
-        ("transformers_models", f"transformers.models.{model}.modeling_{model}"): {name: OneNode}
+        ("transformers_models", f"transformers.models.{model}.modeling_{model}"): {
+            name: OneNode
+        }
         for name, model in _OF_MODELS.items()
     },
 }
@@ -272,7 +282,11 @@ def _recognised(cls: Any, place: ModuleType) -> Any:
     if isinstance(namespace, str):
         return namespace
     name = f"{cls.__module__}.{cls.__qualname__}".replace(".", ":")
-    namespace |= {"__module__": place.__name__, "__qualname__": name, "__doc__": _doc(cls)}
+    namespace |= {
+        "__module__": place.__name__,
+        "__qualname__": name,
+        "__doc__": _doc(cls),
+    }
     return type(cls.__name__, (place.Adapted, cls), namespace)
 
 
@@ -295,4 +309,6 @@ def _named(place: str, name: str) -> Any:
 
 for _place in ("frozen", "rms_norms", *{place for place, _ in _NORMS}):
     _path = f"{__name__}.{_place}"
-    vars(sys.modules.setdefault(_path, ModuleType(_path)))["__getattr__"] = partial(_named, _place)
+    vars(sys.modules.setdefault(_path, ModuleType(_path)))["__getattr__"] = partial(
+        _named, _place
+    )

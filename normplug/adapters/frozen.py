@@ -46,7 +46,9 @@ class Adapted(TargetVarianceNorm):
         return None
 
     @classmethod
-    def _adopt(cls, module: nn.Module, track_running_stats: bool | None, device: Any) -> None:
+    def _adopt(
+        cls, module: nn.Module, track_running_stats: bool | None, device: Any
+    ) -> None:
         vars(module).setdefault("eps", _EPS)
 
     @classmethod
@@ -63,7 +65,9 @@ class Adapted(TargetVarianceNorm):
         t = Tensors(input, residual, *self._affine(), None, *self._statistics())
         own = self._normplug
         fields: Any = {"constant": True}
-        return t, BatchNormSpec(False, 0.0, own.eps, own.target_variance, *options, **fields)
+        return t, BatchNormSpec(
+            False, 0.0, own.eps, own.target_variance, *options, **fields
+        )
 
     def _affine_shape(self) -> tuple[int, ...]:
         return tuple(self._buffers["weight"].shape)  # type: ignore[union-attr]
@@ -81,7 +85,10 @@ def recognise(cls: type[nn.Module]) -> dict[str, Any] | str:
     """The attributes of a class's normplug class, or why there is none."""
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         generator = torch.Generator("cpu").manual_seed(0)
-        values = [torch.rand(3, generator=generator, dtype=torch.float64) + 0.1 for _ in _BUFFERS]
+        values = [
+            torch.rand(3, generator=generator, dtype=torch.float64) + 0.1
+            for _ in _BUFFERS
+        ]
         values[-1] *= 1e-4  # so that a wrong eps shows
         layer: Any = object.__new__(cls)
         nn.Module.__init__(layer)

@@ -60,7 +60,9 @@ class Adapted(_RMSNorm):
     def _refusal(cls, module: nn.Module) -> str | None:
         own = {**vars(module), **module._parameters}
         weight: Tensor | None = getattr(module, "weight", None)
-        if weight is None and not ("weight" in own and cls._may_lack_weight and "dim" in own):
+        if weight is None and not (
+            "weight" in own and cls._may_lack_weight and "dim" in own
+        ):
             return "it has no weight, into which unswap could fold the target variance"
         if weight is not None and len(weight.shape) != 1:
             return f"its weight has {len(weight.shape)} dimensions, and its rows have one"
@@ -120,7 +122,9 @@ def _forward(cls: type[nn.Module], x: Tensor, weight: Tensor | None) -> Tensor:
     layer = object.__new__(cls)
     nn.Module.__init__(layer)
     vars(layer).update(_EPS | _OPTIONS)
-    layer.register_parameter("weight", None if weight is None else nn.Parameter(weight.clone()))
+    layer.register_parameter(
+        "weight", None if weight is None else nn.Parameter(weight.clone())
+    )
     y: Tensor = cls.forward(layer, x.clone())
     return y
 

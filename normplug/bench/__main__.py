@@ -19,7 +19,10 @@ from normplug.bench.op import OPS, Problem, cases, measure_op
 from normplug.bench.rows import Rows, add_to_file, draw, read_file, report
 
 # The shapes of a sweep; on a CPU a few small ones.
-SWEEPS = {"cuda": [(4096, 2**n) for n in range(8, 16)], "cpu": [(512, 4**n) for n in (4, 5, 6)]}
+SWEEPS = {
+    "cuda": [(4096, 2**n) for n in range(8, 16)],
+    "cpu": [(512, 4**n) for n in (4, 5, 6)],
+}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -42,7 +45,9 @@ def _op(a: Namespace) -> None:
         _on_devices(a)
         return
     if a.name is None or a.shape is None:
-        raise ValueError("it needs NAME and --shape; only --devices has defaults for them.")
+        raise ValueError(
+            "it needs NAME and --shape; only --devices has defaults for them."
+        )
     if a.markdown:
         raise ValueError("--markdown is for the table of --devices.")
     chosen = cases([a.name], a.shape, a.dtype or ["float32"])
@@ -93,7 +98,9 @@ def _value(text: str) -> Any:
 def _shape(text: str) -> tuple[int, ...]:
     parts = text.split("x")
     if len(parts) < 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"must be sizes joined by x, as 512x8192; got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be sizes joined by x, as 512x8192; got {text!r}"
+        )
     return tuple(map(int, parts))
 
 
@@ -112,17 +119,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = command(_model, "time training steps, swapped and stock")
     add("target", help="a name of torchvision, timm or transformers, or file.py:function")
     add("option", nargs="*", help="NAME=VALUE, for the model or the function")
-    add("--batch", metavar="N", type=int, help="samples; default: 8, or the function's own")
+    add(
+        "--batch",
+        metavar="N",
+        type=int,
+        help="samples; default: 8, or the function's own",
+    )
     add("--autocast", choices=("none", *DTYPES[:2]), help="default: bfloat16 on a GPU")
     add("--channels-last", action="store_true", help="of weights and convolutions")
-    add("--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns of each arm")
+    add(
+        "--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns of each arm"
+    )
     add("--mode", type=_value, default="standard", help="of normplug; default: standard")
     add("--json", metavar="FILE", type=Path, help="append the rows to this file")
 
     add = command(_op, "time one operation, and compare it with PyTorch's")
     add("name", nargs="?", choices=OPS, metavar="NAME", help=", ".join(OPS))
-    add("--shape", metavar="SIZES", type=_shape, action="append", help="512x8192; may be repeated")
-    add("--dtype", choices=DTYPES, action="append", help="may be repeated; default: float32")
+    add(
+        "--shape",
+        metavar="SIZES",
+        type=_shape,
+        action="append",
+        help="512x8192; may be repeated",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        action="append",
+        help="may be repeated; default: float32",
+    )
     add("--eps", type=float, help="default: 1e-6 for RMSNorm, 1e-5 for others")
     add("--json", metavar="FILE", type=Path, help="append the rows to this file")
     add(
@@ -155,9 +180,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "device" in a:
         gpu = torch.cuda.is_available()
         if not gpu and a.device is None:
-            print("normplug.bench: no CUDA device, so it runs on the CPU", file=sys.stderr)
+            print(
+                "normplug.bench: no CUDA device, so it runs on the CPU", file=sys.stderr
+            )
         elif not gpu and a.device.startswith("cuda"):
-            raise SystemExit(f"normplug.bench: --device {a.device}, but there is no CUDA device.")
+            raise SystemExit(
+                f"normplug.bench: --device {a.device}, but there is no CUDA device."
+            )
         a.device = timing.ready(a.device or ("cuda" if gpu else "cpu"))
     try:
         a.run(a)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from normplug._results import processor, stamp, write_file
+from normplug._files import processor, stamp, write_file
 from normplug.bench import timing
 from normplug.bench.op import OURS, ROWS, Case, Problem, cases, ours
 from normplug.bench.rows import Row, add_to_file, cell
@@ -36,7 +36,16 @@ Speed-up: CPU time / GPU time; higher is better.
 `batch_norm` of batch x features is BatchNorm1d; with a height and a width it is BatchNorm2d
 in channels_last memory (NHWC).
 """
-HEADER = ("operation", "shape", "layout", "dtype", "direction", "CPU, us", "GPU, us", "speed-up")
+HEADER = (
+    "operation",
+    "shape",
+    "layout",
+    "dtype",
+    "direction",
+    "CPU, us",
+    "GPU, us",
+    "speed-up",
+)
 RULES = ("---", "---", "---", "---", "---", "---:", "---:", "---:")
 
 
@@ -59,7 +68,9 @@ def cases_of(
     return chosen
 
 
-def measure(case: Case, devices: Iterable[torch.device], eps: float | None = None) -> list[Row]:
+def measure(
+    case: Case, devices: Iterable[torch.device], eps: float | None = None
+) -> list[Row]:
     """A row for each direction, with the time of a call on each device.
 
     Raises:
@@ -83,7 +94,9 @@ def measure(case: Case, devices: Iterable[torch.device], eps: float | None = Non
     }
     rows = []
     for direction in ("F", "F+B"):
-        turns = {kind: timing.back_to_back(call[direction]) for kind, call in calls.items()}
+        turns = {
+            kind: timing.back_to_back(call[direction]) for kind, call in calls.items()
+        }
         row: Row = {**facts, "direction": direction, "cuda_us": None}
         for kind, timed in timing.in_turns("us", turns).items():
             row |= {f"{kind}_{field}": value for field, value in timed.items()}
@@ -105,7 +118,9 @@ def markdown(rows: Sequence[Row]) -> str:
     gpu = NO_GPU if first["cuda_us"] is None else first["device"]
     where = f"{first['cpu']}, threads: {first['threads']}; GPU: {gpu}"
     versions = [
-        f"{name} {first[name]}" for name in ("torch", "triton", "normplug") if name in first
+        f"{name} {first[name]}"
+        for name in ("torch", "triton", "normplug")
+        if name in first
     ]
     origin = ", ".join([*versions, f"commit {first['commit']}", first["date"][:10]])
     return f"{ABOUT}\n{table}\n{where}; {origin}.\n"
@@ -117,7 +132,9 @@ def report(found: Iterable[list[Row]], json: Path, page: Path) -> None:
     for some in found:
         add_to_file(json, some)
         rows += some
-        print(f"measured: {some[0]['op']} {some[0]['shape']}", file=sys.stderr, flush=True)
+        print(
+            f"measured: {some[0]['op']} {some[0]['shape']}", file=sys.stderr, flush=True
+        )
     text = markdown(rows)
     print(text)
     write_file(page, text)

@@ -22,7 +22,7 @@ from torch.optim import SGD
 import normplug
 from normplug import _torch
 from normplug._batches import Reader
-from normplug._results import stamp
+from normplug._files import stamp
 from normplug._table import counts
 from normplug.bench import timing
 from normplug.bench.rows import ORIGIN, Row, Rows
@@ -101,11 +101,17 @@ def measure(
             "Pass other data, or a `step` with another loss."
         )
     origin = stamp(gpu, "transformers", "timm", "diffusers", "liger-kernel")
-    facts = {"mode": str(mode), "autocast": str(autocast).removeprefix("torch."), **origin}
+    facts = {
+        "mode": str(mode),
+        "autocast": str(autocast).removeprefix("torch."),
+        **origin,
+    }
     steps: dict[str, timing.Call] = {}
     rows: dict[str, Row] = {}
     for name, change in (usual_arms(mode) if arms is None else arms).items():
-        warmed = timing.attempt(name, partial(_warmed, name, partial(make, change), batch))
+        warmed = timing.attempt(
+            name, partial(_warmed, name, partial(make, change), batch)
+        )
         if warmed is not None:
             steps[name], found = warmed
             rows[name] = {"arm": name, **facts, **found}
@@ -117,7 +123,9 @@ def measure(
     return Rows(rows.values(), COLUMNS, _notes(model, rows, ORIGIN.format(**origin)))
 
 
-def default_step(model: nn.Module, batch: Any, autocast: torch.dtype | None = None) -> Loss:
+def default_step(
+    model: nn.Module, batch: Any, autocast: torch.dtype | None = None
+) -> Loss:
     """The default of `measure`'s `step`: it calls a model as `model` takes the batch."""
     reader = Reader("bench.measure", copy.deepcopy(model).train())
     with _autocast(model, autocast):
@@ -147,7 +155,9 @@ def make_step(
     net = change(copy.deepcopy(model).train())
     # A step's work does not depend on the rate. At 0 the weights stay finite: infinities take a GPU
     # less power, so it would run faster.
-    optimizer = SGD([p for p in net.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
+    optimizer = SGD(
+        [p for p in net.parameters() if p.requires_grad], lr=0.0, momentum=0.9
+    )
 
     def step() -> Tensor:
         with _autocast(model, autocast):
@@ -205,7 +215,9 @@ def _notes(model: nn.Module, rows: Mapping[str, Row], origin: str) -> list[str]:
     if "over_eager" in (row := rows.get("swap+fuse", {})):
         faster.append(f"fuse: {row['over_eager']:.2f} times eager")
     if "over_compile" in (row := rows.get("swap+fuse+compile", {})):
-        faster.append(f"with torch.compile: {row['over_compile']:.2f} times compile alone")
+        faster.append(
+            f"with torch.compile: {row['over_compile']:.2f} times compile alone"
+        )
     return [*notes, "; ".join(faster), origin]
 
 
@@ -216,22 +228,34 @@ def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
     """
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):
-        return _from_file(Path(place), name, options | ({"batch": batch} if batch else {}))
+        return _from_file(
+            Path(place), name, options | ({"batch": batch} if batch else {})
+        )
     for library, (names, make) in _LIBRARIES.items():
-        if place in ("", library) and importlib.util.find_spec(library) and name in names():
+        if (
+            place in ("", library)
+            and importlib.util.find_spec(library)
+            and name in names()
+        ):
             return make(name, batch or 8, **options)
-    raise ValueError(f"no model {target!r} in torchvision, timm or transformers, if installed.")
+    raise ValueError(
+        f"no model {target!r} in torchvision, timm or transformers, if installed."
+    )
 
 
 def _from_file(path: Path, name: str, options: dict[str, Any]) -> Target:
-    spec: Any = importlib.util.spec_from_file_location(f"normplug_target_{path.stem}", path)
+    spec: Any = importlib.util.spec_from_file_location(
+        f"normplug_target_{path.stem}", path
+    )
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, name):
         raise ValueError(f"{path} has no function {name!r}.")
     made = getattr(module, name)(**options)
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ValueError(f"{path}:{name} must return (model, batch) or (model, batch, step).")
+        raise ValueError(
+            f"{path}:{name} must return (model, batch) or (model, batch, step)."
+        )
     model, data, *step = made
     return model, data, step[0] if step else None
 
@@ -242,7 +266,10 @@ def _images(model: nn.Module, batch: int, size: int, classes: int) -> Target:
 
 
 def _torchvision(name: str, batch: int, size: int = IMAGE, **options: Any) -> Target:
-    if name in ("googlenet", "inception_v3"):  # in training they return several outputs, else
+    if name in (
+        "googlenet",
+        "inception_v3",
+    ):  # in training they return several outputs, else
         options = {"init_weights": False, "aux_logits": False} | options
     model = import_module("torchvision.models").get_model(name, weights=None, **options)
     return _images(model, batch, size, options.get("num_classes", 1000))
@@ -257,12 +284,19 @@ def _timm(name: str, batch: int, size: int | None = None, **options: Any) -> Tar
 def _transformers(name: str, batch: int, length: int = 512, **options: Any) -> Target:
     auto = import_module("transformers.models.auto.modeling_auto")
     config = import_module("transformers").AutoConfig.for_model(name, **options)
-    for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "MASKED_LM", "CAUSAL_LM"):
+    for kind in (
+        "SEQ_TO_SEQ_CAUSAL_LM",
+        "IMAGE_CLASSIFICATION",
+        "MASKED_LM",
+        "CAUSAL_LM",
+    ):
         mapping = getattr(auto, f"MODEL_FOR_{kind}_MAPPING")
         if type(config) in mapping:
             break
     else:
-        raise ValueError(f"{name!r} of transformers is no language model or classifier of images.")
+        raise ValueError(
+            f"{name!r} of transformers is no language model or classifier of images."
+        )
     model = mapping[type(config)](config)
     if kind == "IMAGE_CLASSIFICATION":
         size = getattr(config, "image_size", IMAGE)
@@ -272,12 +306,19 @@ def _transformers(name: str, batch: int, length: int = 512, **options: Any) -> T
     length = min(length, getattr(config, "max_position_embeddings", length))
     tokens = torch.randint(config.vocab_size, (batch, length))
     data = {"input_ids": tokens, "labels": tokens.clone()}
-    return model, data | ({"decoder_input_ids": tokens} if kind.startswith("SEQ") else {}), None
+    return (
+        model,
+        data | ({"decoder_input_ids": tokens} if kind.startswith("SEQ") else {}),
+        None,
+    )
 
 
 # library -> the names of its models, and what makes one
 _LIBRARIES: dict[str, tuple[Callable[[], Iterable[str]], Callable[..., Target]]] = {
-    "torchvision": (lambda: import_module("torchvision.models").list_models(), _torchvision),
+    "torchvision": (
+        lambda: import_module("torchvision.models").list_models(),
+        _torchvision,
+    ),
     "timm": (lambda: import_module("timm").list_models(), _timm),
     "transformers": (lambda: import_module("transformers").CONFIG_MAPPING, _transformers),
 }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 import normplug
-from normplug._results import stamp
+from normplug._files import stamp
 from normplug._torch import BatchNormBase
 from normplug.bench import timing
 from normplug.bench.rows import ORIGIN, Rows
@@ -27,13 +27,28 @@ from normplug.reference import accumulator_dtype
 
 Tensors = dict[str, Tensor]
 
-RIVALS = ("liger-kernel", "flag-gems", "quack-kernels", "apex")  # on PyPI; a row has their versions
+RIVALS = (
+    "liger-kernel",
+    "flag-gems",
+    "quack-kernels",
+    "apex",
+)  # on PyPI; a row has their versions
 OURS, (EAGER, COMPILED) = "normplug", timing.PEERS
 # Roundings in the accumulator dtype: of mean, rstd, weight * sqrt(tv) and the gradients' sums. And
 # as many again, since the truth is rounded to float64, too.
 ROUNDINGS_OF_SUMS = 8
 COLUMNS = (
-    *("op", "shape", "dtype", "layout", "direction", "provider", "us", "us_p20", "us_p80"),
+    *(
+        "op",
+        "shape",
+        "dtype",
+        "layout",
+        "direction",
+        "provider",
+        "us",
+        "us_p20",
+        "us_p80",
+    ),
     *("gbps", "percent_of_copy", "over_eager", "over_compile"),
     *("max_abs", "max_rel", "max_abs_f64", "max_rel_f64"),
 )
@@ -122,15 +137,23 @@ OPS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
     "rms_norm": lambda shape: nn.RMSNorm(shape[-1]),
     "add_rms_norm": lambda shape: _Before(nn.RMSNorm(shape[-1])),
     "batch_norm": _batch_norm,
-    "batch_norm_relu": lambda shape: _Neighbours(_batch_norm(shape), nn.ReLU(inplace=True)),
-    "batch_norm_add_relu": lambda shape: _After(_batch_norm(shape), nn.ReLU(inplace=True)),
+    "batch_norm_relu": lambda shape: _Neighbours(
+        _batch_norm(shape), nn.ReLU(inplace=True)
+    ),
+    "batch_norm_add_relu": lambda shape: _After(
+        _batch_norm(shape), nn.ReLU(inplace=True)
+    ),
     "group_norm": lambda shape: nn.GroupNorm(math.gcd(32, shape[1]), shape[1]),
     "group_norm_silu": lambda shape: _Neighbours(OPS["group_norm"](shape), nn.SiLU()),
     "instance_norm": partial(_of_images, "InstanceNorm", affine=True),
 }
 # Operations on rows.
 ROWS = ("layer_norm", "add_layer_norm", "add_bias_layer_norm", "rms_norm", "add_rms_norm")
-_LAYOUTS = (["NC"], ["NCHW"], ["NCHW", "NHWC"])  # of images with 0, 1, or more dimensions of space
+_LAYOUTS = (
+    ["NC"],
+    ["NCHW"],
+    ["NCHW", "NHWC"],
+)  # of images with 0, 1, or more dimensions of space
 
 
 def ours(layer: nn.Module, mode: Any = "standard", watched: bool = False) -> nn.Module:
@@ -140,7 +163,9 @@ def ours(layer: nn.Module, mode: Any = "standard", watched: bool = False) -> nn.
     """
     if isinstance(layer, _Biased):
         return _FusedBias(layer, mode)
-    swapped = normplug.swap(layer, mode, track_running_stats=watched, preserve_output=False)
+    swapped = normplug.swap(
+        layer, mode, track_running_stats=watched, preserve_output=False
+    )
     return normplug.fuse(swapped) if isinstance(layer, _Neighbours) else swapped
 
 
@@ -185,7 +210,9 @@ def cases(
 class Problem:
     """A stock layer, random inputs with a mean away from 0, and the gradients of its outputs."""
 
-    def __init__(self, case: Case, device: torch.device, eps: float | None = None) -> None:
+    def __init__(
+        self, case: Case, device: torch.device, eps: float | None = None
+    ) -> None:
         self.case = case
         dtype: torch.dtype = getattr(torch, case.dtype)
         generator = torch.Generator(device).manual_seed(0)
@@ -194,7 +221,9 @@ class Problem:
         def image() -> Tensor:
             x = normal(case.shape, dtype=dtype)
             last = {4: torch.channels_last, 5: torch.channels_last_3d}
-            return x.contiguous(memory_format=last[x.dim()]) if case.layout == "NHWC" else x
+            return (
+                x.contiguous(memory_format=last[x.dim()]) if case.layout == "NHWC" else x
+            )
 
         self.layer = OPS[case.op](case.shape)
         norm: Any = getattr(self.layer, "norm", self.layer)
@@ -208,7 +237,9 @@ class Problem:
             parameter.data = drawn.abs_().add_(0.5) if name.endswith("weight") else drawn
         adds = isinstance(self.layer, (_Before, _After))
         self.inputs = [image().mul_(2).add_(3), *([image()] if adds else [])]
-        self.gradients = [image() for _ in range(2 if isinstance(self.layer, _Before) else 1)]
+        self.gradients = [
+            image() for _ in range(2 if isinstance(self.layer, _Before) else 1)
+        ]
         # No gradient depends on how the sign of a ReLU's input is rounded.
         if isinstance(getattr(self.layer, "activation", None), nn.ReLU):
             exact: Any = copy.deepcopy(self.layer).double()
@@ -238,16 +269,23 @@ class Problem:
         names += [name for name, _ in self.layer.named_parameters()]
         buffers = [name for name, _ in self.layer.named_buffers()]
         return {
-            **dict(zip(("y", "sum"), (output.detach() for output in outputs), strict=False)),
+            **dict(
+                zip(("y", "sum"), (output.detach() for output in outputs), strict=False)
+            ),
             **{f"d{name}": each for name, each in zip(names, found, strict=True)},
-            **dict(zip(buffers, (buffer.clone() for buffer in layer.buffers()), strict=False)),
+            **dict(
+                zip(buffers, (buffer.clone() for buffer in layer.buffers()), strict=False)
+            ),
         }
 
     def check(self, who: str, layer: nn.Module) -> Tensors:
         """The results of a layer; an AssertionError if one is less accurate than `bound` allows."""
         found = self.results(layer)
         for key, value in self.stock.items():
-            theirs, wrong = error(value, self.exact[key]), error(found[key], self.exact[key])
+            theirs, wrong = (
+                error(value, self.exact[key]),
+                error(found[key], self.exact[key]),
+            )
             allowed = bound(theirs, value.dtype)
             if not wrong <= allowed:  # or NaN
                 raise AssertionError(
@@ -283,15 +321,31 @@ def measure_op(
         found = test() if name == OURS else timing.attempt(f"{case}: {name}", test)
         if found is not None:
             layers[name], results[name] = layer, found
-    facts = {**case.facts(), "eps": problem.eps, "mode": "standard", **stamp(gpu, *RIVALS)}
+    facts = {
+        **case.facts(),
+        "eps": problem.eps,
+        "mode": "standard",
+        **stamp(gpu, *RIVALS),
+    }
     rows = []
     floors = getattr(problem.layer, "passes", _Neighbours.passes)
     for direction, passes in zip(("F", "F+B"), floors, strict=True):
-        turns = {name: stopwatch(problem.calls(layer)[direction]) for name, layer in layers.items()}
+        turns = {
+            name: stopwatch(problem.calls(layer)[direction])
+            for name, layer in layers.items()
+        }
         for name, timed in timing.in_turns("us", turns).items():
-            row = facts | {"direction": direction, "provider": name, "floor_passes": passes} | timed
+            row = (
+                facts
+                | {"direction": direction, "provider": name, "floor_passes": passes}
+                | timed
+            )
             gbps = passes * problem.inputs[0].nbytes / row["us"] / 1e3
-            row |= {"gbps": gbps, "copy_gbps": copied, "percent_of_copy": 100 * gbps / copied}
+            row |= {
+                "gbps": gbps,
+                "copy_gbps": copied,
+                "percent_of_copy": 100 * gbps / copied,
+            }
             keys = set(problem.stock) if direction == "F+B" else {"y", "sum"}
             if name != EAGER:
                 row |= differences(results[name], problem.stock, keys)
@@ -305,7 +359,9 @@ def bound(theirs: float, dtype: torch.dtype) -> float:
     """The largest relative error to allow: twice torch's, plus half a rounding to the dtype."""
     if not dtype.is_floating_point:
         return 0.0
-    sums = torch.finfo(accumulator_dtype(dtype)).eps  # with few channels, `theirs` may be tiny
+    sums = torch.finfo(
+        accumulator_dtype(dtype)
+    ).eps  # with few channels, `theirs` may be tiny
     return 2.0 * theirs + 0.5 * torch.finfo(dtype).eps + ROUNDINGS_OF_SUMS * sums
 
 
@@ -321,4 +377,7 @@ def differences(found: Tensors, truth: Tensors, keys: set[str]) -> dict[str, flo
     away = torch.stack([(value - exact).abs().max() for value, exact in pairs])
     size = torch.stack([exact.abs().max() for _, exact in pairs])
     relative = away / torch.where(size > 0, size, 1)
-    return {"max_abs": away.max().item(), "max_rel": relative.max().item()}  # NaN if any is
+    return {
+        "max_abs": away.max().item(),
+        "max_rel": relative.max().item(),
+    }  # NaN if any is

@@ -9,12 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from normplug._checks import needs
-from normplug._results import replace_file, write_file
+from normplug._files import replace_file, write_file
 from normplug._table import table
 
 Row = dict[str, Any]
 ORIGIN = "{device}, torch {torch}, {date:.10}, commit {commit}"
-STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.")  # distinct without colour, too
+STYLES = (
+    "o-",
+    "s--",
+    "^:",
+    "D-.",
+    "v-",
+    "P--",
+    "X:",
+    "<-.",
+)  # distinct without colour, too
 
 
 class Rows(list[Row]):
@@ -30,8 +39,13 @@ class Rows(list[Row]):
         self.columns, self.notes = columns, list(notes)
 
     def __str__(self) -> str:
-        keys = [key for key in self.columns if any(row.get(key) is not None for row in self)]
-        lines = [tuple(keys), *(tuple(cell(row.get(key)) for key in keys) for row in self)]
+        keys = [
+            key for key in self.columns if any(row.get(key) is not None for row in self)
+        ]
+        lines = [
+            tuple(keys),
+            *(tuple(cell(row.get(key)) for key in keys) for row in self),
+        ]
         return "\n".join([table(lines) if keys else "no rows", *self.notes])
 
     __repr__ = __str__
@@ -81,27 +95,43 @@ def draw(rows: Sequence[Row], path: Path, title: str | None = None) -> None:
     import pandas
     from matplotlib.figure import Figure
 
-    found = pandas.DataFrame([row for row in rows if row.get("layout") == "rows" and "gbps" in row])
+    found = pandas.DataFrame(
+        [row for row in rows if row.get("layout") == "rows" and "gbps" in row]
+    )
     if found.empty:
-        raise ValueError("it has no rows of LayerNorm or RMSNorm: `op` and `sweep` write them")
+        raise ValueError(
+            "it has no rows of LayerNorm or RMSNorm: `op` and `sweep` write them"
+        )
     found[["rows", "width"]] = found["shape"].str.rsplit("x", n=1, expand=True)
     found = found.astype({"width": int})
     names = found["provider"].unique()
     panels = list(found.groupby(["op", "rows", "dtype", "direction"], sort=False))
     height = -(-len(panels) // 2)
     figure = Figure((10, 4 * height), layout="constrained")
-    grid = figure.subplots(height, min(len(panels), 2), sharex=True, sharey=True, squeeze=False)
+    grid = figure.subplots(
+        height, min(len(panels), 2), sharex=True, sharey=True, squeeze=False
+    )
     for axes, (panel, part) in zip(grid.flat, panels, strict=False):
         speeds = part.pivot_table("gbps", "width", "provider", aggfunc="median")
         options = {"title": "{}, {} rows, {}, {}".format(*panel), "legend": False}
-        speeds.reindex(columns=names).plot(ax=axes, style=list(STYLES[: len(names)]), **options)
+        speeds.reindex(columns=names).plot(
+            ax=axes, style=list(STYLES[: len(names)]), **options
+        )
         axes.set_xscale("log", base=2)
         axes.grid(alpha=0.3)
         if "copy_gbps" in part:
-            axes.axhline(part["copy_gbps"].iloc[0], color="black", linestyle="--", label="a copy")
-        axes.set(xlabel="width of a row", ylabel="median GB/s, higher is better", ylim=(0, None))
+            axes.axhline(
+                part["copy_gbps"].iloc[0], color="black", linestyle="--", label="a copy"
+            )
+        axes.set(
+            xlabel="width of a row",
+            ylabel="median GB/s, higher is better",
+            ylim=(0, None),
+        )
     handles = axes.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=len(names) + 1, fontsize="small")
+    figure.legend(
+        *handles, loc="outside lower center", ncols=len(names) + 1, fontsize="small"
+    )
     figure.suptitle(title or ORIGIN.format(**rows[0]), fontsize="small")
     with replace_file(path) as new:
         figure.savefig(new, format="png", dpi=150)

@@ -40,11 +40,15 @@ _BOUNDS = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
 def ready(device: str) -> torch.device:
     """A device to measure on. For a GPU, first build the host path in C++: calls do not wait."""
     if device.startswith("cuda"):
-        subprocess.run([sys.executable, "-m", "normplug.native", "build"])  # it says if it fails
+        subprocess.run(
+            [sys.executable, "-m", "normplug.native", "build"]
+        )  # it says if it fails
     return torch.device(device)
 
 
-def in_turns(key: str, turns: Mapping[str, Turn], rounds: int | None = None) -> dict[str, Row]:
+def in_turns(
+    key: str, turns: Mapping[str, Turn], rounds: int | None = None
+) -> dict[str, Row]:
     """Name -> a row's fields: the median of its times (`key`), their spread, speed over peers."""
     samples: dict[str, list[float]] = {name: [] for name in turns}
     names = deque(turns)
@@ -54,10 +58,19 @@ def in_turns(key: str, turns: Mapping[str, Turn], rounds: int | None = None) -> 
         names.rotate(-1)
     rows: dict[str, Row] = {}
     for name, times in samples.items():
-        low, middle, high = torch.tensor(times, dtype=torch.float64).quantile(_BOUNDS).tolist()
-        rows[name] = {key: middle, f"{key}_p20": low, f"{key}_p80": high, f"best_{key}": min(times)}
+        low, middle, high = (
+            torch.tensor(times, dtype=torch.float64).quantile(_BOUNDS).tolist()
+        )
+        rows[name] = {
+            key: middle,
+            f"{key}_p20": low,
+            f"{key}_p80": high,
+            f"best_{key}": min(times),
+        }
     for row in rows.values():
-        row |= {f"over_{peer}": rows[peer][key] / row[key] for peer in PEERS if peer in rows}
+        row |= {
+            f"over_{peer}": rows[peer][key] / row[key] for peer in PEERS if peer in rows
+        }
     return rows
 
 
@@ -116,7 +129,9 @@ def attempt(what: str, call: Callable[[], Any]) -> Any:
     """The result of `call()`; if it raises, why is printed, and the result is None."""
     try:
         return call()
-    except Exception as error:  # of any kind, such as no compiler: measure the others anyway
+    except (
+        Exception
+    ) as error:  # of any kind, such as no compiler: measure the others anyway
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     # Not in the except block: the traceback there keeps tensors alive.
     print(f"normplug.bench: {what} is left out: {why}", file=sys.stderr, flush=True)

@@ -5,6 +5,11 @@ from importlib.util import find_spec
 from normplug._checks import needs
 
 with needs("normplug.experiment", "train"):
-    for _name in ("hydra", "lightning", "pydantic", "torchvision"):  # found, but not imported
+    for _name in (
+        "hydra",
+        "lightning",
+        "pydantic",
+        "torchvision",
+    ):  # found, but not imported
         if find_spec(_name) is None:
             raise ModuleNotFoundError(_name, name=_name)

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torchvision.datasets.folder import pil_loader
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from normplug._results import replace_file
+from normplug._files import replace_file
 from normplug.experiment.config import WHO
 from normplug.lightning import VarianceLogger
 
@@ -43,7 +43,9 @@ def ask_seldom(trainer: Trainer) -> None:
     """
     loop: Any = trainer.fit_loop.epoch_loop
     ask = getattr(loop, "_broadcast_sigterm_tensor", lambda: None)
-    loop._broadcast_sigterm_tensor = lambda: None if loop.batch_idx % ASKED_STEPS else ask()
+    loop._broadcast_sigterm_tensor = lambda: (
+        None if loop.batch_idx % ASKED_STEPS else ask()
+    )
 
 
 class StepTimer(Callback):
@@ -86,14 +88,20 @@ class StepTimer(Callback):
 
 def report(trainer: Trainer, labels: dict[str, Any], result: dict[str, Any]) -> None:
     """Log the hyperparameters, the final metric and the heat map of variances to TensorBoard."""
-    final = {f"hp/{key}": value for key, value in result.items() if key.startswith("test_")}
-    for logger in (each for each in trainer.loggers if isinstance(each, TensorBoardLogger)):
+    final = {
+        f"hp/{key}": value for key, value in result.items() if key.startswith("test_")
+    }
+    for logger in (
+        each for each in trainer.loggers if isinstance(each, TensorBoardLogger)
+    ):
         logger.log_hyperparams(labels, final)
         for variances in variance_loggers(trainer):
             # A chart for each quantity, with a line for each norm.
             kinds = ("input", "output", "affine", "weight_rms")
             names = [row.layer for row in variances.last]
-            charts = {k: ["Multiline", [f"variance/{n}/{k}" for n in names]] for k in kinds}
+            charts = {
+                k: ["Multiline", [f"variance/{n}/{k}" for n in names]] for k in kinds
+            }
             logger.experiment.add_custom_scalars({"variance": charts})
             picture = variances.path and variances.path.with_suffix(".png")
             if picture and picture.is_file():
@@ -111,7 +119,9 @@ def variance_lines(trainer: Trainer) -> dict[str, str]:
             continue
         low, high = (f(rows, key=lambda row: row.input_variance) for f in (min, max))
         known = [row for row in rows if math.isfinite(row.output_variance)] or rows
-        off = max(known, key=lambda row: abs(row.output_variance / row.target_variance - 1))
+        off = max(
+            known, key=lambda row: abs(row.output_variance / row.target_variance - 1)
+        )
         lines["norms' inputs"] = (
             f"{rows[0].measure} from {low.input_variance:.3g} ({low.layer}) "
             f"to {high.input_variance:.3g} ({high.layer}) at step {rows[0].step}"
@@ -132,7 +142,9 @@ def save(content: Any, path: Path) -> None:
 class Checkpoints(TorchCheckpointIO):
     """Checkpoints without Lightning's temporary directory; they hold tensors and plain values."""
 
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: Any, path: Any, storage_options: Any = None
+    ) -> None:
         save(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

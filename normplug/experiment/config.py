@@ -17,8 +17,18 @@ from hydra.errors import CompactHydraException, HydraException, InstantiationExc
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ConfigDict, Field, PositiveFloat, TypeAdapter, ValidationError, validate_call
-from typing_extensions import NotRequired, TypedDict  # pydantic cannot read Python's before 3.12
+from pydantic import (
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    TypeAdapter,
+    ValidationError,
+    validate_call,
+)
+from typing_extensions import (  # pydantic cannot read Python's before 3.12
+    NotRequired,
+    TypedDict,
+)
 
 import normplug
 from normplug._compare.measure import BASELINE
@@ -47,7 +57,9 @@ checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=T
 BY_DEPTH: dict[str, str | Schedule] = {
     "inverse_depth": "1/l",
     "reversed_depth": "reversed",
-    "mean_inverse_depth": lambda _, blocks: sum(1 / (n + 1) for n in range(blocks)) / blocks,
+    "mean_inverse_depth": lambda _, blocks: (
+        sum(1 / (n + 1) for n in range(blocks)) / blocks
+    ),
 }
 
 
@@ -65,7 +77,11 @@ class Config(TypedDict):
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     mode: Any
-    gamma0: PositiveFloat | Literal["inverse_depth", "reversed_depth", "mean_inverse_depth"] | None
+    gamma0: (
+        PositiveFloat
+        | Literal["inverse_depth", "reversed_depth", "mean_inverse_depth"]
+        | None
+    )
     factors: Factors
     swap: dict
     seed: Seed
@@ -105,10 +121,14 @@ def check(cfg: DictConfig, fuses: bool) -> None:
             mode_of(cfg.mode)
     except (TypeError, ValueError) as error:
         by_depth = f"By depth: mode={' or mode='.join(BY_DEPTH)}."
-        raise UserError(f"{error} Or mode=baseline, which swaps nothing. {by_depth}") from None
+        raise UserError(
+            f"{error} Or mode=baseline, which swaps nothing. {by_depth}"
+        ) from None
     trainer = values["trainer"]
     if given := {"callbacks", "logger"} & trainer.keys():
-        raise UserError(f"{WHO}: trainer.{min(given)} comes from a group of its own. Leave it out.")
+        raise UserError(
+            f"{WHO}: trainer.{min(given)} comes from a group of its own. Leave it out."
+        )
     if trainer.get("sync_batchnorm") and cfg.mode != BASELINE:
         raise UserError(
             f"{WHO}: trainer.sync_batchnorm=true rebuilds every BatchNorm as a stock "
@@ -116,7 +136,9 @@ def check(cfg: DictConfig, fuses: bool) -> None:
             "'+trainer.plugins=[{_target_: normplug.lightning.SyncNorms}]'."
         )
     if not cfg.train and cfg.ckpt_path is None:
-        raise UserError(f"{WHO}: train=false only tests a checkpoint. Set ckpt_path=FILE.")
+        raise UserError(
+            f"{WHO}: train=false only tests a checkpoint. Set ckpt_path=FILE."
+        )
     if cfg.recompute and cfg.mode != BASELINE and (cfg.compile or not fuses):
         raise UserError(
             f"{WHO}: recompute=true is for fused norms (fuse=true, or null on a GPU) without "
@@ -141,14 +163,23 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
             checkpoint and getattr(cause, "filename", None) == str(checkpoint)
         )
         frames = traceback.extract_tb(cause.__traceback__)
-        makes = bool(frames) and frames[-1].name in ("mkdir", "mkdtemp")  # fails below /proc
-        if isinstance(cause, OSError) and (cause.errno in UNWRITABLE or makes) and not reads:
+        makes = bool(frames) and frames[-1].name in (
+            "mkdir",
+            "mkdtemp",
+        )  # fails below /proc
+        if (
+            isinstance(cause, OSError)
+            and (cause.errno in UNWRITABLE or makes)
+            and not reads
+        ):
             path = Path(cause.filename or "a file of the run").absolute()
             return (
                 f"{WHO}: {path} cannot be written: {cause.strerror}. Free up space or make it "
                 f"writable, or choose another directory: {PLACE}."
             )
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+        cause = cause.__cause__ or (
+            None if cause.__suppress_context__ else cause.__context__
+        )
     if isinstance(error, InstantiationException):
         key = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
         where = key[1] if key else "an object of the configuration"
@@ -159,13 +190,17 @@ def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str |
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         text = re.sub(r" full_key: (\S+)( object_type=\w+)?", r" (\1)", one_line(error))
         if unknown := re.match(r"Could not override '([\w.]+)'", text):
-            near = difflib.get_close_matches(unknown[1], Config.__annotations__, 1, cutoff=0.7)
+            near = difflib.get_close_matches(
+                unknown[1], Config.__annotations__, 1, cutoff=0.7
+            )
             advice = f"Did you mean {near[0]}?" if near else SEE_HELP
             return f"{WHO}: {unknown[1]} is not a key of the configuration. {advice}"
         return f"{WHO}: {text}. {SEE_HELP}"
     frames = traceback.extract_tb(error.__traceback__)
     if checkpoint and any(f.filename.endswith("checkpoint_connector.py") for f in frames):
-        why = one_line(error).split(". ")[0][:200]  # what follows is advice for another program
+        why = one_line(error).split(". ")[0][
+            :200
+        ]  # what follows is advice for another program
         return (
             f"{WHO}: the checkpoint {checkpoint} cannot be restored ({type(error).__name__}: "
             f"{why}). Give a whole checkpoint of the same run, or change this run to match it."
@@ -178,7 +213,9 @@ def broken_rule(error: ValidationError, group: str = "") -> str:
     errors = error.errors()
     first = errors[0]
     if first["type"].startswith(("unexpected", "missing", "extra")):
-        what = "; ".join(f"{e['msg'].lower()}: {'.'.join(map(str, e['loc']))}" for e in errors)
+        what = "; ".join(
+            f"{e['msg'].lower()}: {'.'.join(map(str, e['loc']))}" for e in errors
+        )
         sizes = {e["loc"][-1] for e in errors} & {"num_classes", "vocabulary"}
         pair = "Choose a model and data that match, such as model=gpt_tiny data=text."
         return f"{WHO}: {group or 'the configuration'}: {what}. {pair if sizes else SEE_HELP}"
@@ -203,10 +240,14 @@ def mode_of(mode: str | float) -> normplug.NormMode | ByDepth:
     return normplug.NormMode(mode)
 
 
-def arm_name(mode: str | float, gamma0: float | str | None = None, tag: str | None = None) -> str:
+def arm_name(
+    mode: str | float, gamma0: float | str | None = None, tag: str | None = None
+) -> str:
     """Return the arm's name in directories, results and tables, as `standard-gamma0_0.786-tag`."""
     parts: list[Any] = [mode]
-    with contextlib.suppress(TypeError, ValueError):  # directories are named before `check`
+    with contextlib.suppress(
+        TypeError, ValueError
+    ):  # directories are named before `check`
         parts = [str(normplug.NormMode(mode))]
     if gamma0 is not None:
         number = isinstance(gamma0, (int, float))
@@ -235,7 +276,10 @@ def unnamed_keys(config: DictConfig) -> list[str]:
     raw: Any = OmegaConf.to_container(config, resolve=False)
     hydra = raw["hydra"]
     params = hydra["sweeper"].get("params") or {}
-    lines = [*(f"{key}={value}" for key, value in params.items()), *hydra["overrides"]["task"]]
+    lines = [
+        *(f"{key}={value}" for key, value in params.items()),
+        *hydra["overrides"]["task"],
+    ]
     overrides = OverridesParser.create().parse_overrides(lines)
     names = f"{hydra['sweep']['subdir']} {raw.get('tag')}"
     unnamed: list[str] = []

@@ -17,7 +17,14 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from PIL import Image
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
@@ -66,7 +73,9 @@ class Source(LightningDataModule, ABC):
     """
 
     measure: ClassVar[Measure] = ACCURACY
-    gives: ClassVar[tuple[str, ...]]  # attributes that a model takes, known before `setup`
+    gives: ClassVar[
+        tuple[str, ...]
+    ]  # attributes that a model takes, known before `setup`
     seed: Seed = 0
     batch_size: PositiveInt = 128
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -89,13 +98,19 @@ class Source(LightningDataModule, ABC):
 
     def set_parts(self, *parts: Part) -> None:
         """Set the training, validation and test part, moved to the device that stores them."""
-        device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+        device = (
+            torch.device("cpu")
+            if self.trainer is None
+            else self.trainer.strategy.root_device
+        )
         stored = device.type == "cuda" and self.device != "cpu"
         if self.device == "auto" and stored:
             size = sum(tensor.nbytes for part in parts for tensor in part.tensors)
             stored = size <= GPU_SHARE * torch.cuda.mem_get_info(device)[0]
         if stored:
-            parts = tuple(Part(*(tensor.to(device) for tensor in part.tensors)) for part in parts)
+            parts = tuple(
+                Part(*(tensor.to(device) for tensor in part.tensors)) for part in parts
+            )
         self.train_part, self.val_part, self.test_part = parts
 
     def shards(self) -> tuple[int, int]:
@@ -107,9 +122,15 @@ class Source(LightningDataModule, ABC):
         shards, shard = self.shards()
         # It is a DistributedSampler even for one shard, so that Lightning does not replace it.
         sampler: DistributedSampler[int] = DistributedSampler(
-            self.train_part, shards, shard, seed=stream_seed(ORDER, self.seed), drop_last=True
+            self.train_part,
+            shards,
+            shard,
+            seed=stream_seed(ORDER, self.seed),
+            drop_last=True,
         )
-        return self._loader(sampler, self.batch_size, drop_last=len(sampler) > self.batch_size)
+        return self._loader(
+            sampler, self.batch_size, drop_last=len(sampler) > self.batch_size
+        )
 
     def val_dataloader(self) -> DataLoader[Batch]:
         return self._evaluation_loader(self.val_part)
@@ -129,7 +150,9 @@ class Source(LightningDataModule, ABC):
         # A longer shard's last sample must not be a batch of its own: others would wait for it.
         while longer and samples % batch_size == 0:
             batch_size += 1
-        sampler = UnrepeatedDistributedSampler(part, num_replicas=shards, rank=shard, shuffle=False)
+        sampler = UnrepeatedDistributedSampler(
+            part, num_replicas=shards, rank=shard, shuffle=False
+        )
         return self._loader(sampler, batch_size)
 
     def _loader(
@@ -179,7 +202,9 @@ class ImageData(Source):
         train, val = self.split(images)
         channels = train.tensors[0].unbind(1)
         counts = [channel.flatten().bincount(minlength=256) for channel in channels]
-        share = torch.stack(counts).double() / counts[0].sum()  # of each value, per channel
+        share = (
+            torch.stack(counts).double() / counts[0].sum()
+        )  # of each value, per channel
         values = torch.arange(256, dtype=torch.float64) / 255
         mean = share @ values
         var = (share * (values - mean[:, None]).square()).sum(1)
@@ -212,7 +237,9 @@ class ImageData(Source):
         if self.trainer.training and self.augment:
             step = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
             seed = stream_seed(AUGMENTATION, self.seed, step, self.shards()[1])
-            images = crop_and_flip(images, torch.Generator().manual_seed(seed), **self.augment)
+            images = crop_and_flip(
+                images, torch.Generator().manual_seed(seed), **self.augment
+            )
         # Lightning calls convert_input before this hook, too early: bf16-true skips uint8 images.
         return self.trainer.precision_plugin.convert_input(images), labels
 
@@ -228,7 +255,9 @@ def crop_and_flip(
     batch, _, height, width = images.shape
 
     def draw(high: int, *shape: int) -> Tensor:
-        numbers = torch.randint(high, shape, generator=generator, pin_memory=images.is_cuda)
+        numbers = torch.randint(
+            high, shape, generator=generator, pin_memory=images.is_cuda
+        )
         return numbers.to(images.device, non_blocking=True)
 
     top, left = draw(2 * pad + 1, 2, batch)
@@ -268,18 +297,26 @@ class Torchvision(ImageData):
         try:
             for train in (True, False):
                 getattr(datasets, self.dataset)(self.root, train=train, download=True)
-        except (OSError, RuntimeError) as error:  # from the network, the disk or torchvision
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # from the network, the disk or torchvision
             raise RuntimeError(
                 f"{WHO}: {self.dataset} is not in {self.root}, and its download failed ({error}). "
                 "Check the network and the disk, or name another directory: data.root=DIR."
             ) from error
 
     def load(self) -> tuple[Part, Part]:
-        train, test = (getattr(datasets, self.dataset)(self.root, train=t) for t in (True, False))
+        train, test = (
+            getattr(datasets, self.dataset)(self.root, train=t) for t in (True, False)
+        )
         images, labels = _part(train.data, train.targets).tensors
         height, width = images.shape[2:]
         classes = int(labels.max()) + 1
-        if (height, width) != (self.image_size, self.image_size) or classes > self.num_classes:
+        if (height, width) != (
+            self.image_size,
+            self.image_size,
+        ) or classes > self.num_classes:
             raise UserError(
                 f"{WHO}: {self.dataset} has {classes} classes and images of {height}x{width} "
                 f"pixels; got data.num_classes={self.num_classes} and data.image_size="
@@ -311,7 +348,10 @@ class Fake(ImageData):
         squares = torch.randint(128, (self.num_classes, 3, 4, 4), generator=generator)
         patterns = functional.interpolate(squares.to(torch.uint8), size=self.image_size)
         images = torch.randint(
-            128, (self.num_images, *patterns.shape[1:]), generator=generator, dtype=torch.uint8
+            128,
+            (self.num_images, *patterns.shape[1:]),
+            generator=generator,
+            dtype=torch.uint8,
         )
         images += patterns[labels]
         return self.hold_out(Part(images, labels), TEST_FRACTION)
@@ -409,7 +449,9 @@ def decode(paths: Sequence[str], image_size: int) -> Tensor:
         try:
             with Image.open(path) as file:
                 if file.mode.startswith(("I", "F")):  # Pillow would clip them to 8 bits
-                    raise ValueError(f"its pixels have the mode {file.mode}, more than 8 bits")
+                    raise ValueError(
+                        f"its pixels have the mode {file.mode}, more than 8 bits"
+                    )
                 picture = file.convert("RGB")
         except Exception as error:  # Pillow's readers raise many types
             raise ValueError(
@@ -464,7 +506,9 @@ class Text(Source):
         """Cut the parts into blocks; the target of each token is the next token."""
         size = self.block_size
         pairs = [(part[:-1], part[1:]) for part in self.parts]
-        self.set_parts(*(Part(*(t.unfold(0, size, size) for t in pair)) for pair in pairs))
+        self.set_parts(
+            *(Part(*(t.unfold(0, size, size) for t in pair)) for pair in pairs)
+        )
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Widen the tokens, which are stored as bytes, on their device."""
@@ -479,5 +523,8 @@ class Text(Source):
         return {
             "text_sha256": self.sha256,
             "text_tokens": len(self.tokens),
-            "test_bits_per_character": score * len(test) / max(characters, 1) / math.log(2),
+            "test_bits_per_character": score
+            * len(test)
+            / max(characters, 1)
+            / math.log(2),
         }

@@ -34,7 +34,9 @@ def is_image(path: Path) -> bool:
 
 def folders_in(directory: Path) -> list[Path]:
     """The visible directories in a directory, sorted by name."""
-    return sorted(path for path in directory.iterdir() if path.is_dir() and is_visible(path.name))
+    return sorted(
+        path for path in directory.iterdir() if path.is_dir() and is_visible(path.name)
+    )
 
 
 def has_own_images(directory: Path) -> bool:
@@ -120,5 +122,7 @@ def _parts_among_classes(folders: Sequence[Path]) -> list[str]:
         inner = [{path.name for path in folders_in(folder)} for folder in folders]
         shared = sorted(set.intersection(*inner))
         if len(shared) > 1:
-            problems.append(f"each of them has {'/ and '.join(shared)}/, which may be the classes")
+            problems.append(
+                f"each of them has {'/ and '.join(shared)}/, which may be the classes"
+            )
     return problems

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from normplug._compare.measure import ACCURACY, Measure
-from normplug._ops import peers
+from normplug._ops import exchange
 from normplug._swap.inventory import Inventory
 from normplug.experiment.callbacks import say, variance_loggers
 from normplug.experiment.config import WHO, UserError
@@ -28,7 +28,9 @@ from normplug.experiment.models import GPT, Block, heads
 from normplug.modules import SyncBatchNorm
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-DROP_TOKENS = 2**15  # test tokens, per process, on which the loss without each block is measured
+DROP_TOKENS = (
+    2**15
+)  # test tokens, per process, on which the loss without each block is measured
 
 
 def make_optimizer(net: nn.Module, cfg: DictConfig) -> Optimizer:
@@ -43,7 +45,9 @@ def make_optimizer(net: nn.Module, cfg: DictConfig) -> Optimizer:
     for p in filter(lambda p: p.requires_grad, net.parameters()):
         of_p = own.get(p, {"lr": 1.0, "decay": float(p.dim() > 1)})
         groups.setdefault((of_p["lr"], of_p["decay"]), []).append(p)
-    make = instantiate(cfg.optimizer, _convert_="all")  # checkpoints have plain lists only
+    make = instantiate(
+        cfg.optimizer, _convert_="all"
+    )  # checkpoints have plain lists only
     optimizer: Optimizer = make([{"params": params} for params in groups.values()])
     for group, (rate, decay) in zip(optimizer.param_groups, groups, strict=True):
         group["lr"] *= rate
@@ -52,7 +56,11 @@ def make_optimizer(net: nn.Module, cfg: DictConfig) -> Optimizer:
 
 
 def make_scheduler(
-    optimizer: Optimizer, steps: int, name: str, warmup: float, cycle_momentum: bool = False
+    optimizer: Optimizer,
+    steps: int,
+    name: str,
+    warmup: float,
+    cycle_momentum: bool = False,
 ) -> lr_scheduler.LRScheduler:
     """Return a schedule of `steps` optimizer steps, whose peaks are the optimizer's learning rates.
 
@@ -92,7 +100,7 @@ class GraphedLoss:
         self._net = net
         self._step: _Step | None = None  # None until it is captured
         self._shapes: tuple[torch.Size, ...] = ()
-        self._peers: set[peers.Peers] = set()
+        self._peers: set[exchange.Peers] = set()
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss; the next call overwrites its memory."""
@@ -138,7 +146,7 @@ class _Step(nn.Module):
         return self.output
 
 
-def _peers_of(net: nn.Module, device: torch.device) -> set[peers.Peers]:
+def _peers_of(net: nn.Module, device: torch.device) -> set[exchange.Peers]:
     """The processes with which the layers of `net` join their batches inside the kernels."""
     found = set()
     for path, layer in net.named_modules():
@@ -149,7 +157,7 @@ def _peers_of(net: nn.Module, device: torch.device) -> set[peers.Peers]:
             group = layer.group_to_join()
             if group is None:
                 continue
-            others = peers.of(group, device)
+            others = exchange.of(group, device)
         if others is None:
             raise UserError(
                 f"{WHO}: graph=true needs processes that exchange statistics inside the kernels, "
@@ -203,14 +211,18 @@ class Learner(LightningModule):
         outputs = self.net(inputs)
         return getattr(outputs, "logits", outputs)  # of a ModelOutput of transformers
 
-    def loss(self, inputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    def loss(
+        self, inputs: Tensor, targets: Tensor, label_smoothing: float = 0.0
+    ) -> Tensor:
         """The mean cross-entropy over all targets."""
         logits = self(inputs).flatten(0, -2)
         return F.cross_entropy(logits, targets.flatten(), label_smoothing=label_smoothing)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         step: int = self.trainer.global_step
-        is_measured = any(each.logged_step == step for each in variance_loggers(self.trainer))
+        is_measured = any(
+            each.logged_step == step for each in variance_loggers(self.trainer)
+        )
         graphed = None if is_measured else self._graphed
         loss = (graphed or self._smoothed)(*batch)
         # Each call of `log` costs the host as much as dozens of launches, and a value for the bar
@@ -262,7 +274,10 @@ class Learner(LightningModule):
         if self.trainer.sanity_checking:
             return
         self.scores_by_epoch.append(self.score("val"))
-        done, total = self.trainer.current_epoch + 1, self.trainer.max_epochs or -1  # -1: no limit
+        done, total = (
+            self.trainer.current_epoch + 1,
+            self.trainer.max_epochs or -1,
+        )  # -1: no limit
         words = [
             f"epoch {done:3d}" + (f" of {total}" if total > 0 else ""),
             f"training loss {float(self._losses) / self._steps:.4f}",
@@ -289,9 +304,15 @@ class Learner(LightningModule):
             self._curve_key: self.scores_by_epoch,
         }
         metrics = self.trainer.callback_metrics
-        losses = [float(metrics[name]) for name in metrics if name.startswith("block_drop/")]
+        losses = [
+            float(metrics[name]) for name in metrics if name.startswith("block_drop/")
+        ]
         if losses:
-            drop = {"tokens": self._dropped_tokens, "loss": losses[0], "loss_without": losses[1:]}
+            drop = {
+                "tokens": self._dropped_tokens,
+                "loss": losses[0],
+                "loss_without": losses[1:],
+            }
             values["block_drop"] = drop
         return values
 
@@ -319,7 +340,9 @@ class Learner(LightningModule):
             raise ValueError("it lacks the optimizer")
         epochs, limit = checkpoint["epoch"] + 1, self.trainer.max_epochs
         if limit is not None and 0 <= limit < epochs:
-            raise ValueError(f"it has {epochs} epochs, more than trainer.max_epochs={limit}")
+            raise ValueError(
+                f"it has {epochs} epochs, more than trainer.max_epochs={limit}"
+            )
         # A run that has trained tests its best checkpoint, which may be of an earlier epoch.
         self.scores_by_epoch = self.scores_by_epoch or list(checkpoint[self._curve_key])
         checkpoint["lr_schedulers"] = []
@@ -341,7 +364,9 @@ class Learner(LightningModule):
         if step == 0:
             return
         scheduler: Any = self.lr_schedulers()
-        for group, own in zip(scheduler.optimizer.param_groups, self._groups, strict=True):
+        for group, own in zip(
+            scheduler.optimizer.param_groups, self._groups, strict=True
+        ):
             group.update(own)
         for _ in range(step):  # 2 us each
             scheduler.step()

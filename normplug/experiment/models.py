@@ -81,7 +81,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, L, width) -> (N, L, width)."""
         split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
-        query, key, value = split.permute(2, 0, 3, 1, 4)  # each (N, heads, L, width / heads)
+        query, key, value = split.permute(
+            2, 0, 3, 1, 4
+        )  # each (N, heads, L, width / heads)
         dropout = self.dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True
@@ -153,7 +155,9 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"{WHO}: model.heads must divide model.width={width}; got {heads}.")
+            raise ValueError(
+                f"{WHO}: model.heads must divide model.width={width}; got {heads}."
+            )
         make_norm = partial({"layer": nn.LayerNorm, "rms": nn.RMSNorm}[norm], eps=1e-5)
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.empty(block_size, width))
@@ -168,8 +172,12 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for writer in (writer for block in blocks for writer in block.writers if scaled_init):
-            nn.init.normal_(writer.get_parameter("weight"), std=0.02 / math.sqrt(2 * depth))
+        for writer in (
+            writer for block in blocks for writer in block.writers if scaled_init
+        ):
+            nn.init.normal_(
+                writer.get_parameter("weight"), std=0.02 / math.sqrt(2 * depth)
+            )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(N, L), int64, L <= block_size -> logits (N, L, vocabulary)."""
@@ -179,10 +187,14 @@ class GPT(nn.Module):
 
 def apply_arm(net: nn.Module, cfg: DictConfig, fuses: bool) -> None:
     """Swap, fuse and scale a stock network as the configuration says."""
-    if cfg.gamma0 is not None:  # a factor, or a mode by depth, for the roots of its targets
+    if (
+        cfg.gamma0 is not None
+    ):  # a factor, or a mode by depth, for the roots of its targets
         mode = mode_of(cfg.gamma0) if isinstance(cfg.gamma0, str) else cfg.gamma0**2
         filters = {name: cfg.swap.get(name) for name in ("include", "exclude")}
-        normplug.unswap(normplug.swap(net, mode, **filters))  # folds each root into the weight
+        normplug.unswap(
+            normplug.swap(net, mode, **filters)
+        )  # folds each root into the weight
     for head in heads(net):
         head.weight.data *= cfg.factors.head.start
     if cfg.mode != BASELINE:  # after init, so that all arms start with the same weights
@@ -213,7 +225,11 @@ def timm_model(
         net = timm.create_model(name, img_size=size, **arguments)
     except TypeError:  # a network of convolutions takes images of any size
         net = timm.create_model(name, **arguments)
-    return net if size == image_size else nn.Sequential(nn.Upsample(size, mode="bilinear"), net)
+    return (
+        net
+        if size == image_size
+        else nn.Sequential(nn.Upsample(size, mode="bilinear"), net)
+    )
 
 
 @checked
@@ -238,7 +254,9 @@ def hf_causal_lm(
     """
     with needs(f"{WHO}: model=hf_causal_lm", "zoo"):
         from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        )
 
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(

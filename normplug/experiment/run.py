@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 import normplug
 from normplug import _convert
 from normplug._compare.measure import METRICS, RESULT, VARIANCE, Measure
-from normplug._results import stamp, write_file
+from normplug._files import stamp, write_file
 from normplug.experiment import callbacks
 from normplug.experiment.callbacks import say
 from normplug.experiment.config import (
@@ -94,7 +94,9 @@ class Run:
         self.config = OmegaConf.to_yaml(OmegaConf.merge(cfg, {"ckpt_path": None}))
         # Held by rank 0; the operating system releases it if the process is killed.
         self.lock = FileLock(str(self.directory / LOCK), timeout=0)
-        self.result: dict[str, Any] = {}  # of `result.json`, from the start of the training on
+        self.result: dict[
+            str, Any
+        ] = {}  # of `result.json`, from the start of the training on
         self.checkpoint: Path | None = None  # that `begin` resumes from or tests
         # A key whose interpolation fails is None here: `check` refuses it.
         find = functools.partial(OmegaConf.select, cfg, throw_on_resolution_failure=False)
@@ -108,7 +110,9 @@ class Run:
         self.labels: dict[str, Any] = {
             "arm": arm_name(*map(find, ("mode", "gamma0", "tag"))),
             "seed": find("seed"),
-            "model": model_name(str(choices.get("model")), find("model.name"), find("model.arch")),
+            "model": model_name(
+                str(choices.get("model")), find("model.name"), find("model.arch")
+            ),
             "data": Path(str(path)).name if path else data,
             "learning_rate": rate if isinstance(rate, (int, float)) else None,
             "overrides": list(HydraConfig.get().overrides.task),
@@ -167,7 +171,8 @@ class Run:
         settings = self.cfg.trainer.copy()
         groups = (self.cfg.get(group) or {} for group in ("logger", "callbacks"))
         loggers, observers = (
-            [instantiate(node) for node in group.values() if node is not None] for group in groups
+            [instantiate(node) for node in group.values() if node is not None]
+            for group in groups
         )
         if not loggers:  # LearningRateMonitor raises without a logger
             observers = [c for c in observers if not isinstance(c, LearningRateMonitor)]
@@ -176,7 +181,9 @@ class Run:
             "enable_progress_bar": sys.stdout.isatty() and not self.in_sweep,
             "enable_checkpointing": any(isinstance(c, Checkpoint) for c in observers),
         }
-        settings.update({k: value for k, value in auto.items() if settings.get(k) == "auto"})
+        settings.update(
+            {k: value for k, value in auto.items() if settings.get(k) == "auto"}
+        )
         plugins = [*(instantiate(settings.get("plugins")) or ()), callbacks.Checkpoints()]
         trainer = instantiate(
             settings, callbacks=[*observers, self._timer], logger=loggers, plugins=plugins
@@ -201,7 +208,9 @@ class Run:
         of this directory. Otherwise it is `ckpt_path`. What the run would overwrite is set aside.
         """
         self.checkpoint, last = self._given(), self.directory / LAST
-        continues = self.checkpoint and self.checkpoint.resolve().parent == last.resolve().parent
+        continues = (
+            self.checkpoint and self.checkpoint.resolve().parent == last.resolve().parent
+        )
         if not continues and last.is_file() and self._has_same_config():
             self.checkpoint = continues = last
         self._set_aside([METRICS] if continues else PRODUCTS)
@@ -239,7 +248,9 @@ class Run:
         moves = [name for name in names if (self.directory / name).exists()]
         if not moves:
             return
-        numbers = (int(p.name) for p in self.directory.glob(f"{FORMER}/*") if p.name.isdecimal())
+        numbers = (
+            int(p.name) for p in self.directory.glob(f"{FORMER}/*") if p.name.isdecimal()
+        )
         aside = self.directory / FORMER / str(1 + max(numbers, default=0))
         aside.mkdir(parents=True)
         for name in moves:
@@ -249,7 +260,9 @@ class Run:
     def finish(self, trainer: Trainer, model: Learner, data: Source) -> None:
         """Write the result, and print a summary."""
         measure = model.measure
-        gpu = trainer.strategy.root_device.type == "cuda"  # the model itself is back on the CPU
+        gpu = (
+            trainer.strategy.root_device.type == "cuda"
+        )  # the model itself is back on the CPU
         fusions = normplug.fusions(model) if _convert.fused_modules(model) else ()
         fused = sum(row.label is not None for row in fusions)
         layers = dict(_convert.normplug_layers(model))
@@ -261,7 +274,9 @@ class Run:
         # On the host, the peak of a process would include the earlier runs of a sweep.
         peak = torch.cuda.max_memory_allocated() if gpu else None
         # In a pre-norm model, the variances of the residual stream by depth.
-        rows = [row for logger in callbacks.variance_loggers(trainer) for row in logger.last]
+        rows = [
+            row for logger in callbacks.variance_loggers(trainer) for row in logger.last
+        ]
         inputs = {row.layer: row.input_variance for row in rows}
         self._write(
             **model.result(),
@@ -270,7 +285,9 @@ class Run:
             step_ms=step_ms,
             peak_memory_bytes=peak,
             norms_swapped=len(layers),
-            target_variances={path: layer.target_variance for path, layer in layers.items()},
+            target_variances={
+                path: layer.target_variance for path, layer in layers.items()
+            },
             input_variances={path: v for path, v in inputs.items() if math.isfinite(v)},
             norms_fused=fused,
             recompute=self.cfg.recompute and fused > 0,
@@ -284,7 +301,9 @@ class Run:
         callbacks.report(trainer, self.labels, self.result)
 
         r, curve, epochs = self.result, model.scores_by_epoch, trainer.current_epoch
-        files = (f"{p.name}/" if p.is_dir() else p.name for p in self.directory.glob("[!.]*"))
+        files = (
+            f"{p.name}/" if p.is_dir() else p.name for p in self.directory.glob("[!.]*")
+        )
         titled = {
             f"validation {measure.name}": measure.text(curve[-1]) if curve else "",
             f"test {measure.name}": measure.text(model.score("test")),
@@ -295,7 +314,9 @@ class Run:
             **callbacks.variance_lines(trainer),
             "written to": f"{self.directory}: {', '.join(sorted(files))}",
         }
-        say(f"\n{r['model']} on {r['data']}, arm {r['arm']}, seed {r['seed']}: {r['hardware']}")
+        say(
+            f"\n{r['model']} on {r['data']}, arm {r['arm']}, seed {r['seed']}: {r['hardware']}"
+        )
         say("\n".join(f"{title:<19}  {text}" for title, text in titled.items() if text))
 
     def score(self) -> float | None:
@@ -329,7 +350,9 @@ class Run:
             outcome = {"status": "diverged", "step": error.step}
         sentence, code = user_sentence(error, self.checkpoint), 1
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            signum = signal.SIGTERM if isinstance(error, SIGTERMException) else signal.SIGINT
+            signum = (
+                signal.SIGTERM if isinstance(error, SIGTERMException) else signal.SIGINT
+            )
             outcome, code = {"status": "interrupted"}, 128 + signum
             advice = f"Go on with the same command and hydra.run.dir={self.directory}"
             if self.in_sweep:
@@ -345,7 +368,9 @@ class Run:
         if self.in_sweep and recorded and code == 1:
             if not sentence:
                 traceback.print_exception(error)
-            callbacks.log.error(f"{outcome['status']}: {self.directory}: {' '.join(text.split())}")
+            callbacks.log.error(
+                f"{outcome['status']}: {self.directory}: {' '.join(text.split())}"
+            )
             return
         if not sentence:
             raise error
@@ -455,7 +480,9 @@ class ReportSearch(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         directory = Path(config.hydra.sweep.dir)
         results: dict[str, dict[str, Any]] = {}
-        for path in sorted(directory.rglob(RESULT), key=lambda path: path.stat().st_mtime):
+        for path in sorted(
+            directory.rglob(RESULT), key=lambda path: path.stat().st_mtime
+        ):
             trial = path.parent.relative_to(directory).as_posix()
             results[trial] = json.loads(path.read_bytes())
         scores: dict[str, float] = {}
@@ -465,13 +492,17 @@ class ReportSearch(Callback):
                 scores[trial] = validation
         measures = {Measure.of(results[trial]) for trial in scores}
         statuses = Counter(result["status"] for result in results.values())
-        counts = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
+        counts = ", ".join(
+            f"{count} {status}" for status, count in sorted(statuses.items())
+        )
         print(f"{directory}: {counts}")
         if len(measures) == 1:
             best = max if config.hydra.sweeper.direction == "maximize" else min
             trial = best(scores, key=lambda trial: scores[trial])
             (measure,) = measures
-            print(f"best: {trial}, validation {measure.name} {measure.text(scores[trial])}")
+            print(
+                f"best: {trial}, validation {measure.name} {measure.text(scores[trial])}"
+            )
         else:
             why = "no trial has a validation score"
             if measures:

@@ -19,7 +19,11 @@ from normplug._swap.check import refuse
 from normplug._swap.layer_modes import ModesLike, read
 from normplug._swap.swap import swap
 
-_OPTIONS = [p.name for p in inspect.signature(swap).parameters.values() if p.kind is p.KEYWORD_ONLY]
+_OPTIONS = [
+    p.name
+    for p in inspect.signature(swap).parameters.values()
+    if p.kind is p.KEYWORD_ONLY
+]
 
 
 class SwapNorms(Callback):
@@ -65,13 +69,19 @@ class SwapNorms(Callback):
                 f"fuse, recompute, warm_up, {', '.join(_OPTIONS)}."
             )
         _checks.swap_options("lightning.SwapNorms", **options)
-        _checks.flags("lightning.SwapNorms", fuse=fuse, recompute=recompute, warm_up=warm_up)
+        _checks.flags(
+            "lightning.SwapNorms", fuse=fuse, recompute=recompute, warm_up=warm_up
+        )
         if recompute and not fuse:
-            raise ValueError("normplug.lightning.SwapNorms: recompute=True needs fuse=True.")
+            raise ValueError(
+                "normplug.lightning.SwapNorms: recompute=True needs fuse=True."
+            )
         self.fuse, self.recompute, self.warm_up = fuse, recompute, warm_up
         self.options = options
         self._model: LightningModule | None = None
-        self._targets: dict[str, float] = {}  # the target variance of each layer at the swap
+        self._targets: dict[
+            str, float
+        ] = {}  # the target variance of each layer at the swap
         self._saved: dict[str, float] | None = None  # in a checkpoint that is resumed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -84,7 +94,9 @@ class SwapNorms(Callback):
                 f"BatchNorm as torch's SyncBatchNorm, without mode {self.mode}. Use "
                 "Trainer(plugins=[normplug.lightning.SyncNorms()]) instead."
             )
-        if self._model is not pl_module and any(True for _ in _convert.norm_layers(pl_module)):
+        if self._model is not pl_module and any(
+            True for _ in _convert.norm_layers(pl_module)
+        ):
             self._swap(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,7 +175,9 @@ class SyncNorms(LayerSync):
         if trainer is not None and trainer.strategy.root_device.type == "cpu":
             # DistributedDataParallel wraps the model before the fit starts. On the CPU it rejects a
             # model with a SyncBatchNorm, since torch's does not run there.
-            self._deferred = LambdaCallback(on_fit_start=lambda _, model: self.synchronise(model))
+            self._deferred = LambdaCallback(
+                on_fit_start=lambda _, model: self.synchronise(model)
+            )
             trainer.callbacks.insert(0, self._deferred)
         else:
             self.synchronise(model)

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from normplug import _checks
 from normplug._checks import MissingPackage, needs
-from normplug._statistics.log import resume_log, start_log
-from normplug._statistics.watching import MEASURED, LayerVariance, Watch
+from normplug._tools.log import resume_log, start_log
+from normplug._tools.watching import MEASURED, LayerVariance, Watch
 
 
 class VarianceLogger(Callback):
@@ -40,7 +40,9 @@ class VarianceLogger(Callback):
         path: the CSV file; None before the first fit.
     """
 
-    def __init__(self, every_n_steps: int = 50, dirpath: str | Path | None = None) -> None:
+    def __init__(
+        self, every_n_steps: int = 50, dirpath: str | Path | None = None
+    ) -> None:
         _checks.count("lightning.VarianceLogger", "every_n_steps", every_n_steps)
         _checks.path("lightning.VarianceLogger", "dirpath", dirpath)
         self.every_n_steps = every_n_steps
@@ -80,7 +82,12 @@ class VarianceLogger(Callback):
                 self._measuring.start()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """After a logged step, fetch and write the measured values."""
         if self._measuring is None:
@@ -104,7 +111,7 @@ class VarianceLogger(Callback):
             return
         try:
             with needs("normplug.lightning.VarianceLogger: variance.png", "train"):
-                from normplug._statistics.heat_map import draw_heat_map
+                from normplug._tools.heat_map import draw_heat_map
         except MissingPackage as error:
             warnings.warn(str(error), stacklevel=2)
             return

@@ -9,8 +9,18 @@ plain attributes and buffers, so assigning `__class__` converts a stock layer an
 import sys
 
 from normplug.modules.base import TargetVarianceNorm
-from normplug.modules.batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
-from normplug.modules.group_norm import GroupNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
+from normplug.modules.batch_norm import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    SyncBatchNorm,
+)
+from normplug.modules.group_norm import (
+    GroupNorm,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+)
 from normplug.modules.row_norms import LayerNorm, RMSNorm
 
 __all__ = [

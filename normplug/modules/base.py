@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks, native
-from normplug._ops import eligible, parts, stock
+from normplug._ops import can_run, subclasses, torch_way
 from normplug._ops.call import call
 from normplug._ops.spec import Tensors
 from normplug._torch import interposed
@@ -28,7 +28,9 @@ _ROOTS: dict[tuple[float, torch.dtype], Tensor] = {}
 
 
 # The properties of every layer that a user may assign; its eps is another.
-_SETTINGS = frozenset(("mode", "target_variance", "backend", "autocast_output", "statistics"))
+_SETTINGS = frozenset(
+    ("mode", "target_variance", "backend", "autocast_output", "statistics")
+)
 
 
 class Settings(NamedTuple):
@@ -114,7 +116,10 @@ def eps_property(name: str) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return math.nan  # Dynamo supports no subclasses of float
         reader = sys._getframe().f_back
-        if reader is not None and reader.f_globals.get("__name__") == "torch.utils.mkldnn":
+        if (
+            reader is not None
+            and reader.f_globals.get("__name__") == "torch.utils.mkldnn"
+        ):
             raise NotImplementedError(
                 "normplug: torch.utils.mkldnn.to_mkldnn would drop the target variance of a "
                 f"{type(layer).__name__} in mode {layer.mode}. Call normplug.unswap(model) first."
@@ -190,7 +195,11 @@ class TargetVarianceNorm(nn.Module):
     _synchronised: ClassVar[type[TargetVarianceNorm] | None] = None
 
     def __init__(
-        self, *args: Any, mode: ModeLike = "standard", backend: str = "auto", **kwargs: Any
+        self,
+        *args: Any,
+        mode: ModeLike = "standard",
+        backend: str = "auto",
+        **kwargs: Any,
     ) -> None:
         caller = type(self).__name__
         _checks.layer(caller, super().__init__, args, kwargs)
@@ -248,7 +257,9 @@ class TargetVarianceNorm(nn.Module):
         return None
 
     @classmethod
-    def _adopt(cls, module: nn.Module, track_running_stats: bool | None, device: Any) -> None:
+    def _adopt(
+        cls, module: nn.Module, track_running_stats: bool | None, device: Any
+    ) -> None:
         """Give a stock layer what its class lacks, before a swap changes the class.
 
         device: the device of new tensors if the layer has no weight.
@@ -275,7 +286,7 @@ class TargetVarianceNorm(nn.Module):
         bias: Tensor | None = getattr(self, "bias", None)
         plain = y.to(accumulator_dtype(y.dtype))
         if bias is not None:
-            plain = plain - self._spread(parts.own_part(bias.detach()), y)
+            plain = plain - self._spread(subclasses.own_part(bias.detach()), y)
         return self._variance(plain / self._spread(weight, y))
 
     def _spread(self, vector: Tensor, y: Tensor) -> Tensor:
@@ -288,9 +299,13 @@ class TargetVarianceNorm(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy is not measured, even if the layer is.
-        super().__setstate__({name: value for name, value in state.items() if name != "_probe"})
+        super().__setstate__(
+            {name: value for name, value in state.items() if name != "_probe"}
+        )
         own = vars(self)
-        if "_normplug" not in own:  # a pickle of version 0.2, with an attribute for each setting
+        if (
+            "_normplug" not in own
+        ):  # a pickle of version 0.2, with an attribute for each setting
             eps = own.pop("_eps", own.get(self._eps_name))
             names = ("target_variance", "backend", "autocast_output")
             old = {name: own.pop(name) for name in names if name in own}
@@ -333,17 +348,17 @@ class TargetVarianceNorm(nn.Module):
         return y
 
     def _is_guarded(self) -> bool:
-        """Whether `stock.guarded` keeps the running statistics safe, and not the spec."""
+        """Whether `torch_way.guarded` keeps the running statistics safe, and not the spec."""
         return False
 
     def _run_guarded(self, *reading: Any) -> Any:
-        """Run a call by `stock.guarded`. C++ stores no such call, since it would skip the guard."""
+        """Run a call by `torch_way.guarded`, which C++ would skip: it stores no such call."""
         t, spec = self._call(*reading)
 
         def run(t: Tensors) -> Any:
             return self._new_call(t, spec, *reading, stores=False)
 
-        return stock.guarded(t, spec.momentum, run)
+        return torch_way.guarded(t, spec.momentum, run)
 
     def _by_torch(self, *reading: Any) -> Tensor | None:
         """The result of PyTorch's function; None if a call needs a kernel, or other steps too."""
@@ -356,7 +371,9 @@ class TargetVarianceNorm(nn.Module):
     def _asks_for_kernels(self, x: Tensor) -> bool:
         """Whether kernels run on x if they can."""
         backend = self._normplug.backend
-        return eligible.is_asked_for(_checks.DEFAULT_BACKEND if backend == "auto" else backend, x)
+        return can_run.is_asked_for(
+            _checks.DEFAULT_BACKEND if backend == "auto" else backend, x
+        )
 
     def _runs_torch(self, x: Tensor, weight: Tensor | None) -> bool:
         """Whether a call runs no kernel, so that its forward may call torch's function at once.
@@ -381,9 +398,13 @@ class TargetVarianceNorm(nn.Module):
         root: Tensor | float | None = _ROOTS.get((tv, weight.dtype))
         if root is None:
             root = math.sqrt(tv)
-            if not interposed():  # a transform or a mode would make another kind of tensor
+            if (
+                not interposed()
+            ):  # a transform or a mode would make another kind of tensor
                 with torch.inference_mode(False):
-                    root = torch.tensor(root, dtype=accumulator_dtype(weight.dtype), device="cpu")
+                    root = torch.tensor(
+                        root, dtype=accumulator_dtype(weight.dtype), device="cpu"
+                    )
                 _ROOTS[tv, weight.dtype] = root
         return weight * root
 
@@ -408,14 +429,20 @@ class TargetVarianceNorm(nn.Module):
     def _statistics(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Running mean, running variance and num_batches_tracked."""
         own = self._buffers
-        if "running_mean" in own and "running_var" in own and "num_batches_tracked" in own:
+        if (
+            "running_mean" in own
+            and "running_var" in own
+            and "num_batches_tracked" in own
+        ):
             return own["running_mean"], own["running_var"], own["num_batches_tracked"]
         return self.running_mean, self.running_var, self.num_batches_tracked  # type: ignore[return-value]
 
     def _as_leaf(self: nn.Module, input: fx.Proxy) -> Any:
         """Make one graph node of the call of a layer, as torch.fx does for torch's own layers."""
         tracer: Any = input.tracer
-        return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+        return tracer.create_proxy(
+            "call_module", tracer.path_of_module(self), (input,), {}
+        )
 
     def __prepare_scriptable__(self) -> None:
         raise NotImplementedError(
@@ -430,17 +457,17 @@ class TargetVarianceNorm(nn.Module):
         if probe is None or not probe.is_on():  # another thread may have removed it
             return
         with torch.no_grad():
-            x = parts.own_part(x.detach())
+            x = subclasses.own_part(x.detach())
             if x.numel() == 0:
                 return
             # As few operations as possible: on a GPU their launches are what measuring costs.
-            local = parts.own_part(y.detach())
+            local = subclasses.own_part(y.detach())
             variance = self._variance(x)
             output = self._variance(local)
             plain: Tensor | None = output
             weight: Tensor | None = self.weight  # type: ignore[assignment]
             if weight is not None:
-                weight = parts.own_part(weight.detach()).to(torch.float32, copy=True)
+                weight = subclasses.own_part(weight.detach()).to(torch.float32, copy=True)
                 if self._weight_offset:
                     weight += self._weight_offset
                 plain = None if self._by_channel else self._plain_variance(local, weight)
@@ -453,7 +480,12 @@ class TargetVarianceNorm(nn.Module):
             metadata["target_variance"] = self.target_variance
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any, **named: Any
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *args: Any,
+        **named: Any,
     ) -> None:
         # Without metadata (a plain dict, safetensors) the saved mode is unknown. Metadata without a
         # target variance comes from a stock layer.
@@ -477,7 +509,9 @@ def forward_of_channels(self: Any, input: Tensor) -> Tensor:
         return self._as_leaf(input)
     own = getattr(self, "_normplug", None)
     try:
-        measures = self._probe is not None  # read first: another thread may unswap the layer
+        measures = (
+            self._probe is not None
+        )  # read first: another thread may unswap the layer
         y = self._fused(input)
         if measures:
             self._record(input, y)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from normplug import reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
-from normplug._ops import peers, stock
+from normplug._ops import exchange, torch_way
 from normplug._ops.batch_norm import BatchNormSpec, channel_stats
 from normplug._ops.spec import Pool, Tensors
 from normplug._torch import NormBase
@@ -39,7 +39,9 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
         keeps_residual: whether to save the residual, so that the backward can recompute the output.
         isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
         """
-        y: Tensor = self._run(input, residual, None, activation, pool, keeps_residual, isolated)
+        y: Tensor = self._run(
+            input, residual, None, activation, pool, keeps_residual, isolated
+        )
         return y
 
     def _is_guarded(self) -> bool:
@@ -50,7 +52,7 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
             return False
         # The kernels look at the batch alone, and a step towards it can overflow in float16.
         is_narrow = var.dtype == torch.float16
-        return self.momentum is None or is_narrow or stock.is_repeated()
+        return self.momentum is None or is_narrow or torch_way.is_repeated()
 
     def _by_torch(
         self, x: Tensor, residual: Any, _: None, activation: Any, pool: Any, *options: Any
@@ -58,7 +60,12 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
         weight, bias = self._affine()
         if not self._runs_torch(x, weight) or not x.is_floating_point():
             return None
-        if residual is not None or activation is not None or pool is not None or any(options[2:]):
+        if (
+            residual is not None
+            or activation is not None
+            or pool is not None
+            or any(options[2:])
+        ):
             return None
         self._check_input_dim(x)
         mean, var, tracked = self._statistics()
@@ -66,7 +73,10 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
         if (
             (mean is None) != (var is None)
             or (updates and (tracked is None or not self.track_running_stats))
-            or (updates and (type(momentum) is not float or self._normplug.statistics == "safe"))
+            or (
+                updates
+                and (type(momentum) is not float or self._normplug.statistics == "safe")
+            )
             # PyTorch's CPU kernels misread some layouts with one sample, position or channel.
             or min(x.shape) < 2
             or x.shape[1] != self.num_features
@@ -90,7 +100,9 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
             mean = var = tracked = None
         momentum = as_number(self.momentum)
         if momentum is None and tracked is None:
-            momentum = 0.0  # not updated without its counter (a checkpoint of torch < 0.4.1)
+            momentum = (
+                0.0  # not updated without its counter (a checkpoint of torch < 0.4.1)
+            )
         weight, bias = self._affine()
         t = Tensors(input, residual, weight, bias, None, mean, var, tracked)
         own = self._normplug
@@ -103,7 +115,9 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
         return t, BatchNormSpec(training, *numbers, *options, **fields)
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
-    _fusion_sites = FusionSites({"forward": forward}, after=("activation", "addition", "max_pool"))
+    _fusion_sites = FusionSites(
+        {"forward": forward}, after=("activation", "addition", "max_pool")
+    )
 
     def _affine_shape(self) -> tuple[int, ...]:
         return (self.num_features,)
@@ -171,13 +185,13 @@ class _SyncBatchNorm(_BatchNorm):
         """Run a call over the joined batch of all processes in training."""
         group = self.group_to_join()
         if group is not None:
-            join = peers.number_of(group, reading[0].device, self._normplug.backend)
+            join = exchange.number_of(group, reading[0].device, self._normplug.backend)
             reading = (*reading, join)
         return super()._run(*reading)
 
     def group_to_join(self) -> Any:
         """The process group whose batches a forward would now join; None if there is none."""
-        return peers.group_to_join(self.process_group) if self.training else None
+        return exchange.group_to_join(self.process_group) if self.training else None
 
     def _check_input_dim(self, input: Tensor) -> None:
         # It still takes the input of the class that it had before it was synchronised.

@@ -67,10 +67,16 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
             return None
 
     def _call(
-        self, input: Tensor, residual: None, input_bias: None, activation: ActivationLike = None
+        self,
+        input: Tensor,
+        residual: None,
+        input_bias: None,
+        activation: ActivationLike = None,
     ) -> tuple[Tensors, GroupNormSpec]:
         own = self._normplug
-        t = Tensors(input, None, *self._affine(), None, *self._statistics_to_update(input))
+        t = Tensors(
+            input, None, *self._affine(), None, *self._statistics_to_update(input)
+        )
         numbers = self.num_groups, own.eps, own.target_variance
         options = autocast_dtype(input), own.autocast_output, own.momentum
         return t, GroupNormSpec(*numbers, activation, *options)
@@ -127,7 +133,8 @@ class _InstanceNorm(_Groups, NormBase):
         x, momentum = self._batched(input), self.momentum
         if (
             not (momentum is None or type(momentum) is float)
-            or min(x.shape) < 2  # PyTorch's CPU kernels then misread gradients in some layouts
+            or min(x.shape)
+            < 2  # PyTorch's CPU kernels then misread gradients in some layouts
         ):
             return None
         mean, var, _ = self._statistics()
@@ -142,7 +149,11 @@ class _InstanceNorm(_Groups, NormBase):
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
 
     def _call(
-        self, input: Tensor, residual: None, input_bias: None, activation: ActivationLike = None
+        self,
+        input: Tensor,
+        residual: None,
+        input_bias: None,
+        activation: ActivationLike = None,
     ) -> tuple[Tensors, GroupNormSpec | BatchNormSpec]:
         """The tensors and the spec of a call: with running statistics, a BatchNorm's spec."""
         self._check_input_dim(input)
@@ -154,7 +165,9 @@ class _InstanceNorm(_Groups, NormBase):
             return t, BatchNormSpec(False, 0.0, eps, tv, activation, instance=True)
         # In torch, a momentum of None leaves the statistics of an InstanceNorm unchanged.
         momentum = 0.0 if self.momentum is None else as_number(self.momentum)
-        spec = GroupNormSpec(x.shape[1], eps, tv, activation, momentum=momentum, instance=True)
+        spec = GroupNormSpec(
+            x.shape[1], eps, tv, activation, momentum=momentum, instance=True
+        )
         return t, spec
 
     def _uses_running(self, training: bool) -> bool:
@@ -172,8 +185,12 @@ class _InstanceNorm(_Groups, NormBase):
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         uses_running, affine = self._uses_running(training), (self.weight, self.bias)
-        mean, var = (self.running_mean, self.running_var) if uses_running else (None, None)
-        return reference.instance_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
+        mean, var = (
+            (self.running_mean, self.running_var) if uses_running else (None, None)
+        )
+        return reference.instance_norm(
+            x, *affine, **self._numbers(), mean=mean, var=var
+        ).y
 
     def _variance(self, x: Tensor) -> Tensor:
         x = self._batched(x).to(reference.accumulator_dtype(x.dtype))

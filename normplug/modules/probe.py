@@ -51,7 +51,9 @@ class Probe:
 class SharedProbe(Probe):
     """The probes of all that watch a layer, as one. It is replaced as a whole."""
 
-    def __init__(self, probes: Sequence[Probe], revert: Callable[[nn.Module], None] | None) -> None:
+    def __init__(
+        self, probes: Sequence[Probe], revert: Callable[[nn.Module], None] | None
+    ) -> None:
         super().__init__()
         self.probes = tuple(probes)
         self.revert = revert

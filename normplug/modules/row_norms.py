@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import native, reference
-from normplug._ops import parts
+from normplug._ops import subclasses
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors, autocast_dtype
 from normplug._torch import RMS_NORM_AUTOCASTS, interposed
@@ -71,7 +71,11 @@ class RowNorm(WatchedRows):
             return self.forward(input)
 
     def _normalise(
-        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, autocast_output: str
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        autocast_output: str,
     ) -> Tensor:
         if self._is_plain(input, weight):
             try:
@@ -79,12 +83,18 @@ class RowNorm(WatchedRows):
             except REFUSALS:
                 pass
         t = Tensors(input, None, weight, bias, None, *self._statistics_to_update(input))
-        measures = self._probe is not None  # read first: another thread may unswap the layer
+        measures = (
+            self._probe is not None
+        )  # read first: another thread may unswap the layer
         # A subclass may override this method; C++ would then bypass its version.
         stores = type(self)._normalise is RowNorm._normalise
-        y = self._new_call(t, self._spec(input, autocast_output), input, None, None, stores=stores)
+        y = self._new_call(
+            t, self._spec(input, autocast_output), input, None, None, stores=stores
+        )
         if measures:
-            self._record(*(parts.rows(each, self._affine_shape()) for each in (input, y)))
+            self._record(
+                *(subclasses.rows(each, self._affine_shape()) for each in (input, y))
+            )
         return y
 
     def _fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +109,9 @@ class RowNorm(WatchedRows):
         t = Tensors(input, residual, *self._affine(), input_bias, *statistics)
         return t, self._spec(input, self._normplug.autocast_output)
 
-    _fusion_sites = FusionSites({"forward": forward, "_normalise": _normalise}, before=("sum",))
+    _fusion_sites = FusionSites(
+        {"forward": forward, "_normalise": _normalise}, before=("sum",)
+    )
 
     def _row_dims(self) -> tuple[int, ...]:
         """The dimensions of an input that form a row."""
@@ -168,7 +180,9 @@ class LayerNorm(RowNorm, nn.LayerNorm):
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         affine = self.weight, self.bias
-        return reference.layer_norm(x, self.normalized_shape, *affine, **self._numbers()).y
+        return reference.layer_norm(
+            x, self.normalized_shape, *affine, **self._numbers()
+        ).y
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))
@@ -201,8 +215,14 @@ class _RMSNorm(RowNorm):
         return torch.rms_norm(x, shape, self._scaled(weight), eps)
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        shape, (weight, _), offset = self._affine_shape(), self._affine(), self._weight_offset
-        return reference.rms_norm(x, shape, weight, **self._numbers(), weight_offset=offset).y
+        shape, (weight, _), offset = (
+            self._affine_shape(),
+            self._affine(),
+            self._weight_offset,
+        )
+        return reference.rms_norm(
+            x, shape, weight, **self._numbers(), weight_offset=offset
+        ).y
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))
@@ -229,7 +249,9 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
     """
 
 
-def _watch(buffers: dict[str, Any], momentum: Any, mean: Tensor, rstd: Tensor, eps: float) -> None:
+def _watch(
+    buffers: dict[str, Any], momentum: Any, mean: Tensor, rstd: Tensor, eps: float
+) -> None:
     """Update watched statistics in floats: `stock.update_running` takes four times as long.
 
     mean, rstd: a value for each row; rstd is 1 / sqrt(var + eps).
@@ -237,7 +259,11 @@ def _watch(buffers: dict[str, Any], momentum: Any, mean: Tensor, rstd: Tensor, e
     watched_mean, watched_var, count = map(buffers.__getitem__, LayerNorm._watched)
     rows, batches = rstd.numel(), count.item() + 1
     step = 1 / batches if momentum is None else momentum
-    var = max(rstd.pow(-2).sum().item() / rows - eps, 0.0)  # rounding may make it negative
+    var = max(
+        rstd.pow(-2).sum().item() / rows - eps, 0.0
+    )  # rounding may make it negative
     count.fill_(batches)
-    watched_mean.fill_((1 - step) * watched_mean.item() + step * (mean.sum().item() / rows))
+    watched_mean.fill_(
+        (1 - step) * watched_mean.item() + step * (mean.sum().item() / rows)
+    )
     watched_var.fill_((1 - step) * watched_var.item() + step * var)

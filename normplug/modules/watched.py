@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from normplug import _checks
-from normplug._ops.parts import is_sharded
+from normplug._ops.subclasses import is_sharded
 from normplug._torch import in_autocast, transforms_active
 from normplug.modes import ModeLike
 from normplug.modules.base import TargetVarianceNorm
@@ -60,13 +60,17 @@ class WatchedRows(TargetVarianceNorm):
         self._adopt(self, track_running_stats, kwargs.get("device"))
 
     @classmethod
-    def _adopt(cls, module: nn.Module, track_running_stats: bool | None, device: Any) -> None:
+    def _adopt(
+        cls, module: nn.Module, track_running_stats: bool | None, device: Any
+    ) -> None:
         if not (cls._watches if track_running_stats is None else track_running_stats):
             return
         weight: Tensor | None = module.weight  # type: ignore[assignment]
         for name in cls._watched:
             fresh = _fresh(name, weight, device if weight is None else weight.device)
-            module.register_buffer(name, None if fresh.is_meta else fresh, persistent=False)
+            module.register_buffer(
+                name, None if fresh.is_meta else fresh, persistent=False
+            )
 
     @classmethod
     def _leave(cls, module: nn.Module) -> None:
@@ -115,11 +119,18 @@ class WatchedRows(TargetVarianceNorm):
         # Where a compiler or PyTorch's kernels run, averages over all rows cost more than the norm.
         if not self._normplug.watches and (is_compiling() or not asked):
             return None, None, None
-        var, device = own["watched_var"], input.device if isinstance(input, Tensor) else None
+        var, device = (
+            own["watched_var"],
+            input.device if isinstance(input, Tensor) else None,
+        )
         if device is not None and (var is None or var.device != device):
             weight = self._parameters.get("weight")
             if device.type == "meta" or not (weight is None or weight.device == device):
-                return None, None, None  # nothing to measure, or a call that the checks reject
+                return (
+                    None,
+                    None,
+                    None,
+                )  # nothing to measure, or a call that the checks reject
             self._move_watched(device)
         if _REFUSES_DTENSORS and is_compiling() and is_sharded(own["watched_var"]):
             return None, None, None
@@ -157,11 +168,18 @@ class WatchedRows(TargetVarianceNorm):
     def _shown(self) -> list[str]:
         # None: where kernels run.
         watches = "watched_var" in self._buffers and (self._normplug.watches or None)
-        watched = [f"momentum={self._normplug.momentum}", f"track_running_stats={watches}"]
+        watched = [
+            f"momentum={self._normplug.momentum}",
+            f"track_running_stats={watches}",
+        ]
         return [*watched, *super()._shown()]
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **named: Any) -> None:
-        earlier = [prefix + name for name in _EARLIER]  # checkpoints of version 0.2 have them
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, *args: Any, **named: Any
+    ) -> None:
+        earlier = [
+            prefix + name for name in _EARLIER
+        ]  # checkpoints of version 0.2 have them
         own = {key: value for key, value in state_dict.items() if key not in earlier}
         super()._load_from_state_dict(own, prefix, *args, **named)
 

@@ -54,7 +54,9 @@ class Status(NamedTuple):
         line += "".join(f" SyncBatchNorm of {group}." for group in self.groups)
         if not any(self.kernels.values()):
             return line
-        here, workers, cache = (self.kernels[name] for name in ("here", "workers", "cache"))
+        here, workers, cache = (
+            self.kernels[name] for name in ("here", "workers", "cache")
+        )
         return (
             f"{line} Kernels: {here} compiled by this process, {workers} by its workers, {cache} "
             "from Triton's cache."
@@ -92,7 +94,9 @@ def _use(extension: ModuleType | None) -> None:
     """Run calls through C++, or through Python if `extension` is None."""
     global _extension
     _extension = extension
-    for name in _FUNCTIONS:  # a call in another thread finds the old function or the new one
+    for (
+        name
+    ) in _FUNCTIONS:  # a call in another thread finds the old function or the new one
         globals()[name] = getattr(extension, name, _nothing)
     if _loaded is not None:
         _loaded.enable(extension is not None)
@@ -125,7 +129,9 @@ def build() -> Path:
             building.finish(building.start_compiler(library), library)
             building.load(library)
     except (ImportError, OSError, RuntimeError) as error:
-        raise RuntimeError(f"normplug: the host path cannot be compiled: {error}") from error
+        raise RuntimeError(
+            f"normplug: the host path cannot be compiled: {error}"
+        ) from error
     return library
 
 

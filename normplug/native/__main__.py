@@ -12,7 +12,9 @@ from normplug.native import building
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m normplug.native", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m normplug.native", description=__doc__
+    )
     parser.add_argument(
         "command",
         choices=("build", "status"),

@@ -88,7 +88,11 @@ def start_compiler(target: Path, *, again: bool = True) -> subprocess.Popen[byte
     # In a session of its own, the compiler outlives this process, and Ctrl-C does not reach it.
     return subprocess.Popen(
         ["sh", "-c", _SCRIPT, "sh", *words],
-        env={**os.environ, "LC_ALL": "C", **{name: str(path) for name, path in paths.items()}},
+        env={
+            **os.environ,
+            "LC_ALL": "C",
+            **{name: str(path) for name, path in paths.items()},
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -149,7 +153,9 @@ def load(path: Path) -> ModuleType:
     try:
         if content[-_DIGEST:] != b"%s  -\n" % digest.encode():
             # To map a file that was cut short can kill the process.
-            raise ImportError(f"{path}: it was cut short or changed after it was compiled")
+            raise ImportError(
+                f"{path}: it was cut short or changed after it was compiled"
+            )
         return _import(str(path))
     except ImportError:
         path.unlink(missing_ok=True)

@@ -11,7 +11,11 @@ import normplug.bench.__main__
 import normplug.native.__main__
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 COMMANDS = {
     "normplug.bench": normplug.bench.__main__.main,
     "normplug.native": normplug.native.__main__.main,

@@ -22,12 +22,18 @@ RUN = "import sys, pages; pages.run(sys.argv[0])"
 def test_the_python_blocks_of_a_page_run(page, tmp_path):
     done = program(RUN, page, directory=tmp_path)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith('["' + page.name)]
+    lines = [
+        line for line in done.stdout.splitlines() if line.startswith('["' + page.name)
+    ]
     outcomes = [json.loads(line) for line in lines]
     assert len(outcomes) == len([*pages.blocks_of(page)])
-    failed = [f"{place}: {more}" for place, outcome, more in outcomes if outcome == "failed"]
+    failed = [
+        f"{place}: {more}" for place, outcome, more in outcomes if outcome == "failed"
+    ]
     assert not failed, "\n".join(failed)
-    skipped = [f"{place}: {more}" for place, outcome, more in outcomes if outcome == "skipped"]
+    skipped = [
+        f"{place}: {more}" for place, outcome, more in outcomes if outcome == "skipped"
+    ]
     if len(skipped) == len(outcomes):
         pytest.skip("; ".join(skipped))
 
@@ -43,7 +49,9 @@ def test_docstrings_have_sections_that_the_api_page_renders():
     """The Google style knows Examples; Example would be a nested quote, an admonition."""
     files = sorted((DOCS.parent / "normplug").rglob("*.py"))
     assert files
-    wrong = [path.name for path in files if re.search(r"^ *Example:$", path.read_text(), re.M)]
+    wrong = [
+        path.name for path in files if re.search(r"^ *Example:$", path.read_text(), re.M)
+    ]
     assert wrong == []
 
 

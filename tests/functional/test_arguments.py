@@ -49,7 +49,9 @@ batch_norm = partial(
     functional.batch_norm, input=X, training=True, running_mean=None, running_var=None
 )
 layer_norm = partial(functional.layer_norm, input=X, normalized_shape=(6,))
-add_layer_norm = partial(functional.add_layer_norm, x=X, residual=X, normalized_shape=(6,))
+add_layer_norm = partial(
+    functional.add_layer_norm, x=X, residual=X, normalized_shape=(6,)
+)
 rms_norm = partial(functional.rms_norm, input=X, normalized_shape=(6,))
 add_rms_norm = partial(functional.add_rms_norm, x=X, residual=X, normalized_shape=(6,))
 group_norm = partial(functional.group_norm, input=X, num_groups=2)
@@ -59,7 +61,9 @@ CENTRED, RMS = [layer_norm, add_layer_norm], [rms_norm, add_rms_norm]
 ROWS, CHANNELS = [*CENTRED, *RMS], [batch_norm, group_norm, instance_norm]
 FUNCTIONS = [*CHANNELS, *ROWS]
 BATCH_NORMS = [normplug.BatchNorm1d, normplug.BatchNorm2d, normplug.BatchNorm3d]
-BATCH_NORMS = [partial(each, num_features=6) for each in (*BATCH_NORMS, normplug.SyncBatchNorm)]
+BATCH_NORMS = [
+    partial(each, num_features=6) for each in (*BATCH_NORMS, normplug.SyncBatchNorm)
+]
 make_instance_norm = partial(normplug.InstanceNorm2d, num_features=6)
 make_group_norm = partial(normplug.GroupNorm, num_groups=2, num_channels=6)
 make_layer_norm = partial(normplug.LayerNorm, normalized_shape=6)
@@ -75,17 +79,46 @@ CALLERS |= {fuse: "fuse", unswap: "unswap", VarianceLogger: "lightning.VarianceL
 
 BAD_TENSORS = [ARRAY, [1.0], 1.0, "x", 3]
 BAD_NUMBERS = ["x", True, Fraction(1, 2), 1j, [1.0], ARRAY]
-BAD_NUMBERS += [torch.tensor([0.5]), torch.tensor(True), torch.tensor(0.5, requires_grad=True)]
+BAD_NUMBERS += [
+    torch.tensor([0.5]),
+    torch.tensor(True),
+    torch.tensor(0.5, requires_grad=True),
+]
 BAD_FLAGS = ["yes", 1, 0.0, None, torch.tensor(True), np.ones(2)]
 BAD_CHOICES = [v for v in BAD_FLAGS if v is not None]  # None is the class's default
-BAD_NAMES = [3, None, ["torch"], np.array(["torch", "auto"]), torch.ones(2), b"torch", True, "cuda"]
+BAD_NAMES = [
+    3,
+    None,
+    ["torch"],
+    np.array(["torch", "auto"]),
+    torch.ones(2),
+    b"torch",
+    True,
+    "cuda",
+]
 BAD_SIZES = [0, -1]
-BAD_PAIRS = [("relu", 0.1), ("leaky_relu",), ("leaky_relu", -1.0), ("leaky_relu", float("inf"))]
+BAD_PAIRS = [
+    ("relu", 0.1),
+    ("leaky_relu",),
+    ("leaky_relu", -1.0),
+    ("leaky_relu", float("inf")),
+]
 BAD_COUNTS = [1.5, True, "a", None, [1], 1j, torch.tensor(3), float("nan")]
 BAD_ROWS = [(6.0,), [True], ("6",), 6, None, 6.0, "6", (None,), torch.tensor([6])]
 BAD_MODES = [True, None, 0, -1, "gold", float("nan"), [1], ARRAY, torch.tensor(1.0), 1j]
 BAD_MODES += [nn.Parameter(torch.ones(())), 10**400]
-BAD_FILTERS = [3, [3], 1.5, True, ["norm", None], b"norm", ARRAY, X, {"norm": 1}, nn.LayerNorm(6)]
+BAD_FILTERS = [
+    3,
+    [3],
+    1.5,
+    True,
+    ["norm", None],
+    b"norm",
+    ARRAY,
+    X,
+    {"norm": 1},
+    nn.LayerNorm(6),
+]
 NOT_DENSE = [X.to(torch.float8_e4m3fn), X.to_sparse(), X.to_mkldnn()]
 NOT_REAL = [X.int(), X.bool(), X.to(torch.complex64)]
 TABLE = []
@@ -105,7 +138,9 @@ def caller_of(call):
 def cases(calls, names, values, error):
     """Add a case for each call, each argument of these names, and each value."""
     for call, name, value in itertools.product(calls, names.split(), values):
-        shown = getattr(value, "__name__", reprlib.repr(value))  # a method shows its address
+        shown = getattr(
+            value, "__name__", reprlib.repr(value)
+        )  # a method shows its address
         caller = "" if name in ("mode", "include", "exclude") else caller_of(call)
         said = "input" if name == "x" else name
         case = f"{caller}-{name}-{shown:.20}"
@@ -113,7 +148,12 @@ def cases(calls, names, values, error):
 
 
 INPUTS = [None, *BAD_TENSORS, *NOT_REAL]
-cases([batch_norm, layer_norm, rms_norm, group_norm, instance_norm], "input", INPUTS, TypeError)
+cases(
+    [batch_norm, layer_norm, rms_norm, group_norm, instance_norm],
+    "input",
+    INPUTS,
+    TypeError,
+)
 cases([*ADDING, functional.channel_stats], "x", INPUTS, TypeError)
 for calls, names in (
     (FUNCTIONS, "weight"),
@@ -128,8 +168,14 @@ for calls, names in (
 cases([batch_norm, *ROWS], "num_batches_tracked", BAD_TENSORS, TypeError)
 cases([batch_norm, *ROWS], "num_batches_tracked", [ON_META, torch.arange(3)], ValueError)
 for name in ("running_mean", "running_var"):
-    both = {"running_mean": torch.ones(()), "running_var": torch.ones(()), name: torch.ones(6)}
-    TABLE.append(pytest.param(layer_norm, both, ValueError, "functional.layer_norm", name))
+    both = {
+        "running_mean": torch.ones(()),
+        "running_var": torch.ones(()),
+        name: torch.ones(6),
+    }
+    TABLE.append(
+        pytest.param(layer_norm, both, ValueError, "functional.layer_norm", name)
+    )
 
 cases([*FUNCTIONS, *LAYERS], "eps", BAD_NUMBERS, TypeError)
 cases([*CHANNELS, *CENTRED, *BATCH_NORMS, make_layer_norm], "eps", [None], TypeError)
@@ -157,12 +203,19 @@ cases([*BATCH_NORMS, make_instance_norm], "num_features", BAD_COUNTS, TypeError)
 cases(BATCH_NORMS, "num_features", BAD_SIZES, ValueError)
 cases(BATCH_NORMS, "affine track_running_stats", BAD_FLAGS, TypeError)
 cases(ROW_LAYERS, "elementwise_affine", BAD_FLAGS, TypeError)
-cases([*ROW_LAYERS, make_group_norm, *SWAPS], "track_running_stats", BAD_CHOICES, TypeError)
+cases(
+    [*ROW_LAYERS, make_group_norm, *SWAPS], "track_running_stats", BAD_CHOICES, TypeError
+)
 
 cases([*SWAPS, plan], "sync", BAD_FLAGS, TypeError)
 cases(SWAPS, "preserve_output", BAD_CHOICES, TypeError)
 cases([*SWAPS, plan], "include exclude", BAD_FILTERS, TypeError)
-cases([*SWAPS, set_mode, *FUNCTIONS, make_group_norm, *ROW_LAYERS], "mode", BAD_MODES, ValueError)
+cases(
+    [*SWAPS, set_mode, *FUNCTIONS, make_group_norm, *ROW_LAYERS],
+    "mode",
+    BAD_MODES,
+    ValueError,
+)
 cases([fuse], "recompute", BAD_FLAGS, TypeError)
 cases([unswap], "fold", BAD_FLAGS, TypeError)
 cases([VarianceLogger], "every_n_steps", BAD_COUNTS, TypeError)
@@ -171,7 +224,9 @@ cases([VarianceLogger], "dirpath", [3, b"x", [], X], TypeError)
 
 
 @pytest.mark.parametrize(("call", "arguments", "error", "caller", "name"), TABLE)
-def test_an_invalid_argument_raises_an_error_with_the_rule(call, arguments, error, caller, name):
+def test_an_invalid_argument_raises_an_error_with_the_rule(
+    call, arguments, error, caller, name
+):
     with pytest.raises(
         (TypeError, ValueError), match=rf"^normplug(\.{caller})?: .*{name}"
     ) as raised:
@@ -186,21 +241,76 @@ def test_an_invalid_argument_raises_an_error_with_the_rule(call, arguments, erro
         (batch_norm, {"input": X.long()}, TypeError, r"got torch.int64.*input.float\(\)"),
         (batch_norm, {"input": X[0]}, ValueError, r"\(N, C\).*shape \(6,\)"),
         (batch_norm, {"input": X[:1]}, ValueError, r"more than one value per .*\(1, 6\)"),
-        (batch_norm, {"weight": VAR[:4]}, ValueError, r"must be \(C,\) = \(6,\).*got \(4,\)"),
-        (batch_norm, {"running_mean": MEAN}, ValueError, "go together; got only running_mean"),
-        (batch_norm, {"running_var": VAR}, ValueError, "go together; got only running_var"),
-        (batch_norm, {"training": False}, ValueError, "training=False normalises by running_mean"),
-        (batch_norm, {"backend": "cuda"}, ValueError, "'auto', 'triton', 'torch'; got 'cuda'"),
-        (batch_norm, {**RUNNING, "momentum": None}, ValueError, "num_batches_tracked to count"),
+        (
+            batch_norm,
+            {"weight": VAR[:4]},
+            ValueError,
+            r"must be \(C,\) = \(6,\).*got \(4,\)",
+        ),
+        (
+            batch_norm,
+            {"running_mean": MEAN},
+            ValueError,
+            "go together; got only running_mean",
+        ),
+        (
+            batch_norm,
+            {"running_var": VAR},
+            ValueError,
+            "go together; got only running_var",
+        ),
+        (
+            batch_norm,
+            {"training": False},
+            ValueError,
+            "training=False normalises by running_mean",
+        ),
+        (
+            batch_norm,
+            {"backend": "cuda"},
+            ValueError,
+            "'auto', 'triton', 'torch'; got 'cuda'",
+        ),
+        (
+            batch_norm,
+            {**RUNNING, "momentum": None},
+            ValueError,
+            "num_batches_tracked to count",
+        ),
         (layer_norm, {"normalized_shape": (5,)}, ValueError, r"=\(5,\); got .* \(4, 6\)"),
-        (layer_norm, {"weight": VAR[:1]}, ValueError, r"weight must be .* \(6,\); got \(1,\)"),
+        (
+            layer_norm,
+            {"weight": VAR[:1]},
+            ValueError,
+            r"weight must be .* \(6,\); got \(1,\)",
+        ),
         (layer_norm, {"input_bias": X}, ValueError, "input_bias must be of shape"),
-        (rms_norm, {"running_var": VAR[0], "momentum": None}, ValueError, "num_batches_tracked"),
-        (group_norm, {"num_groups": 4}, ValueError, "must be a divisor of the 6 .* got 4"),
-        (group_norm, {"input": X[:1], "num_groups": 6}, ValueError, "than one value per group"),
+        (
+            rms_norm,
+            {"running_var": VAR[0], "momentum": None},
+            ValueError,
+            "num_batches_tracked",
+        ),
+        (
+            group_norm,
+            {"num_groups": 4},
+            ValueError,
+            "must be a divisor of the 6 .* got 4",
+        ),
+        (
+            group_norm,
+            {"input": X[:1], "num_groups": 6},
+            ValueError,
+            "than one value per group",
+        ),
         (instance_norm, {"input": X}, ValueError, "more than one spatial position"),
         *(
-            (call, {"backend": "triton"}, NotImplementedError, f"{WHY}.*Use backend='auto'")
+            (
+                call,
+                {"backend": "triton"},
+                NotImplementedError,
+                f"{WHY}.*Use backend='auto'",
+            )
             for call in (batch_norm, layer_norm, rms_norm, group_norm)
         ),
     ],
@@ -215,12 +325,25 @@ def test_an_invalid_call_raises_an_error_with_the_rule_and_the_values(
 
 @pytest.mark.parametrize("value", [None, 3, "model", {}, nn.Linear, ARRAY, X])
 @pytest.mark.parametrize(
-    "name", ["swap", "unswap", "plan", "check", "fuse", "unfuse", "fusions", "set_mode", "swapped"]
+    "name",
+    [
+        "swap",
+        "unswap",
+        "plan",
+        "check",
+        "fuse",
+        "unfuse",
+        "fusions",
+        "set_mode",
+        "swapped",
+    ],
 )
 def test_every_function_rejects_a_model_that_is_not_a_module(name, value):
     arguments = ("golden",) if name == "set_mode" else ()
     with (
-        pytest.raises(TypeError, match=rf"^normplug\.{name}: model must be an nn.Module; got "),
+        pytest.raises(
+            TypeError, match=rf"^normplug\.{name}: model must be an nn.Module; got "
+        ),
         contextlib.ExitStack() as stack,
     ):
         stack.enter_context(getattr(normplug, name)(value, *arguments))
@@ -238,7 +361,9 @@ def test_an_unknown_option_is_rejected_before_anything_runs(call):
     ("arguments", "name"), [({}, "num_features"), ({"num_features": 3, "foo": 1}, "foo")]
 )
 def test_a_missing_or_unknown_argument_is_refused_by_the_class(arguments, name):
-    with pytest.raises(TypeError, match=rf"^normplug\.BatchNorm2d: .* argument:? '{name}'\.$"):
+    with pytest.raises(
+        TypeError, match=rf"^normplug\.BatchNorm2d: .* argument:? '{name}'\.$"
+    ):
         normplug.BatchNorm2d(**arguments)
 
 
@@ -256,12 +381,18 @@ def test_a_layer_rejects_an_input_that_is_not_a_tensor(training, value):
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_a_weight_must_not_be_nested(layout):
     weight = torch.nested.nested_tensor([torch.ones(6), torch.ones(3)], layout=layout)
-    with pytest.raises(TypeError, match="weight must be a dense tensor; got a nested tensor"):
+    with pytest.raises(
+        TypeError, match="weight must be a dense tensor; got a nested tensor"
+    ):
         functional.layer_norm(X, (6,), weight)
 
 
-@pytest.mark.parametrize("wrong", ["bad", None, float("nan"), float("inf"), 0, torch.ones(())])
-@pytest.mark.parametrize("cls", [normplug.BatchNorm1d, normplug.LayerNorm, normplug.RMSNorm])
+@pytest.mark.parametrize(
+    "wrong", ["bad", None, float("nan"), float("inf"), 0, torch.ones(())]
+)
+@pytest.mark.parametrize(
+    "cls", [normplug.BatchNorm1d, normplug.LayerNorm, normplug.RMSNorm]
+)
 def test_a_layer_refuses_a_wrong_target_variance_and_keeps_its_own(cls, wrong):
     layer = cls(6, mode=0.5)
     with pytest.raises((TypeError, ValueError), match="mode must be 'golden' .* got "):
@@ -269,7 +400,9 @@ def test_a_layer_refuses_a_wrong_target_variance_and_keeps_its_own(cls, wrong):
     assert layer.target_variance == 0.5
 
 
-@pytest.mark.parametrize("wrong", [nn.Parameter(torch.ones(())), nn.Linear(1, 1)], ids=["p", "m"])
+@pytest.mark.parametrize(
+    "wrong", [nn.Parameter(torch.ones(())), nn.Linear(1, 1)], ids=["p", "m"]
+)
 @pytest.mark.parametrize(
     "name", ["mode", "target_variance", "backend", "autocast_output", "statistics"]
 )
@@ -292,7 +425,11 @@ def test_an_eps_that_is_a_parameter_is_refused_by_the_next_call():
 
 
 def test_a_message_shows_the_start_of_a_long_value():
-    for wrong in ({"mode": "x" * 10**5}, {"backend": "x" * 10**5}, {"activation": "x" * 10**5}):
+    for wrong in (
+        {"mode": "x" * 10**5},
+        {"backend": "x" * 10**5},
+        {"activation": "x" * 10**5},
+    ):
         with pytest.raises(ValueError, match="got 'xxx") as raised:
             functional.batch_norm(X, None, None, training=True, **wrong)
         assert len(str(raised.value)) < 400
@@ -306,7 +443,9 @@ def stock_batch_norm(x, mean, var, weight, bias, training=False, momentum=0.1, e
 @pytest.mark.parametrize("name", ["batch_norm", "group_norm", "layer_norm", "rms_norm"])
 @pytest.mark.parametrize("eps", [None, -0.5, 0, float("inf"), float("nan")])
 def test_the_samples_of_torchs_own_tests_give_the_results_of_torch(name, eps):
-    operators = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+    operators = pytest.importorskip(
+        "torch.testing._internal.common_methods_invocations"
+    ).op_db
     (*_, operator) = (op for op in operators if op.name == f"nn.functional.{name}")
     for dtype in (torch.float32, torch.float64):
         for sample in operator.sample_inputs("cpu", dtype):
@@ -314,7 +453,9 @@ def test_the_samples_of_torchs_own_tests_give_the_results_of_torch(name, eps):
                 continue  # refused: see `_checks.channels`
             options = sample.kwargs if eps is None else sample.kwargs | {"eps": eps}
             stock = stock_batch_norm if name == "batch_norm" else getattr(F, name)
-            calls = [(f, copy.deepcopy(sample)) for f in (stock, getattr(functional, name))]
+            calls = [
+                (f, copy.deepcopy(sample)) for f in (stock, getattr(functional, name))
+            ]
             theirs, ours = (f(s.input, *s.args, **options) for f, s in calls)
             torch.testing.assert_close(ours, theirs, equal_nan=True)
             statistics = (s.args for _, s in calls)
@@ -331,7 +472,9 @@ def test_an_eps_may_be_a_tensor_of_no_dimensions(call):
 
 def test_a_momentum_may_be_a_tensor_of_no_dimensions():
     layers = [nn.BatchNorm1d(6, momentum=0.5), normplug.BatchNorm1d(6, momentum=NUMBER)]
-    watched = [normplug.LayerNorm(6, track_running_stats=True, momentum=m) for m in (0.5, NUMBER)]
+    watched = [
+        normplug.LayerNorm(6, track_running_stats=True, momentum=m) for m in (0.5, NUMBER)
+    ]
     for pair in (layers, watched):
         for layer in pair:
             layer(X)
@@ -345,7 +488,9 @@ def test_numpy_scalars_iterators_and_other_equivalents_are_accepted():
     size, half = np.int64(6), np.float32(0.5)
     for eps in (1, half, np.float64(1e-5)):
         functional.layer_norm(X, [size], eps=eps, momentum=half)
-        functional.batch_norm(X, MEAN.clone(), VAR.clone(), training=True, eps=eps, momentum=half)
+        functional.batch_norm(
+            X, MEAN.clone(), VAR.clone(), training=True, eps=eps, momentum=half
+        )
     functional.layer_norm(X, X.shape[1:], eps=0)
     assert normplug.LayerNorm(size).normalized_shape == (6,)
     assert normplug.LayerNorm(torch.Size([6])).normalized_shape == (6,)

@@ -16,7 +16,9 @@ from programs import ROOT
 def test_the_output_and_the_input_gradient_keep_the_layout(shape):
     x, weight, bias = make(shape, (5,), torch.float32, "channels_last")
     x.requires_grad_()
-    y = functional.batch_norm(x, None, None, weight, bias, True, residual=x, activation="relu")
+    y = functional.batch_norm(
+        x, None, None, weight, bias, True, residual=x, activation="relu"
+    )
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert y.stride() == dx.stride() == x.stride()
 
@@ -28,13 +30,19 @@ def test_channel_stats_are_accurate_far_from_zero(dtype):
     assert mean.dtype == reference.accumulator_dtype(dtype)
     exact = x.double()
     torch.testing.assert_close(mean.double(), exact.mean((0, 2, 3)), rtol=1e-6, atol=0)
-    torch.testing.assert_close(var.double(), exact.var((0, 2, 3), correction=0), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        var.double(), exact.var((0, 2, 3), correction=0), rtol=1e-4, atol=0
+    )
     assert functional.channel_stats(x[:0])[1].isnan().all()
 
 
 def test_the_documented_hook_prints_the_golden_variance(capsys):
     pages = [page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")]
-    blocks = [block for page in pages for block in re.findall(r"```python\n(.*?)```", page, re.S)]
+    blocks = [
+        block
+        for page in pages
+        for block in re.findall(r"```python\n(.*?)```", page, re.S)
+    ]
     (example,) = (block for block in blocks if "channel_stats(" in block)
     torch.manual_seed(0)
     exec(compile(example, "the documentation", "exec"), {})
@@ -66,7 +74,11 @@ def test_a_gradient_of_any_layout_gives_the_right_gradients(shape, training, nor
     channels = shape[1]
     vectors = [torch.rand(channels, dtype=torch.float64) + 0.5 for _ in range(4)]
     mean, var, weight, bias = vectors
-    orders = [(0, 1, *range(2, len(shape))), (0, *range(2, len(shape)), 1), (2, 0, 1, 3, 4)]
+    orders = [
+        (0, 1, *range(2, len(shape))),
+        (0, *range(2, len(shape)), 1),
+        (2, 0, 1, 3, 4),
+    ]
     orders = [order[: len(shape)] for order in orders]
     for x_order, dy_order in itertools.product(orders, orders):
         x = in_order(torch.randn(shape, dtype=torch.float64), x_order).requires_grad_()
@@ -91,7 +103,9 @@ def test_a_layer_gives_the_right_gradient_for_one_of_any_layout(shape, training)
     for x_order, dy_order in itertools.product(orders, repeat=2):
         x = in_order(torch.randn(shape, dtype=torch.float64), x_order).requires_grad_()
         dy = in_order(torch.randn(shape, dtype=torch.float64), dy_order)
-        constants = {} if training else {"mean": layer.running_mean, "var": layer.running_var}
+        constants = (
+            {} if training else {"mean": layer.running_mean, "var": layer.running_var}
+        )
         expected = reference.batch_norm(x, layer.weight, layer.bias, **constants).y
         gradients = (torch.autograd.grad(y, x, dy) for y in (layer(x), expected))
         torch.testing.assert_close(*gradients)

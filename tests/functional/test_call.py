@@ -39,7 +39,9 @@ def test_a_stored_call_is_checked_again_if_anything_differs(nothing_stored):
 
 def test_a_stored_call_runs_in_transforms_and_modes_as_a_new_one(nothing_stored):
     expected = functional.layer_norm(X, (6,), mode=0.5)
-    found = torch.func.vmap(lambda x: functional.layer_norm(x, (6,), mode=0.5))(X[:, None])
+    found = torch.func.vmap(lambda x: functional.layer_norm(x, (6,), mode=0.5))(
+        X[:, None]
+    )
     torch.testing.assert_close(found[:, 0], expected, rtol=0, atol=0)
 
 

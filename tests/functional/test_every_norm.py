@@ -47,8 +47,13 @@ def test_forward_and_gradients_match_the_reference(case, affine):
     name, (shared, own, other) = case.split()[0], REFERENCES[case]
     norm, tv = getattr(reference, name), target_variance("golden")
     x, dy = torch.randn(2, 3, 4, 2, 6).double().unbind()
-    shape, takes_activation = shared.get("normalized_shape", (4,)), "normalized_shape" not in shared
-    given = {n: torch.rand(shape).double() + 0.5 for n in ("weight", "bias") if n in affine}
+    shape, takes_activation = (
+        shared.get("normalized_shape", (4,)),
+        "normalized_shape" not in shared,
+    )
+    given = {
+        n: torch.rand(shape).double() + 0.5 for n in ("weight", "bias") if n in affine
+    }
     if name == "rms_norm":
         given.pop("bias", None)
     if name == "batch_norm":
@@ -61,7 +66,9 @@ def test_forward_and_gradients_match_the_reference(case, affine):
         leaves = {"input": leaf(x), **{n: leaf(t) for n, t in given.items()}}
         options = {"activation": activation} if takes_activation else {}
         y = getattr(functional, name)(**leaves, **shared, **own, **options, mode="golden")
-        got = dict(zip(leaves, torch.autograd.grad(y, [*leaves.values()], dy), strict=True))
+        got = dict(
+            zip(leaves, torch.autograd.grad(y, [*leaves.values()], dy), strict=True)
+        )
         pre = norm(h, **vectors, **shared, **other, target_variance=tv)[0] + residual
         torch.testing.assert_close(y, reference.activation(pre, activation))
         dpre = oracle.activation_backward(dy, pre, activation)
@@ -75,7 +82,9 @@ def test_forward_and_gradients_match_the_reference(case, affine):
 
 
 @given(
-    name=st.sampled_from(["batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm"]),
+    name=st.sampled_from(
+        ["batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm"]
+    ),
     shape=st.lists(st.integers(1, 6), min_size=1, max_size=5),
     dims=st.integers(1, 4),
     dtype=st.sampled_from(DTYPES),
@@ -89,11 +98,23 @@ def test_forward_and_gradients_match_the_reference(case, affine):
 )
 @settings(max_examples=400, deadline=None)
 def test_any_call_is_as_close_to_float64_as_torch(
-    name, shape, dims, dtype, layout, affine, full_parameters, mode, training, offset, seed
+    name,
+    shape,
+    dims,
+    dtype,
+    layout,
+    affine,
+    full_parameters,
+    mode,
+    training,
+    offset,
+    seed,
 ):
     torch.manual_seed(seed)
     of_rows = name in ("layer_norm", "rms_norm")
-    values = torch.Size(shape[2:] if name == "instance_norm" else [shape[0], *shape[2:]]).numel()
+    values = torch.Size(
+        shape[2:] if name == "instance_norm" else [shape[0], *shape[2:]]
+    ).numel()
     assume(of_rows or (len(shape) > 1 and values > 1))
     if name in ("batch_norm", "instance_norm"):
         # There torch misreads a gradient, so ours takes another layout.
@@ -122,7 +143,9 @@ def test_any_call_is_as_close_to_float64_as_torch(
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_running_statistics_average_those_of_the_rows(name, momentum, dtype):
     start = {"mean": torch.tensor(0.0), "var": torch.tensor(1.0)}
-    expected = {n: value.double() for n, value in start.items() if n == "var" or name[0] == "l"}
+    expected = {
+        n: value.double() for n, value in start.items() if n == "var" or name[0] == "l"
+    }
     running = {f"running_{n}": start[n].clone() for n in expected}
     running["num_batches_tracked"] = torch.tensor(0)
     for step in range(1, 4):
@@ -136,24 +159,43 @@ def test_running_statistics_average_those_of_the_rows(name, momentum, dtype):
     assert running["num_batches_tracked"] == 3
     for n, value in expected.items():
         found = running[f"running_{n}"].double()
-        torch.testing.assert_close(found, value, rtol=1e-5 if n == "mean" else 1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            found, value, rtol=1e-5 if n == "mean" else 1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(
     "norm",
     [
         lambda x, w, b, i: functional.layer_norm(x, (6,), w, b, input_bias=i),
-        lambda x, w, b, i: functional.rms_norm(x, (6,), w, 1e-3, weight_offset=1.0) + b * i,
+        lambda x, w, b, i: (
+            functional.rms_norm(x, (6,), w, 1e-3, weight_offset=1.0) + b * i
+        ),
         lambda x, w, b, i: functional.group_norm(x, 2, w, b, activation="silu") * i,
-        lambda x, w, b, i: functional.instance_norm(x, weight=w, bias=b, activation="silu") * i,
+        lambda x, w, b, i: (
+            functional.instance_norm(x, weight=w, bias=b, activation="silu") * i
+        ),
         lambda x, w, b, i: functional.batch_norm(
             x, None, None, w, b, True, residual=x * i, activation="gelu"
         ),
         lambda x, w, b, i: functional.batch_norm(
-            x, RUNNING_64, RUNNING_64 * 2, w, b, residual=x * i, activation=("leaky_relu", 0.2)
+            x,
+            RUNNING_64,
+            RUNNING_64 * 2,
+            w,
+            b,
+            residual=x * i,
+            activation=("leaky_relu", 0.2),
         ),
     ],
-    ids=["layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "in_evaluation"],
+    ids=[
+        "layer_norm",
+        "rms_norm",
+        "group_norm",
+        "instance_norm",
+        "batch_norm",
+        "in_evaluation",
+    ],
 )
 def test_second_derivatives_are_right(norm):
     torch.manual_seed(0)
@@ -168,14 +210,18 @@ def test_adding_first_returns_the_sum_and_gradients_flow_through_both_outputs(na
     _, stock, row = NORMS[name]
     weight = torch.rand(6).double()
     leaves = [leaf(t) for t in (X.double(), X.double().flip(0), weight)]
-    y, total = getattr(functional, f"add_{name}")(*leaves[:2], row, leaves[2], mode="golden")
+    y, total = getattr(functional, f"add_{name}")(
+        *leaves[:2], row, leaves[2], mode="golden"
+    )
     dy, dtotal = torch.randn(2, 4, 6).double()
     got = torch.autograd.grad((y, total), leaves, (dy, dtotal))
     exact = leaves[0] + leaves[1]
     torch.testing.assert_close(total, exact)
     expected = stock(exact, row, leaves[2] * math.sqrt(target_variance("golden")))
     torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(got, torch.autograd.grad((expected, exact), leaves, (dy, dtotal)))
+    torch.testing.assert_close(
+        got, torch.autograd.grad((expected, exact), leaves, (dy, dtotal))
+    )
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "group_norm"])
@@ -207,7 +253,11 @@ def test_autocast_output_sets_the_dtype_under_autocast(name):
 @pytest.mark.parametrize(
     ("norm", "size", "updated"),
     [
-        (partial(functional.layer_norm, normalized_shape=(6,)), (), ("mean", "var", "count")),
+        (
+            partial(functional.layer_norm, normalized_shape=(6,)),
+            (),
+            ("mean", "var", "count"),
+        ),
         (partial(functional.rms_norm, normalized_shape=(6,)), (), ("var", "count")),
         (partial(functional.group_norm, num_groups=2), (), ()),
         (functional.instance_norm, (6,), ("mean", "var")),
@@ -218,7 +268,14 @@ def test_autocast_output_sets_the_dtype_under_autocast(name):
             ("mean", "var", "count"),
         ),
     ],
-    ids=["layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "cumulative"],
+    ids=[
+        "layer_norm",
+        "rms_norm",
+        "group_norm",
+        "instance_norm",
+        "batch_norm",
+        "cumulative",
+    ],
 )
 def test_an_empty_batch_leaves_the_statistics_unchanged_and_gives_zero_gradients(
     norm, size, updated
@@ -237,8 +294,11 @@ def test_an_empty_batch_leaves_the_statistics_unchanged_and_gives_zero_gradients
 
 
 @pytest.mark.parametrize(
-    ("cls", "size"), [(normplug.LayerNorm, 16), (normplug.RMSNorm, 16), (normplug.BatchNorm1d, 5)]
+    ("cls", "size"),
+    [(normplug.LayerNorm, 16), (normplug.RMSNorm, 16), (normplug.BatchNorm1d, 5)],
 )
 def test_one_compiled_graph_serves_every_batch_size(cls, size):
     layer, eager = (cls(size, track_running_stats=True) for _ in range(2))
-    check_one_graph(layer, eager, [torch.randn(rows, 5, 16) for rows in (3, 8, 6)], "aot_eager")
+    check_one_graph(
+        layer, eager, [torch.randn(rows, 5, 16) for rows in (3, 8, 6)], "aot_eager"
+    )

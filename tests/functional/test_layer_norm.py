@@ -45,10 +45,13 @@ def rows_of(nested):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("kind", NESTED)
-def test_a_nested_tensor_is_normalised_component_by_component(kind, affine, dtype, training):
+def test_a_nested_tensor_is_normalised_component_by_component(
+    kind, affine, dtype, training
+):
     x = NESTED[kind](dtype)
     layer, dense = (
-        normplug.LayerNorm(6, elementwise_affine=affine).to(dtype).train(training) for _ in range(2)
+        normplug.LayerNorm(6, elementwise_affine=affine).to(dtype).train(training)
+        for _ in range(2)
     )
     y = layer(x)
     rows = rows_of(x).detach().requires_grad_()
@@ -57,7 +60,10 @@ def test_a_nested_tensor_is_normalised_component_by_component(kind, affine, dtyp
     torch.testing.assert_close(rows_of(y), expected)
     buffers = dict(layer.named_buffers()), dict(dense.named_buffers())
     torch.testing.assert_close(*buffers, rtol=1e-5, atol=1e-6)
-    if kind in ("jagged with holes", "jagged, transposed"):  # torch's layer has no backward here
+    if kind in (
+        "jagged with holes",
+        "jagged, transposed",
+    ):  # torch's layer has no backward here
         return
     inputs = [x, *layer.parameters()]
     dy = torch.randn_like(expected)
@@ -90,10 +96,14 @@ def test_nested_tensors_are_added_compiled_and_rejected_like_dense_ones(layout):
 
 
 def test_a_nested_tensor_without_components_or_with_ragged_rows_is_rejected():
-    with pytest.raises(ValueError, match="a nested input needs at least one component; got none"):
+    with pytest.raises(
+        ValueError, match="a nested input needs at least one component; got none"
+    ):
         functional.layer_norm(torch.nested.nested_tensor([]), (6,))
     ragged = torch.nested.nested_tensor([torch.randn(2, 6), torch.randn(2, 5)])
-    with pytest.raises(ValueError, match=r"normalized_shape=\(6,\); got input of shape \(2, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"normalized_shape=\(6,\); got input of shape \(2, 5\)"
+    ):
         functional.layer_norm(ragged, (6,))
 
 

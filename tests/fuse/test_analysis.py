@@ -22,7 +22,9 @@ def test_residual_blocks_are_traced_once_each(blocks, traces):
 
 
 def test_fusions_lists_the_same_before_and_after_fuse():
-    model = swapped(nn.Sequential(Block(), Encoder(), Half(), nn.Sequential(Half(), nn.Tanh())))
+    model = swapped(
+        nn.Sequential(Block(), Encoder(), Half(), nn.Sequential(Half(), nn.Tanh()))
+    )
     before = fusions(model)
     assert not fused_modules(model)
     assert {row.label is None for row in before} == {True, False}
@@ -68,7 +70,10 @@ class Toy(TargetVarianceNorm):
         self.made = []
 
     def forward(self, x):
-        scale = x.square().mean(-1, keepdim=True).add(1e-5).rsqrt() * self.target_variance**0.5
+        scale = (
+            x.square().mean(-1, keepdim=True).add(1e-5).rsqrt()
+            * self.target_variance**0.5
+        )
         return x * scale * self.weight
 
 
@@ -86,7 +91,9 @@ class Declared(Toy):
         self.made.append("add")
         return self.forward(a + b), a + b
 
-    _fusion_sites = FusionSites({"forward": forward}, after=("activation",), before=("sum",))
+    _fusion_sites = FusionSites(
+        {"forward": forward}, after=("activation",), before=("sum",)
+    )
 
 
 class Further(Declared):
@@ -117,7 +124,9 @@ class SumByName(Around):
         return self.norm(total) + total
 
 
-@pytest.mark.parametrize(("around", "call"), [(Around, "silu"), (Sum, "add"), (SumByName, "add")])
+@pytest.mark.parametrize(
+    ("around", "call"), [(Around, "silu"), (Sum, "add"), (SumByName, "add")]
+)
 def test_a_norm_is_fused_with_what_its_class_declares(around, call, calls):
     model = around(Declared()).double()
     plain = copy.deepcopy(model)
@@ -138,7 +147,10 @@ class AddedBefore(Around):
     ("make", "why"),
     [
         (lambda: Around(Toy()), "nothing to do: no fusion for Toy"),
-        (lambda: Around(Further()), "nothing to do: a subclass with a forward of its own"),
+        (
+            lambda: Around(Further()),
+            "nothing to do: a subclass with a forward of its own",
+        ),
         (lambda: AddedBefore(Declared()), REASON),
         (lambda: Around(LayerNorm(8)), REASON),
     ],

@@ -34,19 +34,27 @@ def hooked(module):
 
 # Changes to the pooling of a fused stem, and what the norm's call then still computes.
 POOL_CHANGES = {
-    "another kernel": (lambda pool: setattr(pool, "kernel_size", (3, 2)), "relu, max pool"),
+    "another kernel": (
+        lambda pool: setattr(pool, "kernel_size", (3, 2)),
+        "relu, max pool",
+    ),
     "no stride": (lambda pool: setattr(pool, "stride", None), "relu, max pool"),
     "a dilation": (lambda pool: setattr(pool, "dilation", (1, 2)), "relu"),
     "a hook": (hooked, "relu"),
     "a forward of its own": (lambda pool: setattr(pool, "forward", torch.neg), "relu"),
     # As accelerate leaves it when it removes its hooks.
-    "its class's forward": (lambda pool: setattr(pool, "forward", pool.forward), "relu, max pool"),
+    "its class's forward": (
+        lambda pool: setattr(pool, "forward", pool.forward),
+        "relu, max pool",
+    ),
 }
 
 
 @pytest.mark.parametrize("change", POOL_CHANGES)
 def test_a_changed_pooling_computes_what_it_would_unfused(change, calls):
-    layers = nn.Sequential(nn.BatchNorm2d(8), nn.Identity(), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    layers = nn.Sequential(
+        nn.BatchNorm2d(8), nn.Identity(), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    )
     model, plain = twins(layers)
     changed, call = POOL_CHANGES[change]
     assert_same_after(lambda layers: changed(layers[3]), model, plain)
@@ -83,7 +91,9 @@ CHANGES = {
     "a child replaced in _modules": lambda m: m._modules.__setitem__("act", nn.Tanh()),
     "another constant": lambda m: setattr(m, "scale", 0.5),
     "unswapped norms": lambda m: [unswap(m.bn1), unswap(m.bn2)],
-    "a forward set on the instance": lambda m: setattr(m, "forward", partial(Block.forward, m)),
+    "a forward set on the instance": lambda m: setattr(
+        m, "forward", partial(Block.forward, m)
+    ),
 }
 
 
@@ -102,7 +112,9 @@ class Doubled(Half):
 DEEP_CHANGES = {
     "replaced by an equal one": lambda m: m.stages[0].__setitem__(1, swapped(Half())),
     "appended to an empty list": lambda m: m.extra.append(nn.Sigmoid()),
-    "a dict's values exchanged": lambda m: m.heads.update({"a": m.heads["c"], "c": m.heads["a"]}),
+    "a dict's values exchanged": lambda m: m.heads.update(
+        {"a": m.heads["c"], "c": m.heads["a"]}
+    ),
     "a dict's keys exchanged": lambda m: renamed(m.heads, a="c", c="a"),
     "containers of another class": lambda m: setattr(m, "tail", nn.ModuleList(m.tail)),
     "another slice": lambda m: setattr(m, "start", 2),
@@ -110,7 +122,9 @@ DEEP_CHANGES = {
     "another attribute": lambda m: setattr(m.stages[0][1], "scale", 2),
     "a hook": lambda m: hooked(m.stages[0][1]),
     "a hook on a child": lambda m: hooked(m.stages[1][0].norm),
-    "a forward set on the instance": lambda m: setattr(m.stages[0][1], "forward", torch.tanh),
+    "a forward set on the instance": lambda m: setattr(
+        m.stages[0][1], "forward", torch.tanh
+    ),
     "another class": lambda m: setattr(m.stages[0][1], "__class__", Doubled),
     "compiled": lambda m: m.stages[0][1].compile(backend="eager"),
 }
@@ -176,7 +190,9 @@ class Counted(Parts):
 
 def test_an_attribute_of_another_type_is_another_value(calls):
     model, plain = twins(Counted(norm=nn.BatchNorm2d(8), act=nn.ReLU(), scale=1))
-    counts = torch.full(X.shape, 2**24 + 1)  # float32, the dtype of counts * 1.0, rounds it
+    counts = torch.full(
+        X.shape, 2**24 + 1
+    )  # float32, the dtype of counts * 1.0, rounds it
     for scale in (1, 1.0):
         model.scale = plain.scale = scale
         assert torch.equal(model(X, counts), plain(X, counts))
@@ -228,7 +244,9 @@ def test_hooks_on_norms_and_activations_run(name, kind, calls):
 def test_global_hooks_and_forwards_patched_on_the_class_run(make, calls, monkeypatch):
     model, seen = fuse(swapped(make())), []
     norm = next(m for m in model.modules() if isinstance(m, TargetVarianceNorm))
-    with nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m)):
+    with nn.modules.module.register_module_forward_hook(
+        lambda m, args, y: seen.append(m)
+    ):
         outcome(model, X)
     assert norm in seen
     monkeypatch.setattr(make, "forward", lambda self, x: x * 2)

@@ -54,7 +54,9 @@ CALLS = {
     "plain": [((X,), {}), ((X, 2.0), {}), ((), {"features": X, "mask": 0.5})],
     "annotated": [((X,), {}), ((X, 3.0), {}), ((X,), {"scale": 0.5})],
     "positional": [((X,), {}), ((X,), {"scale": 0.5})],
-    "named": [((X,), k) for k in ({"input": X}, {"input": 2.0}, {"input": 2.0, "normplug": 1.0})],
+    "named": [
+        ((X,), k) for k in ({"input": X}, {"input": 2.0}, {"input": 2.0, "normplug": 1.0})
+    ],
     "starred": [((X,), {}), ((X, 1, 2), {"scale": 3.0, "more": 4})],
     "decorated": [((X,), {}), ((X,), {"scale": 0.5})],
 }
@@ -133,7 +135,9 @@ def derived(module):
         return super(made, self).forward(x) + 1
 
     former = type(module)
-    made = type("Derived", (former,), {"helper": helper, "forward": forward, "former": former})
+    made = type(
+        "Derived", (former,), {"helper": helper, "forward": forward, "former": former}
+    )
     module.__class__ = made
 
 
@@ -149,7 +153,8 @@ def test_a_class_that_others_derive_from_a_fused_one_stays_and_is_not_fused():
         assert_same_step(each, copy.deepcopy(plain), X)
     (row,) = fusions(fuse(model))
     assert (
-        row.note == "Derived: its class derives from one that normplug.fuse made: derive it before"
+        row.note
+        == "Derived: its class derives from one that normplug.fuse made: derive it before"
     )
     unswap(model)
     assert type(model[0]).__name__ == "Derived"
@@ -167,7 +172,9 @@ def doubled(forward):
 
 
 WRAPPERS = {
-    "the function": lambda m: types.MethodType(doubled(m.forward.__func__), m),  # as accelerate
+    "the function": lambda m: types.MethodType(
+        doubled(m.forward.__func__), m
+    ),  # as accelerate
     "the method": lambda m: doubled(m.forward),
     "the class": lambda m: functools.partial(doubled(type(m).forward), m),
 }
@@ -176,7 +183,9 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("undo", [unfuse, unswap])
 @pytest.mark.parametrize("path", ["", "0"])
-def test_a_wrapper_around_a_fused_forward_stays_when_the_class_changes(wrap, undo, path, calls):
+def test_a_wrapper_around_a_fused_forward_stays_when_the_class_changes(
+    wrap, undo, path, calls
+):
     model, plain = twins(Block() if path == "" else nn.Sequential(Block(), nn.Tanh()))
     for each in (model.eval(), plain.eval()):
         module = each.get_submodule(path)
@@ -236,7 +245,9 @@ def test_norms_with_two_names_are_fused(make, calls):
     model, plain = twins(make())
     found = fusions(model)
     assert {row.label for row in found} == {"ReLU"}
-    assert {(row.path[-4:], row.owner[-11:]) for row in found} == {("norm", "all_modules")}
+    assert {(row.path[-4:], row.owner[-11:]) for row in found} == {
+        ("norm", "all_modules")
+    }
     assert_same_step(model, plain, X)
     assert calls == ["relu"] * len(found)
     model, plain = twins(Listed())

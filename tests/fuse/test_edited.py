@@ -66,7 +66,9 @@ OPTIONS = {"none": {}, "mask": {"mask": torch.tensor(0.5)}, "context": {"context
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_block_that_takes_keyword_arguments_and_returns_a_tuple_is_fused(options, calls, traces):
+def test_a_block_that_takes_keyword_arguments_and_returns_a_tuple_is_fused(
+    options, calls, traces
+):
     model, plain = twins(Caller(PreNorm(), PreNorm(nn.RMSNorm), **options))
     found = {row.path: (row.label, row.note) for row in fusions(model)}
     left = f"PreNorm: its forward takes *args or **kwargs; {ADVICE}"
@@ -201,7 +203,11 @@ class Activations(Parts):
 
     def inside_expressions(self, x, **options):
         x = self.norm(x)
-        x = self.line(self.act(x)) + x.shape[0] if self.flag is None else self.line(self.act(x))
+        x = (
+            self.line(self.act(x)) + x.shape[0]
+            if self.flag is None
+            else self.line(self.act(x))
+        )
         x = self.second(self.line(x))
         return self.line(self.act(x))
 
@@ -254,10 +260,16 @@ class Activations(Parts):
 
 
 EDITED = {
-    **dict.fromkeys([(Sums, name) for name in ("nested", "annotated", "chained", "branches")], 1),
+    **dict.fromkeys(
+        [(Sums, name) for name in ("nested", "annotated", "chained", "branches")], 1
+    ),
     **dict.fromkeys([(Sums, name) for name in ("end_of_a_branch", "if_between")], 1),
-    **dict.fromkeys([(Activations, name) for name in ("nested", "inside_expressions")], 1),
-    **dict.fromkeys([(Activations, name) for name in ("new_name", "optional_activation")], 1),
+    **dict.fromkeys(
+        [(Activations, name) for name in ("nested", "inside_expressions")], 1
+    ),
+    **dict.fromkeys(
+        [(Activations, name) for name in ("new_name", "optional_activation")], 1
+    ),
     **dict.fromkeys([(Activations, name) for name in ("chained", "for_loop")], 2),
 }
 LEFT = [
@@ -274,7 +286,9 @@ def written(cls, name):
 
 
 @pytest.mark.parametrize(("cls", "name"), EDITED)
-def test_a_statement_is_edited_if_the_order_of_evaluation_does_not_matter(cls, name, calls):
+def test_a_statement_is_edited_if_the_order_of_evaluation_does_not_matter(
+    cls, name, calls
+):
     model, plain = twins(written(cls, name))
     assert_same_step(model, plain, cls.X)
     assert calls == ["add before" if cls is Sums else "silu"] * EDITED[cls, name]
@@ -357,7 +371,11 @@ def test_a_call_that_the_trace_does_not_cover_runs_the_edited_forward(calls, tra
     assert traces() == 1
     mask = torch.ones(3, 1, dtype=torch.double)
     by_name = [{"x": ROWS, "mask": given} for given in (mask, None)]
-    for arguments, named in (((ROWS,), {}), ((ROWS, mask), {}), *(((), each) for each in by_name)):
+    for arguments, named in (
+        ((ROWS,), {}),
+        ((ROWS, mask), {}),
+        *(((), each) for each in by_name),
+    ):
         calls.clear()
         assert torch.equal(model(*arguments, **named), plain(*arguments, **named))
         assert calls == ["add before"]
@@ -388,15 +406,27 @@ RESNET_CHANGES = {
     "a function as the activation": (without_act_child, 0),
     "a hook on the activation": (lambda block: block.act.register_forward_hook(print), 0),
     "another activation": (lambda block: setattr(block, "act", nn.Tanh()), 0),
-    "a fusible activation": (lambda block: setattr(block, "act", nn.ReLU(inplace=True)), 2),
-    "a LayerNorm": (lambda block: setattr(block, "norm1", swap(nn.LayerNorm(5).double())), 1),
+    "a fusible activation": (
+        lambda block: setattr(block, "act", nn.ReLU(inplace=True)),
+        2,
+    ),
+    "a LayerNorm": (
+        lambda block: setattr(block, "norm1", swap(nn.LayerNorm(5).double())),
+        1,
+    ),
     "another branch": (lambda block: setattr(block, "way", "scale"), 1),
 }
 
 
 CASES = {
-    **{name: (Caller(PreNorm()), ROWS, "blocks.0", *case) for name, case in CHANGES.items()},
-    **{f"resnet, {name}": (Resnet(), X, "", *case) for name, case in RESNET_CHANGES.items()},
+    **{
+        name: (Caller(PreNorm()), ROWS, "blocks.0", *case)
+        for name, case in CHANGES.items()
+    },
+    **{
+        f"resnet, {name}": (Resnet(), X, "", *case)
+        for name, case in RESNET_CHANGES.items()
+    },
 }
 
 
@@ -461,8 +491,12 @@ def test_a_fused_transformer_layer_computes_nested_tensors_unfused(calls):
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_models_of_libraries_are_fused_and_give_the_same_bits(library, name, fused, norms):
-    listed = pytest.importorskip(f"zoo.{library}_models", exc_type=ImportError).architectures()
+def test_models_of_libraries_are_fused_and_give_the_same_bits(
+    library, name, fused, norms
+):
+    listed = pytest.importorskip(
+        f"zoo.{library}_models", exc_type=ImportError
+    ).architectures()
     architecture = next(a for a in listed if a.name == name)
     torch.manual_seed(0)
     plain = swap(architecture.build())

@@ -21,14 +21,18 @@ def test_without_kernels_every_convolution_saves_its_input():
     model = fuse(swapped(nn.Sequential(Block(), Block())), recompute=True)
     plain = fuse(copy.deepcopy(model))
     convolutions = {n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
-    assert recompute_cases.kept(model, X) == recompute_cases.kept(plain, X) == convolutions
+    assert (
+        recompute_cases.kept(model, X) == recompute_cases.kept(plain, X) == convolutions
+    )
     assert_same_step(model, plain, X)
 
 
 def test_recompute_is_refused_if_torch_cannot_report_saved_tensor_hooks(monkeypatch):
     monkeypatch.setattr(recompute, "AVAILABLE", False)
     model = swapped(Block())
-    with pytest.raises(NotImplementedError, match="normplug.fuse: recompute needs torch 2.8"):
+    with pytest.raises(
+        NotImplementedError, match="normplug.fuse: recompute needs torch 2.8"
+    ):
         fuse(model, recompute=True)
     assert not fused_modules(model)
 
@@ -62,12 +66,16 @@ def test_recomputed_outputs_are_not_held_on_the_gpu_and_change_no_bit(
     ours, plain = recompute_cases.twins(resnet18(memory_format))
     x = torch.randn(32, 3, 32, 32, device="cuda").contiguous(memory_format=memory_format)
     recompute_cases.check_same(ours, plain, x, low, steps=2)
-    recomputed = [n for n, m in plain.named_modules() if isinstance(m, nn.Conv2d) and "conv2" in n]
+    recomputed = [
+        n for n, m in plain.named_modules() if isinstance(m, nn.Conv2d) and "conv2" in n
+    ]
     every = recompute_cases.kept(plain, x, low)
     assert every - recompute_cases.kept(ours, x, low) >= set(recomputed)
     dropped = []
     handles = [
-        plain.get_submodule(n).register_forward_pre_hook(lambda m, a: dropped.append(a[0].nbytes))
+        plain.get_submodule(n).register_forward_pre_hook(
+            lambda m, a: dropped.append(a[0].nbytes)
+        )
         for n in recomputed
     ]
     held, peak = memory_of_a_step(plain, x, low)

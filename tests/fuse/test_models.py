@@ -64,10 +64,14 @@ def test_a_fused_model_computes_what_the_unfused_one_does(name, calls):
 
 def test_names_parameters_and_buffers_stay_the_same_objects():
     model = swapped(nn.Sequential(Block(), Block()))
-    before = {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    before = {
+        name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]
+    }
     keys = list(model.state_dict())
     fuse(model)
-    after = {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    after = {
+        name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]
+    }
     assert after == before
     assert list(model.state_dict()) == keys
     assert isinstance(model[0], Block)
@@ -86,7 +90,9 @@ def test_a_fused_model_is_freed_without_the_garbage_collector():
 
 
 def test_models_run_in_threads_while_others_are_fused_copied_and_checked():
-    stock = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), Block()).double()
+    stock = nn.Sequential(
+        nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), Block()
+    ).double()
     inside = swapped(nn.Sequential(Block(), Nested()))
     models = [stock.eval(), copy.deepcopy(inside).eval(), fuse(inside).eval()]
     stop, runs = threading.Event(), Counter()
@@ -157,7 +163,9 @@ def test_checkpointing_a_fused_block_changes_no_result(make, reentrant, calls):
 
 
 def test_a_fused_model_keeps_channels_last():
-    model, plain = twins(nn.Sequential(Block(), Block()).to(memory_format=torch.channels_last))
+    model, plain = twins(
+        nn.Sequential(Block(), Block()).to(memory_format=torch.channels_last)
+    )
     x = X.to(memory_format=torch.channels_last)
     assert model(x).is_contiguous(memory_format=torch.channels_last)
     plain(x)

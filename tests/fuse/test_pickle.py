@@ -76,9 +76,13 @@ class Choosy(Block):
 
 @pytest.mark.parametrize("how", PICKLES)
 @pytest.mark.parametrize("make", [Block, Choosy, lambda: nn.Sequential(Nested(), Half())])
-def test_a_pickle_is_the_swapped_model_and_says_once_that_it_is_not_fused(how, make, calls):
+def test_a_pickle_is_the_swapped_model_and_says_once_that_it_is_not_fused(
+    how, make, calls
+):
     model = fuse(swapped(make()))
-    with pytest.warns(UserWarning, match=r"pickled without its fusion.*normplug\.fuse") as said:
+    with pytest.warns(
+        UserWarning, match=r"pickled without its fusion.*normplug\.fuse"
+    ) as said:
         loaded = PICKLES[how](model)
     assert len(said) == 1
     plain = unfuse(copy.deepcopy(model))

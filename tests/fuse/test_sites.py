@@ -8,7 +8,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import normplug
-from fuse_cases import ROWS, Depthwise, Encoder, Parts, X, assert_same_step, swapped, twins
+from fuse_cases import (
+    ROWS,
+    Depthwise,
+    Encoder,
+    Parts,
+    X,
+    assert_same_step,
+    swapped,
+    twins,
+)
 from normplug import fuse, fusions
 from normplug._fuse.edit import REASON
 
@@ -66,7 +75,9 @@ class GivesANumber(Parts):
 
 
 def test_a_norm_in_a_module_that_is_called_with_a_number_is_fused(calls):
-    model, plain = twins(GivesANumber(inner=Scaled(norm=nn.BatchNorm2d(8)), act=nn.ReLU()))
+    model, plain = twins(
+        GivesANumber(inner=Scaled(norm=nn.BatchNorm2d(8)), act=nn.ReLU())
+    )
     assert_same_step(model, plain, X)
     assert calls == ["relu"]
 
@@ -110,7 +121,9 @@ def test_the_addition_at_a_blocks_end_is_fused_with_the_next_blocks_norm(calls):
     # No call may be fused across a block that has a hook, or whose training flag differs.
     seen, other = [], []
     for one, list_ in ((model, seen), (plain, other)):
-        one.blocks[1].register_forward_hook(lambda m, args, y, list_=list_: list_.append(y))
+        one.blocks[1].register_forward_hook(
+            lambda m, args, y, list_=list_: list_.append(y)
+        )
     calls.clear()
     assert_same_step(model, plain, ROWS)
     assert len(seen) == len(other) == 1
@@ -186,7 +199,9 @@ def test_other_layer_norms_after_a_convolution_are_left(make, calls):
 def test_without_kernels_the_modules_run_as_they_are_written(monkeypatch):
     ran = []
     for name in ("_fused_add", "_fused_bias"):
-        monkeypatch.setattr(normplug.LayerNorm, name, lambda *arguments: ran.append(arguments))
+        monkeypatch.setattr(
+            normplug.LayerNorm, name, lambda *arguments: ran.append(arguments)
+        )
     for model, x in ((Depthwise(), X), (Encoder(), ROWS)):
         assert_same_step(*twins(model), x)
     assert ran == []
@@ -264,7 +279,10 @@ def test_a_value_that_changes_between_norm_and_addition_is_not_read_late():
             return self.norm(total)
 
     for written, x in (
-        (Changing(norm=nn.BatchNorm2d(8), act=nn.ReLU(), change=nn.ReLU(inplace=True)), X),
+        (
+            Changing(norm=nn.BatchNorm2d(8), act=nn.ReLU(), change=nn.ReLU(inplace=True)),
+            X,
+        ),
         (Adding(norm=nn.LayerNorm(8), line=nn.Linear(8, 8)), ROWS),
         (Later(norm=nn.LayerNorm(8), line=nn.Linear(8, 8)), ROWS),
     ):
@@ -305,5 +323,7 @@ def test_a_norm_that_another_module_calls_in_between_keeps_its_order():
     down = nn.Sequential(nn.AvgPool2d(1), norm)
     down.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match=REASON):
-        model, plain = twins(Shared(conv=nn.Conv2d(8, 8, 1), norm=norm, act=nn.ReLU(), down=down))
+        model, plain = twins(
+            Shared(conv=nn.Conv2d(8, 8, 1), norm=norm, act=nn.ReLU(), down=down)
+        )
     assert_same_step(model, plain, X)

@@ -10,7 +10,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from fuse_cases import Half, Nested, Parts, X, assert_same_after, assert_same_step, swapped, twins
+from fuse_cases import (
+    Half,
+    Nested,
+    Parts,
+    X,
+    assert_same_after,
+    assert_same_step,
+    swapped,
+    twins,
+)
 from normplug import fuse, fusions
 from normplug._convert import fused_modules
 
@@ -63,7 +72,9 @@ def test_a_module_with_two_names_is_called_by_the_name_that_the_forward_uses(cal
 
     conv = nn.Conv2d(8, 8, 1)
     holder = nn.Sequential(conv)
-    model, plain = twins(Named(holder=holder, conv=conv, norm=nn.BatchNorm2d(8), act=nn.ReLU()))
+    model, plain = twins(
+        Named(holder=holder, conv=conv, norm=nn.BatchNorm2d(8), act=nn.ReLU())
+    )
     assert_same_after(lambda named: named.holder.__setitem__(0, nn.Tanh()), model, plain)
     assert calls == ["relu"]
 
@@ -93,7 +104,9 @@ def test_a_forward_is_traced_only_if_it_matches_its_source(source, monkeypatch):
 def test_messages_of_errors_may_be_formatted(calls):
     class Checked(Parts):
         def forward(self, x):
-            torch._assert(x.dim() == self.size, f"got {x.dim()} dimensions, not {self.size}")
+            torch._assert(
+                x.dim() == self.size, f"got {x.dim()} dimensions, not {self.size}"
+            )
             if self.size < 0:
                 raise ValueError(f"{self.size}")
             return self.act(self.norm(x) + x)
@@ -170,13 +183,19 @@ class Untraceable(Parts):
         return self.act(self.norm(x) + x)
 
 
-FORWARDS = [name for name, f in vars(Untraceable).items() if callable(f) and name != "result"]
+FORWARDS = [
+    name for name, f in vars(Untraceable).items() if callable(f) and name != "result"
+]
 
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_forward_that_a_trace_would_bake_values_into_is_left_with_the_reason(name):
     cls = type("Written", (Untraceable,), {"forward": getattr(Untraceable, name)})
-    children = {"norm": nn.BatchNorm2d(8), "act": nn.ReLU(), "list": nn.ModuleList([nn.Identity()])}
+    children = {
+        "norm": nn.BatchNorm2d(8),
+        "act": nn.ReLU(),
+        "list": nn.ModuleList([nn.Identity()]),
+    }
     model = swapped(cls(settings={"flag": True}, size=1, **children))
     before = {p: (type(m), dict(vars(m))) for p, m in model.named_modules()}
     with pytest.warns(UserWarning, match="normplug.fuse: nothing to fuse in Written"):

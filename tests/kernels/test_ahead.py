@@ -62,7 +62,9 @@ ACTIVATIONS = [None, "relu", "silu"]
 
 
 def a_job(activation=None):
-    made, _ = batch_norm_launches((64, 8, 1, True), torch.float32, False, activation=activation)
+    made, _ = batch_norm_launches(
+        (64, 8, 1, True), torch.float32, False, activation=activation
+    )
     return made.job(dtypes_of(made))
 
 
@@ -110,7 +112,9 @@ def every_kernel(dtype):
     joined = {"join": JOIN, "activation": "relu"}
     for channels_last in (False, True):
         for n in (64, 1 << 14):
-            yield from batch_norm_launches((n, 512, 400, channels_last), dtype, False, **joined)
+            yield from batch_norm_launches(
+                (n, 512, 400, channels_last), dtype, False, **joined
+            )
         yield from group_norm_launches((1 << 14, 32, 10, 4096, channels_last), dtype)
     yield from (*pool_launches(dtype), merge_launch(dtype))
     for width in (768, 1 << 17):
@@ -174,7 +178,9 @@ def test_if_no_worker_can_start_this_process_compiles(mine, monkeypatch, executa
 
 def test_if_no_thread_can_start_this_process_compiles(mine, monkeypatch):
     def start(thread):
-        raise RuntimeError("can't create new thread at interpreter shutdown")  # Python 3.12
+        raise RuntimeError(
+            "can't create new thread at interpreter shutdown"
+        )  # Python 3.12
 
     monkeypatch.setattr(threading.Thread, "start", start)
     (job,) = expect(mine, 1)
@@ -192,11 +198,16 @@ def test_if_no_thread_can_start_this_process_compiles(mine, monkeypatch):
         ("LOCAL_WORLD_SIZE", "32", 0, 0),
     ],
 )
-def test_the_environment_sets_how_many_workers(mine, monkeypatch, name, value, most, most_certain):
+def test_the_environment_sets_how_many_workers(
+    mine, monkeypatch, name, value, most, most_certain
+):
     monkeypatch.delenv("NORMPLUG_COMPILE_WORKERS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(18))
     monkeypatch.setenv(name, value)
-    assert (ahead.most_workers(), ahead.most_workers(certain=True)) == (most, most_certain)
+    assert (ahead.most_workers(), ahead.most_workers(certain=True)) == (
+        most,
+        most_certain,
+    )
     if most == 0:
         assert not mine.expect(a_job())
         assert not mine._threads
@@ -204,7 +215,9 @@ def test_the_environment_sets_how_many_workers(mine, monkeypatch, name, value, m
 
 def test_a_negative_number_of_workers_is_an_error(monkeypatch):
     monkeypatch.setenv("NORMPLUG_COMPILE_WORKERS", "-1")
-    with pytest.raises(ValueError, match="must be a non-negative integer, not '-1'. Set it to 0"):
+    with pytest.raises(
+        ValueError, match="must be a non-negative integer, not '-1'. Set it to 0"
+    ):
         ahead.most_workers()
 
 
@@ -218,7 +231,9 @@ def running(mine):
 
 def test_a_killed_worker_only_loses_its_kernel(mine):
     first, second = expect(mine, 2)
-    assert len(mine._launchers) == 1  # built once, as both have the same types of arguments
+    assert (
+        len(mine._launchers) == 1
+    )  # built once, as both have the same types of arguments
     os.kill(running(mine), signal.SIGKILL)
     assert not done(mine, first)
     assert done(mine, second)
@@ -265,7 +280,9 @@ process.join()
 def test_a_daemon_of_a_script_without_a_guard_has_workers_which_need_no_torch(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "fake").mkdir()
-    (tmp_path / "fake" / "torch.py").write_text("raise ImportError('workers need no torch')")
+    (tmp_path / "fake" / "torch.py").write_text(
+        "raise ImportError('workers need no torch')"
+    )
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     found = subprocess.run(
         [sys.executable, tmp_path / "script.py", tmp_path / "fake"],

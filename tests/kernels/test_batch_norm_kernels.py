@@ -32,7 +32,9 @@ pytestmark = interpreted.MARKS
 def in_tiles(shape):
     """Many tiles per channel, the last one partial, each written soon after it was read."""
     tiles = -(-shape.n * shape.hw // 128)
-    return dataclasses.replace(shape, block=128, warps=1, tiles_a_channel=tiles, lag=tiles + 1)
+    return dataclasses.replace(
+        shape, block=128, warps=1, tiles_a_channel=tiles, lag=tiles + 1
+    )
 
 
 def phased(rows_a_tile, rows_an_item, group=1, head=1):
@@ -40,7 +42,12 @@ def phased(rows_a_tile, rows_an_item, group=1, head=1):
 
     def change(shape):
         bt = min(rows_a_tile, 2)
-        cut = {"u": rows_a_tile // bt, "gather_rows": rows_an_item, "group": group, "head": head}
+        cut = {
+            "u": rows_a_tile // bt,
+            "gather_rows": rows_an_item,
+            "group": group,
+            "head": head,
+        }
         return dataclasses.replace(shape, bt=bt, programs=0, **cut)
 
     return change
@@ -51,7 +58,9 @@ def solo(rows_a_tile):
 
     def change(shape):
         bt = min(rows_a_tile, 2)
-        return dataclasses.replace(shape, bt=bt, u=rows_a_tile // bt, programs=1, gather_rows=0)
+        return dataclasses.replace(
+            shape, bt=bt, u=rows_a_tile // bt, programs=1, gather_rows=0
+        )
 
     return change
 
@@ -80,10 +89,17 @@ MANY_ITEMS = {
 }
 SETUPS = FEW_ITEMS | MANY_ITEMS
 EVERY_SETUP = pytest.mark.parametrize("setup", FEW_ITEMS)
-SOME_SETUPS = pytest.mark.parametrize("setup", ["planes in tiles", "rows, phased", "small planes"])
+SOME_SETUPS = pytest.mark.parametrize(
+    "setup", ["planes in tiles", "rows, phased", "small planes"]
+)
 VARIANTS = [
     {"dtype": torch.float16, "activation": "relu", "affine": "bias", "running": False},
-    {"dtype": torch.float64, "activation": "gelu", "residual": "strided", "momentum": None},
+    {
+        "dtype": torch.float64,
+        "activation": "gelu",
+        "residual": "strided",
+        "momentum": None,
+    },
     {"dtype": torch.float64, "training": False, "activation": "silu", "eps": 0.1},
     {"activation": "relu", "residual": "contiguous", "offset": 1e3, "momentum": 1.0},
     {"training": False, "affine": "", "mode": "standard"},
@@ -118,19 +134,27 @@ NEEDS = [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual")]
 @SOME_SETUPS
 @pytest.mark.parametrize("needs", NEEDS, ids="+".join)
 @pytest.mark.parametrize(("training", "activation"), [(True, "relu"), (False, "gelu")])
-def test_a_subset_of_the_gradients_can_be_requested(setup, needs, training, activation, prepared):
+def test_a_subset_of_the_gradients_can_be_requested(
+    setup, needs, training, activation, prepared
+):
     options = {"training": training, "activation": activation, "residual": "contiguous"}
     out = assert_accurate(prepared(setup, needs=needs, **options))
-    assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
+    assert {name for name in out if name.startswith("d")} == {
+        f"d{name}" for name in needs
+    }
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
 @pytest.mark.parametrize("other", ["contiguous", "channels_last", "expanded"])
-def test_the_input_the_gradient_and_the_residual_may_differ_in_layout(layout, other, activation):
+def test_the_input_the_gradient_and_the_residual_may_differ_in_layout(
+    layout, other, activation
+):
     for shape in [(4, 5, 6, 3), (2, 3, 11, 13), (6, 5, 7), (3, 5, 2, 4, 3)]:
         residual = "strided" if activation == "silu" else other
-        case = Case(shape, layout=layout, dy=other, residual=residual, activation=activation)
+        case = Case(
+            shape, layout=layout, dy=other, residual=residual, activation=activation
+        )
         out = assert_accurate(case)
         if layout != "strided":
             for name in ("y", "dx", "dresidual"):
@@ -143,7 +167,9 @@ def test_the_input_the_gradient_and_the_residual_may_differ_in_layout(layout, ot
 )
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_relus_sign_bits_are_right_for_every_value(shape, layout):
-    case = Case(shape, layout=layout, residual=layout, activation="relu", needs=("residual",))
+    case = Case(
+        shape, layout=layout, residual=layout, activation="relu", needs=("residual",)
+    )
     tensors = make(case)
     out = run(case, tensors, "triton")
     assert torch.equal(out["dresidual"], torch.where(out["y"] > 0, tensors.dy, 0))
@@ -221,11 +247,17 @@ def test_a_variance_does_not_round_at_the_size_of_the_mean(setup, prepared):
     x = of_channel.reshape(c, n, *space).transpose(0, 1).float() + FAR
     mean, var = routes.channel_stats(laid_out(x, case.layout))
     exact = x.double().transpose(0, 1).reshape(c, count)
-    assert ((mean.double() - exact.mean(1)).abs() <= 0.5 + 1e-6).all()  # the nearest float32
-    torch.testing.assert_close(var.double(), exact.var(1, correction=0), rtol=1e-6, atol=0)
+    assert (
+        (mean.double() - exact.mean(1)).abs() <= 0.5 + 1e-6
+    ).all()  # the nearest float32
+    torch.testing.assert_close(
+        var.double(), exact.var(1, correction=0), rtol=1e-6, atol=0
+    )
 
 
-@pytest.mark.parametrize("setup", [name for name in SETUPS if name.startswith("small planes")])
+@pytest.mark.parametrize(
+    "setup", [name for name in SETUPS if name.startswith("small planes")]
+)
 def test_the_mean_of_a_small_plane_is_rounded_once(setup, prepared):
     n, c, *space = prepared(setup).shape
     # All samples are equal, so the mean of a column of values is not rounded.
@@ -244,7 +276,9 @@ def test_the_mean_of_a_small_plane_is_rounded_once(setup, prepared):
     ],
     ids=str,
 )
-def test_more_parts_than_one_merge_takes_are_merged_right(setup, dtype, prepared, monkeypatch):
+def test_more_parts_than_one_merge_takes_are_merged_right(
+    setup, dtype, prepared, monkeypatch
+):
     routes.merge_two_at_a_time(monkeypatch, "kp")
     assert_accurate(prepared(setup, dtype=dtype, offset=1e3, residual="contiguous"))
 
@@ -260,7 +294,9 @@ ANY_CALL = st.builds(
     dy=LAYOUT,
     residual=st.none() | LAYOUT,
     affine=st.sampled_from(["", "weight", "bias", "weight+bias"]),
-    activation=st.sampled_from([None, "relu", "silu", "gelu", "relu6", "hardswish", "leaky_relu"]),
+    activation=st.sampled_from(
+        [None, "relu", "silu", "gelu", "relu6", "hardswish", "leaky_relu"]
+    ),
     mode=st.just("golden") | st.floats(0.01, 10),
     training=st.booleans(),
     momentum=st.sampled_from([None, 0.0, 1.0]) | st.floats(0.001, 1),
@@ -271,7 +307,9 @@ ANY_CALL = st.builds(
 
 # Nothing is shrunk: at the interpreter's speed that takes minutes, and the calls are small.
 @given(case=ANY_CALL, full_parameters=st.booleans())
-@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 def test_any_call_is_as_close_to_float64_as_torch(case, full_parameters):
     params = torch.promote_types(case.dtype, torch.float32) if full_parameters else None
     assert_accurate(dataclasses.replace(case, params=params))

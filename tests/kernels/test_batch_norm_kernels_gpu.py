@@ -19,7 +19,9 @@ GPU = "cuda"
 @pytest.mark.parametrize("offset", [3.0, 1e3])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize(
-    "shape", [(257, 33), (32, 33, 14, 15), (4096, 64), (64, 512, 7, 7), (16, 64, 40, 40)], ids=str
+    "shape",
+    [(257, 33), (32, 33, 14, 15), (4096, 64), (64, 512, 7, 7), (16, 64, 40, 40)],
+    ids=str,
 )
 def test_float64_matches_torch_to_the_last_digits(shape, layout, offset):
     for training in (True, False):
@@ -36,7 +38,9 @@ def test_more_than_2_to_the_31_values_are_normalised(memory_format):
     x = torch.randn(700, 8, 640, 640, device=GPU, dtype=torch.bfloat16)
     x = x.contiguous(memory_format=memory_format)
     weight, bias = torch.ones(8, device=GPU), torch.zeros(8, device=GPU)
-    y = functional.batch_norm(x, None, None, weight, bias, True, mode="standard", backend="triton")
+    y = functional.batch_norm(
+        x, None, None, weight, bias, True, mode="standard", backend="triton"
+    )
     for channel in (0, 7):
         values = x[:, channel].double()
         truth = (values - values.mean()) / (values.var(correction=0) + 1e-5).sqrt()
@@ -63,10 +67,18 @@ CASES = [
     PoolCase((8, 96, 57, 35), offset=1e3, momentum=None),
     PoolCase((8, 33, 57, 35), torch.bfloat16, affine="weight", stride=(1, 1)),
     PoolCase((8, 3, 57, 35), **HALF, kernel=(2, 2), padding=(0, 0), running=False),
-    PoolCase((8, 128, 14, 15), kernel=(2, 3), stride=(3, 1), padding=(1, 0), ceil_mode=True),
-    PoolCase((4, 24, 40, 41), torch.float64, kernel=(5, 5), stride=(2, 3), padding=(2, 2)),
-    PoolCase((4, 24, 40, 41), **HALF, kernel=(2, 2), stride=(5, 4), padding=(1, 1), affine=""),
-    PoolCase((64, 192, 8, 8), stride=(2, 2), padding=(0, 0), ceil_mode=True, training=False),
+    PoolCase(
+        (8, 128, 14, 15), kernel=(2, 3), stride=(3, 1), padding=(1, 0), ceil_mode=True
+    ),
+    PoolCase(
+        (4, 24, 40, 41), torch.float64, kernel=(5, 5), stride=(2, 3), padding=(2, 2)
+    ),
+    PoolCase(
+        (4, 24, 40, 41), **HALF, kernel=(2, 2), stride=(5, 4), padding=(1, 1), affine=""
+    ),
+    PoolCase(
+        (64, 192, 8, 8), stride=(2, 2), padding=(0, 0), ceil_mode=True, training=False
+    ),
 ]
 
 
@@ -102,19 +114,28 @@ def test_pooling_saves_and_allocates_no_full_size_tensor_besides_its_input():
 def test_more_than_2_to_the_31_values_are_pooled():
     skip_below(gib=40)
     x = torch.empty(
-        (700, 8, 640, 640), device=GPU, dtype=torch.bfloat16, memory_format=torch.channels_last
+        (700, 8, 640, 640),
+        device=GPU,
+        dtype=torch.bfloat16,
+        memory_format=torch.channels_last,
     )
     x.normal_().requires_grad_()
     layer = normplug.BatchNorm2d(8, mode="standard", device=GPU).eval()
     y = pooled(layer, x)
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     for image in (0, -1):
-        part = x.detach()[image:][:1].clone(memory_format=torch.channels_last).requires_grad_()
+        part = (
+            x.detach()[image:][:1]
+            .clone(memory_format=torch.channels_last)
+            .requires_grad_()
+        )
         expected = functional.batch_norm(
             part.double(), *(t.double() for t in layer.buffers() if t.dim()), eps=layer.eps,
             mode="standard", activation="relu",
         )  # fmt: skip
-        torch.testing.assert_close(y[image:][:1].double(), POOL.of(expected), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(
+            y[image:][:1].double(), POOL.of(expected), rtol=1e-2, atol=1e-2
+        )
         one = pooled(layer, part)
         (alone,) = torch.autograd.grad(one, part, torch.ones_like(one))
         assert torch.equal(dx[image:][:1], alone)

@@ -26,7 +26,7 @@ from accuracy import assert_no_worse, assert_same_bits
 from calls import INPUTS, case_id, saved_bytes
 from fuse_cases import Block, Depthwise, outcome
 from normplug import functional, fuse, swap, unfuse
-from normplug._ops import eligible
+from normplug._ops import can_run
 
 pytestmark = interpreted.MARKS
 
@@ -34,7 +34,9 @@ X = torch.randn(4, 6)
 
 
 def batch_norm(x, weight=None, **options):
-    return functional.batch_norm(x, None, None, weight, training=True, backend="triton", **options)
+    return functional.batch_norm(
+        x, None, None, weight, training=True, backend="triton", **options
+    )
 
 
 def layer_norm(x, weight=None, **options):
@@ -62,7 +64,10 @@ COUNTED = {
         (lambda: batch_norm(X, STRIDED), "not contiguous"),
         (lambda: layer_norm(X, STRIDED), "not contiguous"),
         (lambda: layer_norm(X, input_bias=STRIDED), "not contiguous"),
-        (lambda: batch_norm(X, residual=X.double()), "float32 and the residual torch.float64"),
+        (
+            lambda: batch_norm(X, residual=X.double()),
+            "float32 and the residual torch.float64",
+        ),
         (lambda: layer_norm(X, **COUNTED), "num_batches_tracked is torch.int32"),
         (
             lambda: batch_norm(X, num_batches_tracked=torch.tensor(0.0)),
@@ -77,11 +82,13 @@ def test_backend_triton_refuses_what_the_kernels_cannot_take_with_the_reason(cal
 
 def test_a_gpu_that_cannot_run_the_kernels_is_refused_with_the_reason():
     def refusal(capability, *dtypes):
-        return eligible.refusal_of_capability(capability, dtypes)
+        return can_run.refusal_of_capability(capability, dtypes)
 
     assert refusal((7, 0), torch.float16).endswith("compute capability 7.5 or more")
     assert refusal((7, 5), torch.float16, torch.float32) is None
-    assert refusal((7, 5), torch.float32, torch.bfloat16).startswith("bfloat16 needs a GPU of")
+    assert refusal((7, 5), torch.float32, torch.bfloat16).startswith(
+        "bfloat16 needs a GPU of"
+    )
     assert refusal((8, 0), torch.bfloat16) is None
 
 
@@ -121,7 +128,9 @@ def test_transforms_traces_and_empty_inputs_are_refused_with_the_reason(norm):
     with pytest.raises(NotImplementedError, match="meta"):
         norm(X.to("meta"))
     # A trace would not record the kernels.
-    with pytest.raises(NotImplementedError, match=r"backend='triton', but torch\.jit\.trace"):
+    with pytest.raises(
+        NotImplementedError, match=r"backend='triton', but torch\.jit\.trace"
+    ):
         torch.jit.trace(norm, (X,))
 
 
@@ -229,7 +238,9 @@ def test_results_are_the_same_without_gradients(case):
 def test_batch_norm_saves_its_input_and_for_relu_with_a_residual_one_bit_per_value(
     shape, activation, residual, bits
 ):
-    case = kernel_cases.Case(shape, residual=residual, activation=activation, running=False)
+    case = kernel_cases.Case(
+        shape, residual=residual, activation=activation, running=False
+    )
     tensors = kernel_cases.make(case)
     vectors = 4 * (2 + 2) * shape[1]  # weight, bias, mean, rstd
     saved = saved_bytes(lambda: kernel_cases.run(case, tensors, "triton"))
@@ -238,7 +249,9 @@ def test_batch_norm_saves_its_input_and_for_relu_with_a_residual_one_bit_per_val
 
 @pytest.mark.parametrize("residual", [None, "contiguous"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_layer_norm_saves_the_tensor_that_it_normalises_and_two_numbers_per_row(dtype, residual):
+def test_layer_norm_saves_the_tensor_that_it_normalises_and_two_numbers_per_row(
+    dtype, residual
+):
     vectors = "weight+bias" if residual else "weight+bias+input_bias"
     case = row_cases.Case((32, 24), dtype, residual=residual, vectors=vectors)
     tensors = row_cases.make(case)
@@ -247,7 +260,9 @@ def test_layer_norm_saves_the_tensor_that_it_normalises_and_two_numbers_per_row(
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_fused_activation_is_not_saved_and_a_residual_costs_one_bit_per_value(memory_format):
+def test_a_fused_activation_is_not_saved_and_a_residual_costs_one_bit_per_value(
+    memory_format,
+):
     torch.manual_seed(0)
     x = torch.randn(4, 64, 8, 8).to(memory_format=memory_format).requires_grad_()
     vectors = 4 * 64 * 4
@@ -296,7 +311,9 @@ def test_the_operators_give_the_same_bits_as_eager_calls(cases, case, monkeypatc
 def test_channels_without_variance_have_no_negative_one(monkeypatch):
     routes.use_operators(monkeypatch)
     running = (torch.zeros(6), torch.ones(6))
-    functional.batch_norm(torch.ones(4, 6), *running, training=True, momentum=1, backend="triton")
+    functional.batch_norm(
+        torch.ones(4, 6), *running, training=True, momentum=1, backend="triton"
+    )
     assert running[1].min() >= 0
 
 
@@ -305,7 +322,9 @@ def batch_norm_in_eval(x):
     return functional.batch_norm(x, mean, var, activation="relu", backend="triton")
 
 
-@pytest.mark.parametrize("norm", [batch_norm, batch_norm_in_eval, layer_norm, add_layer_norm])
+@pytest.mark.parametrize(
+    "norm", [batch_norm, batch_norm_in_eval, layer_norm, add_layer_norm]
+)
 def test_make_fx_records_the_kernels_as_one_operator(norm):
     graph = make_fx(lambda x: norm(x))(X)
     targets = [node.target for node in graph.graph.nodes]
@@ -361,12 +380,14 @@ def test_a_compiler_gets_operators_unless_it_can_fuse_what_makes_the_input(
     before, operators, monkeypatch
 ):
     routes.use_operators_for_small_inputs(monkeypatch)
-    monkeypatch.setattr(eligible, "is_asked_for", lambda backend, x: True)
+    monkeypatch.setattr(can_run, "is_asked_for", lambda backend, x: True)
     graphs = []
 
     def look(graph, inputs):
         # A forward is wrapped, since it may update statistics.
-        named = (str(a) for node in graph.graph.nodes for a in (node.target, *node.args[:1]))
+        named = (
+            str(a) for node in graph.graph.nodes for a in (node.target, *node.args[:1])
+        )
         graphs.append({n.split(".")[1] for n in named if n.startswith("normplug.")})
         return make_boxed_func(graph.forward)
 
@@ -379,7 +400,9 @@ def test_a_compiler_gets_operators_unless_it_can_fuse_what_makes_the_input(
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
     x = torch.randn(6, 32)
     ours, theirs = outcome(compiled, x), outcome(plain, x)
-    ours |= {name: value for name, value in theirs.items() if "watched" in name}  # not compiled
+    ours |= {
+        name: value for name, value in theirs.items() if "watched" in name
+    }  # not compiled
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert set.union(*graphs) == operators
 
@@ -392,7 +415,11 @@ def test_a_fused_norm_adds_the_bias_of_the_convolution_before_it(memory_format, 
     nn.init.normal_(stock.conv.bias, 1, 2)
     x = torch.randn(2, 8, 5, 6).to(memory_format=memory_format)
     results = []
-    for backend, dtype in (("triton", torch.float32), ("torch", torch.float32), ("torch", None)):
+    for backend, dtype in (
+        ("triton", torch.float32),
+        ("torch", torch.float32),
+        ("torch", None),
+    ):
         model = swap(copy.deepcopy(stock), backend=backend, track_running_stats=True)
         model.to(dtype or torch.float64)
         run = fuse(model) if backend == "triton" else model
@@ -401,7 +428,9 @@ def test_a_fused_norm_adds_the_bias_of_the_convolution_before_it(memory_format, 
         y = run(x.to(dtype or torch.float64))
         gradients = torch.autograd.grad(y.sigmoid().square().sum(), [*model.parameters()])
         named = zip(dict(model.named_parameters()), gradients, strict=True)
-        results.append({"y": y.detach(), **dict(named), "watched_var": model.norm.watched_var})
+        results.append(
+            {"y": y.detach(), **dict(named), "watched_var": model.norm.watched_var}
+        )
     ours, theirs, truth = results
     for name, value in ours.items():
         assert_no_worse(name, value, theirs[name], truth[name], spare=1e-6)

@@ -27,9 +27,16 @@ from normplug._layouts import Levels  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
-    pytest.mark.skipif(not launch.BUILDS, reason="on this Triton the kernels are not used"),
+    pytest.mark.skipif(
+        not launch.BUILDS, reason="on this Triton the kernels are not used"
+    ),
 ]
-FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
 INTEGERS = {"counters": torch.int64, "tracked": torch.int64, "bits": torch.uint8}
 TILES = ("x", "y", "dy", "dx", "residual", "dresidual", "total", "peaks")
 
@@ -37,7 +44,12 @@ TILES = ("x", "y", "dy", "dx", "residual", "dresidual", "total", "peaks")
 def compiled(made, dtype, target=H100, **others):
     """Compile a launch's kernel; `others` are the dtypes of tensors that differ from `dtype`."""
     acc = FLOAT64 if dtype == FLOAT64 else FLOAT32
-    usual = dict.fromkeys(made.pointers, acc) | dict.fromkeys(TILES, dtype) | INTEGERS | others
+    usual = (
+        dict.fromkeys(made.pointers, acc)
+        | dict.fromkeys(TILES, dtype)
+        | INTEGERS
+        | others
+    )
     job = made.job([usual[name] for name in made.pointers])
     return triton.compile(ASTSource(*job[:4]), target=target, options=job.options)
 
@@ -107,7 +119,11 @@ def test_batch_norm_of_constants_compiles(name):
 @pytest.mark.parametrize(
     ("width", "spacing", "dtype"),
     [
-        *((width, width, dtype) for width in (768, 16384, 131072) for dtype in (BFLOAT16, FLOAT64)),
+        *(
+            (width, width, dtype)
+            for width in (768, 16384, 131072)
+            for dtype in (BFLOAT16, FLOAT64)
+        ),
         (768, 2**32, BFLOAT16),
         (768, Levels(197, 768, 768 * 128), BFLOAT16),
     ],
@@ -170,14 +186,24 @@ def test_each_family_compiles_for_every_target_without_a_card(name, monkeypatch)
         *group_norm_launches((16, 32, 2, 196, False), dtype, sms),
         next(group_norm_launches((32, 32, 20, 1024, False), dtype, sms)),  # read twice
         # Those over columns take three times as long to compile: for the oldest target alone.
-        *(batch_norm_launches((64, 512, 1, True), dtype, True, sms) if name == "sm_75" else ()),
-        *(group_norm_launches((16, 32, 8, 64, True), dtype, sms) if name == "sm_75" else ()),
+        *(
+            batch_norm_launches((64, 512, 1, True), dtype, True, sms)
+            if name == "sm_75"
+            else ()
+        ),
+        *(
+            group_norm_launches((16, 32, 8, 64, True), dtype, sms)
+            if name == "sm_75"
+            else ()
+        ),
     ):
         kernel = compiled(made, dtype, target, dtotal=dtype)
         assert kernel.asm["amdgcn" if rocm else "cubin"]
         assert kernel.metadata.shared <= shared
         assert kernel.metadata.num_warps * target.warp_size <= 1024
-    assert compiled(merge_launch(FLOAT32), FLOAT32, target).asm["amdgcn" if rocm else "cubin"]
+    assert compiled(merge_launch(FLOAT32), FLOAT32, target).asm[
+        "amdgcn" if rocm else "cubin"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -185,9 +211,17 @@ def test_each_family_compiles_for_every_target_without_a_card(name, monkeypatch)
     [(25216, 768, 768), (25216, 768, Levels(197, 768, 768 * 128)), (3, 24, 24)],
     ids=["even", "permuted", "narrow"],
 )
-def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(rows, width, spacing):
+def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(
+    rows, width, spacing
+):
     """Else the compiler may reduce a row twice, and save other statistics than it normalises by."""
-    narrow = {"x": BFLOAT16, "y": BFLOAT16, "dy": BFLOAT16, "weight": BFLOAT16, "bias": BFLOAT16}
+    narrow = {
+        "x": BFLOAT16,
+        "y": BFLOAT16,
+        "dy": BFLOAT16,
+        "weight": BFLOAT16,
+        "bias": BFLOAT16,
+    }
     for made, others in zip(
         row_launches(rows, width, FLOAT32, spacing, residual=True, running=True),
         (narrow, {"dy": BFLOAT16, "dtotal": FLOAT32, "weight": BFLOAT16}),

@@ -28,13 +28,16 @@ def layer_of(shape, dtype, mode="standard"):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])
 @pytest.mark.parametrize("adds", [False, True])
-def test_only_what_dx_needs_is_saved_and_gradients_are_right(shape, layout, activation, adds):
+def test_only_what_dx_needs_is_saved_and_gradients_are_right(
+    shape, layout, activation, adds
+):
     layer = layer_of(shape, torch.float32, 0.5)
     x, r = (laid_out(torch.randn(shape), layout).requires_grad_() for _ in range(2))
     r = r if adds else None
     made = []
     size = saved_bytes(
-        lambda: made.append(layer._fused(x, r, activation)), besides=[layer.weight, layer.bias]
+        lambda: made.append(layer._fused(x, r, activation)),
+        besides=[layer.weight, layer.bias],
     )
     y = made[0]
     statistics = 2 * shape[1] * 4
@@ -59,7 +62,9 @@ def test_only_what_dx_needs_is_saved_and_gradients_are_right(shape, layout, acti
         torch.testing.assert_close(got, want)
         assert got.stride() == x.stride()
     second = [
-        torch.autograd.grad(torch.autograd.grad(out, x, dy, create_graph=True)[0].sum(), dy)[0]
+        torch.autograd.grad(
+            torch.autograd.grad(out, x, dy, create_graph=True)[0].sum(), dy
+        )[0]
         for dy in [dy.requires_grad_()]
         for out in (y, expected)
     ]

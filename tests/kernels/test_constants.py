@@ -21,7 +21,9 @@ from normplug._kernels.launch import Launch  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
-    pytest.mark.skipif(not launch.BUILDS, reason="on this Triton the kernels are not used"),
+    pytest.mark.skipif(
+        not launch.BUILDS, reason="on this Triton the kernels are not used"
+    ),
 ]
 
 
@@ -71,7 +73,9 @@ def test_flags_of_equal_values_are_one_kernel_in_any_process():
     )
     dtypes = [torch.float32] * len(first.pointers)
     job = first.job(dtypes)
-    again = next(batch_norm_launches((64, 8, 1, True), torch.float32, False, activation="relu"))
+    again = next(
+        batch_norm_launches((64, 8, 1, True), torch.float32, False, activation="relu")
+    )
     assert again.job(dtypes).key == job.key
     assert second.job(dtypes).key != job.key
     assert repr(pickle.loads(pickle.dumps(job[1:]))) == repr(job[1:])
@@ -84,10 +88,14 @@ def test_a_kernel_reads_each_field_as_a_constant():
     assert repr(constants) != repr(as_compiled(Constants(acc=tl.float32, world=3)))
 
 
-@pytest.mark.parametrize("numbers", [{"momentum": 0.1}, {"momentum": 0.1, "eps": 0, "root": 1.0}])
+@pytest.mark.parametrize(
+    "numbers", [{"momentum": 0.1}, {"momentum": 0.1, "eps": 0, "root": 1.0}]
+)
 def test_a_launch_takes_exactly_the_numbers_of_its_kernel(numbers):
     work = schedule.merge(3, 512)
-    with pytest.raises(TypeError, match="batch_norm_merge takes the numbers C, PROCESSES, momen"):
+    with pytest.raises(
+        TypeError, match="batch_norm_merge takes the numbers C, PROCESSES, momen"
+    ):
         Launch(columns.batch_norm_merge, work, Constants(acc=tl.float32), **numbers)
 
 

@@ -32,7 +32,9 @@ def batch(shape, layout, **options):
 
 
 def group(shape, groups, layout):
-    case = group_kernel_cases.Case(shape, groups, **HALF, layout=layout, activation="silu")
+    case = group_kernel_cases.Case(
+        shape, groups, **HALF, layout=layout, activation="silu"
+    )
     return group_kernel_cases, case
 
 
@@ -52,7 +54,10 @@ SMALL = [
     pool((8, 64, 20, 21)),
     *(group((16, 320, 32, 32), 32, layout) for layout in LAYOUTS),
     *(group((64, 64, 14, 14), 32, layout) for layout in LAYOUTS),
-    *(rows(shape, vectors=FULL, running=torch.float32) for shape in [(700, 768), (20, 70_000)]),
+    *(
+        rows(shape, vectors=FULL, running=torch.float32)
+        for shape in [(700, 768), (20, 70_000)]
+    ),
     rows((140, 16384), vectors=FULL, running=torch.float32),
     rows((700, 768), vectors="weight", centred=False),
 ]
@@ -76,7 +81,10 @@ LARGE = [
             (300, 40_000),
             (64, 2**17),
         ]
-        for options in ({"vectors": FULL, "running": torch.float32}, {"residual": "contiguous"})
+        for options in (
+            {"vectors": FULL, "running": torch.float32},
+            {"residual": "contiguous"},
+        )
     ),
 ]
 ADDITIONS = [call for call in (*SMALL, *LARGE) if getattr(call[1], "residual", None)]
@@ -101,7 +109,9 @@ def test_calls_at_the_same_time_on_several_streams_give_the_usual_bits():
     torch.cuda.synchronize()
     results = []
     for _ in range(10):
-        for stream, (cases, case, each), truth in zip(streams, given, expected, strict=True):
+        for stream, (cases, case, each), truth in zip(
+            streams, given, expected, strict=True
+        ):
             with torch.cuda.stream(stream):
                 results.append((cases.run(case, each, "triton"), truth))
     torch.cuda.synchronize()
@@ -136,7 +146,10 @@ def test_the_backward_can_recompute_the_output(cases, case, dtype):
     if cases is kernel_cases:
         activations = (None, "silu", "gelu", "relu6", "hardswish", ("leaky_relu", 0.2))
         changes = [{"activation": each} for each in activations]
-        changes += [{"residual": None}, {"residual": None, "activation": None, "training": False}]
+        changes += [
+            {"residual": None},
+            {"residual": None, "activation": None, "training": False},
+        ]
     else:
         changes = [{"vectors": ""}, {"vectors": "weight", "centred": False}]
     for change in changes:
@@ -146,11 +159,15 @@ def test_the_backward_can_recompute_the_output(cases, case, dtype):
 def added(layer, x):
     """A LayerNorm, and an addition with another."""
     y = layer(x)
-    return sum(functional.add_layer_norm(y, x, x.shape[1:], layer.weight, backend="triton"))
+    return sum(
+        functional.add_layer_norm(y, x, x.shape[1:], layer.weight, backend="triton")
+    )
 
 
 def pooled(layer, x):
-    return layer._fused(x, activation="relu", pool=routes.Pool((3, 3), (2, 2), (1, 1), False))
+    return layer._fused(
+        x, activation="relu", pool=routes.Pool((3, 3), (2, 2), (1, 1), False)
+    )
 
 
 # A stock layer and its sizes, the input, and a call that is not the layer's own.
@@ -175,7 +192,9 @@ def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(
 ):
     x = torch.randn(shape, device=GPU).bfloat16().contiguous(memory_format=layout)
     x.requires_grad_()
-    graphed, eager = (normplug.swap(stock(*sizes, device=GPU), backend="triton") for _ in range(2))
+    graphed, eager = (
+        normplug.swap(stock(*sizes, device=GPU), backend="triton") for _ in range(2)
+    )
 
     def step(layer):
         y = layer(x) if call is None else call(layer, x)
@@ -187,8 +206,14 @@ def test_a_cuda_graph_replays_the_step_and_updates_the_statistics(
 
 COMPILED = [
     *((kernel_cases, ((8, 32, 14, 14), layout, None)) for layout in LAYOUTS),
-    *((row_cases, a) for a in itertools.product((False, True), ("contiguous", "permuted"))),
-    *((row_cases, (residual, "contiguous", normplug.RMSNorm)) for residual in (False, True)),
+    *(
+        (row_cases, a)
+        for a in itertools.product((False, True), ("contiguous", "permuted"))
+    ),
+    *(
+        (row_cases, (residual, "contiguous", normplug.RMSNorm))
+        for residual in (False, True)
+    ),
     (pool_cases, ()),
 ]
 
@@ -202,7 +227,12 @@ def test_one_compiled_graph_serves_other_numbers_of_rows(cases, arguments, compi
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_the_host_never_waits_for_the_gpu(momentum):
-    norms = [nn.BatchNorm2d(320), nn.GroupNorm(32, 320), nn.InstanceNorm2d(320), nn.LayerNorm(64)]
+    norms = [
+        nn.BatchNorm2d(320),
+        nn.GroupNorm(32, 320),
+        nn.InstanceNorm2d(320),
+        nn.LayerNorm(64),
+    ]
     layer = normplug.swap(nn.Sequential(*norms).to(GPU))
     layer[0].momentum = layer[3].momentum = momentum
     x = torch.randn(4, 320, 64, 64, device=GPU, requires_grad=True)

@@ -32,13 +32,18 @@ def cut(**changes):
         small = {"warps": 1, "lag": 0, "r": 1, "finish": 4}
         if isinstance(shape, schedule.PlanesBackward):
             small["splits"] = shape.n
-        return replace(shape, **{n: v for n, v in (small | changes).items() if n in names})
+        return replace(
+            shape, **{n: v for n, v in (small | changes).items() if n in names}
+        )
 
     return change
 
 
 def planes(shape, groups, backward=None, **forward):
-    cuts = {"group_norm_forward": cut(**forward), "group_norm_backward": cut(**backward or {})}
+    cuts = {
+        "group_norm_forward": cut(**forward),
+        "group_norm_backward": cut(**backward or {}),
+    }
     return Case(shape, groups), cuts
 
 
@@ -69,17 +74,31 @@ SETUPS = {
         (1, 2, 66), 1, block=4, run=2, lag=33, backward={"cb": 2, "sb": 2, "lag": 34}
     ),
     "many items of columns": columns((1, 4, 67), 2, bc=4, u=1, bt=2, rows_each=2, lag=34),
-    "more groups than are finished at a time": columns((1, 70, 3), 35, bc=8, rows_each=3, lag=9),
+    "more groups than are finished at a time": columns(
+        (1, 70, 3), 35, bc=8, rows_each=3, lag=9
+    ),
     "wide groups": columns((2, 40, 3), 1, bc=16, u=2, bt=1, rows_each=3, lag=4),
 }
 EACH_KERNEL = pytest.mark.parametrize(
     "setup",
-    ["held groups", "groups read twice", "tiles of planes", "samples alone", "items of columns"],
+    [
+        "held groups",
+        "groups read twice",
+        "tiles of planes",
+        "samples alone",
+        "items of columns",
+    ],
 )
 VARIANTS = [
     {**HALF, "activation": "silu", "offset": 100.0},
     {"offset": 1e3, "affine": "weight", "dy": "strided"},
-    {"dtype": torch.float64, "affine": "", "activation": "gelu", "eps": 0.1, "offset": 1e3},
+    {
+        "dtype": torch.float64,
+        "affine": "",
+        "activation": "gelu",
+        "eps": 0.1,
+        "offset": 1e3,
+    },
     {"dtype": torch.float16, "activation": "relu", "affine": "bias", "mode": 1.0},
     {"dtype": torch.float64, "activation": ("leaky_relu", 0.2), "offset": 1e3},
 ]
@@ -127,7 +146,8 @@ def test_rounding_makes_no_variance_negative(monkeypatch):
 
 # From 2^23 on, float32 has no fractions, so a sum that rounds at the size of the mean is wrong.
 @pytest.mark.parametrize(
-    "setup", [name for name in SETUPS if name.startswith(("held groups", "groups read twice"))]
+    "setup",
+    [name for name in SETUPS if name.startswith(("held groups", "groups read twice"))],
 )
 def test_a_variance_does_not_round_at_the_size_of_the_mean(prepared, setup):
     case = prepared(setup)
@@ -136,14 +156,18 @@ def test_a_variance_does_not_round_at_the_size_of_the_mean(prepared, setup):
     x = torch.randint(4, case.shape, generator=torch.Generator().manual_seed(1)) + 2.0**23
     layer(x)
     of_groups = x.double().reshape(case.shape[0], case.groups, -1).var(2, correction=0)
-    torch.testing.assert_close(layer.watched_var.double(), of_groups.mean(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        layer.watched_var.double(), of_groups.mean(), rtol=1e-5, atol=0
+    )
 
 
 @EACH_KERNEL
 @pytest.mark.parametrize("needs", [("x",), ("weight",), ("x", "bias")], ids="+".join)
 def test_a_subset_of_the_gradients_can_be_requested(prepared, setup, needs):
     out = assert_accurate(prepared(setup, needs=needs, activation="silu"))
-    assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
+    assert {name for name in out if name.startswith("d")} == {
+        f"d{name}" for name in needs
+    }
 
 
 @EACH_KERNEL
@@ -163,12 +187,21 @@ def test_the_output_and_the_input_gradient_may_differ_in_dtype(layout):
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_the_schedules_own_choices_are_right_for_small_inputs(layout):
-    for shape, groups in [((2, 6), 3), ((2, 6, 3, 3, 2), 6), ((5, 4, 40), 1), ((1, 24, 9), 2)]:
+    for shape, groups in [
+        ((2, 6), 3),
+        ((2, 6, 3, 3, 2), 6),
+        ((5, 4, 40), 1),
+        ((1, 24, 9), 2),
+    ]:
         assert_accurate(Case(shape, groups, layout=layout, activation="silu"))
 
 
-@pytest.mark.parametrize("options", [{**HALF, "activation": "silu"}, {"offset": 1e3}], ids=str)
-def test_the_schedule_of_groups_read_twice_is_right_for_its_own_sizes(options, monkeypatch):
+@pytest.mark.parametrize(
+    "options", [{**HALF, "activation": "silu"}, {"offset": 1e3}], ids=str
+)
+def test_the_schedule_of_groups_read_twice_is_right_for_its_own_sizes(
+    options, monkeypatch
+):
     monkeypatch.setattr(_kernels, "processors", lambda device: 1)
     routes.forget(monkeypatch)
     for shape in [(2, 10, 4, 601), (1, 10, 8, 256)]:

@@ -22,7 +22,16 @@ from normplug._kernels import power_of_2
 from normplug._kernels.layer_norm.schedule import Rows, Wide
 from normplug._ops.call import call as call_spec
 from normplug._ops.row_norms import LayerNormSpec
-from row_cases import INPUTS, LAYOUTS, Case, assert_accurate, call, check_recomputed, make, run
+from row_cases import (
+    INPUTS,
+    LAYOUTS,
+    Case,
+    assert_accurate,
+    call,
+    check_recomputed,
+    make,
+    run,
+)
 
 pytest.importorskip("triton")
 
@@ -35,7 +44,15 @@ def held(r, bc, programs, **rest):
 
     def change(shape):
         u = -(-power_of_2(shape.width) // bc)
-        cut = {"r": r, "u": u, "bc": bc, "programs": programs, "warps": 1, "stages": 1, "k": 1}
+        cut = {
+            "r": r,
+            "u": u,
+            "bc": bc,
+            "programs": programs,
+            "warps": 1,
+            "stages": 1,
+            "k": 1,
+        }
         rest_of_it = {"keep": False, "lanes": r, "finish": 8, **rest}
         return Rows(shape.rows, shape.width, **{**cut, **rest_of_it})
 
@@ -61,10 +78,18 @@ SETUPS = {
     "rows": setup_of((7, 24)),
     "rows, uneven": setup_of((9, 12), held(2, 8, 2), held(2, 8, 2)),
     "rows, side by side": setup_of((7, 24), held(4, 32, 1), held(4, 32, 1, keep=True)),
-    "rows, even": setup_of((8, 16), held(2, 8, 2, keep=True, stages=2), held(2, 8, 2, keep=True)),
-    "rows, folded": setup_of((9, 16), held(1, 4, 3, keep=True), held(2, 4, 3, lanes=1, stages=3)),
-    "rows, even and folded": setup_of((8, 16), held(4, 16, 2), held(4, 8, 2, lanes=1, finish=16)),
-    "rows, folded in part": setup_of((9, 12), held(2, 8, 2), held(4, 8, 2, lanes=2, keep=True)),
+    "rows, even": setup_of(
+        (8, 16), held(2, 8, 2, keep=True, stages=2), held(2, 8, 2, keep=True)
+    ),
+    "rows, folded": setup_of(
+        (9, 16), held(1, 4, 3, keep=True), held(2, 4, 3, lanes=1, stages=3)
+    ),
+    "rows, even and folded": setup_of(
+        (8, 16), held(4, 16, 2), held(4, 8, 2, lanes=1, finish=16)
+    ),
+    "rows, folded in part": setup_of(
+        (9, 12), held(2, 8, 2), held(4, 8, 2, lanes=2, keep=True)
+    ),
     "wide": setup_of((5, 40), tiled(16, 4), blocks(2, 16, 5)),
     "wide, even": setup_of((4, 32), tiled(8, 4), blocks(2, 8, 4)),
     "wide, one block": setup_of((3, 40), tiled(32, 5), blocks(4, 16, 3)),
@@ -76,8 +101,19 @@ MIXED = {"params": torch.float32, "vectors": "weight+bias+input_bias"}
 VARIANTS = [
     {"dtype": torch.float16, "vectors": "bias+input_bias", "mode": "standard"},
     {"dtype": torch.bfloat16, **MIXED, "offset": 1e3, "mode": 4, "layout": "apart"},
-    {"vectors": "weight+input_bias", "offset": 1e3, "running": torch.float32, "dy": "odd"},
-    {"dtype": torch.float64, "vectors": "", "running": torch.float64, "momentum": None, "eps": 0.1},
+    {
+        "vectors": "weight+input_bias",
+        "offset": 1e3,
+        "running": torch.float32,
+        "dy": "odd",
+    },
+    {
+        "dtype": torch.float64,
+        "vectors": "",
+        "running": torch.float64,
+        "momentum": None,
+        "eps": 0.1,
+    },
     {"residual": "apart", "offset": 1e3, "vectors": "weight"},
     {"dtype": torch.bfloat16, "residual": "contiguous", "residual_dtype": torch.float32},
 ]
@@ -93,7 +129,12 @@ RECOMPUTED = [
     {"dtype": torch.float16, "vectors": "bias"},
     {"dtype": torch.bfloat16, "residual_dtype": torch.float32, "offset": 1e3},
     {"dtype": torch.float64, "vectors": ""},
-    {"dtype": torch.bfloat16, "params": torch.float32, "vectors": "weight", "centred": False},
+    {
+        "dtype": torch.bfloat16,
+        "params": torch.float32,
+        "vectors": "weight",
+        "centred": False,
+    },
 ]
 
 
@@ -103,12 +144,15 @@ def test_the_backward_can_recompute_the_output(setup, options, prepared):
 
 
 @pytest.mark.parametrize(
-    ("setup", "residual"), [*((s, "contiguous") for s in SETUPS), ("rows", None), ("wide", None)]
+    ("setup", "residual"),
+    [*((s, "contiguous") for s in SETUPS), ("rows", None), ("wide", None)],
 )
 def test_64_bit_offsets_are_accurate(setup, residual, prepared, monkeypatch):
     routes.use_64_bit_offsets(monkeypatch)
     vectors = "weight+bias" if residual else "weight+bias+input_bias"
-    assert_accurate(prepared(setup, residual=residual, vectors=vectors, running=torch.float32))
+    assert_accurate(
+        prepared(setup, residual=residual, vectors=vectors, running=torch.float32)
+    )
 
 
 SIZES = [(4, 1), (4, 3), (2, 4097), (1, 9000), (3, 2, 2500), (150, 5)]
@@ -118,7 +162,10 @@ CASES = [
         for width, dtype in itertools.product((1, 3, 24, 96, 100, 257), DTYPES)
     ),
     *(Case(size, vectors=MIXED["vectors"], running=torch.float32) for size in SIZES),
-    *(Case(size, vectors="weight", running=torch.float32, centred=False) for size in SIZES),
+    *(
+        Case(size, vectors="weight", running=torch.float32, centred=False)
+        for size in SIZES
+    ),
     # Parameters of another dtype.
     Case((6, 24), torch.float16, params=torch.float32),
     Case((6, 24), torch.bfloat16, params=torch.float32, mode="standard"),
@@ -136,7 +183,9 @@ def test_the_schedules_own_choices_are_accurate(case):
     assert_accurate(case)
 
 
-@pytest.mark.parametrize("vectors", ["", "weight", "bias", "input_bias", "weight+bias+input_bias"])
+@pytest.mark.parametrize(
+    "vectors", ["", "weight", "bias", "input_bias", "weight+bias+input_bias"]
+)
 @pytest.mark.parametrize("setup", ["rows", "wide"])
 def test_an_input_may_be_a_single_row(setup, vectors, prepared):
     for dims, shape in ((1, (24,)), (2, (4, 6))):
@@ -161,7 +210,9 @@ def test_an_input_may_be_a_single_row(setup, vectors, prepared):
 def test_a_residual_is_added_first(setup, dtype, residual_dtype, prepared):
     options = {"residual": "contiguous", "residual_dtype": residual_dtype}
     out = assert_accurate(prepared(setup, dtype=dtype, params=torch.float32, **options))
-    assert out["total"].dtype == out["y"].dtype == torch.promote_types(dtype, residual_dtype)
+    assert (
+        out["total"].dtype == out["y"].dtype == torch.promote_types(dtype, residual_dtype)
+    )
     assert out["dx"].dtype == dtype
     assert out["dresidual"].dtype == residual_dtype
 
@@ -176,8 +227,12 @@ NEEDS += [("contiguous", needs) for needs in ADDED]
 @pytest.mark.parametrize("setup", ["rows, uneven", "wide"])
 def test_a_subset_of_the_gradients_can_be_requested(setup, residual, needs, prepared):
     vectors = "weight+bias" if residual else "weight+bias+input_bias"
-    out = assert_accurate(prepared(setup, needs=needs, residual=residual, vectors=vectors))
-    assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
+    out = assert_accurate(
+        prepared(setup, needs=needs, residual=residual, vectors=vectors)
+    )
+    assert {name for name in out if name.startswith("d")} == {
+        f"d{name}" for name in needs
+    }
 
 
 @SOME_SETUPS
@@ -192,7 +247,9 @@ def test_only_one_of_the_two_outputs_may_be_used(setup, prepared):
 
 @SOME_SETUPS
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
-@pytest.mark.parametrize("running", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "running", [torch.bfloat16, torch.float32, torch.float64], ids=str
+)
 def test_running_statistics_are_accurate(setup, momentum, running, prepared):
     case = prepared(setup, needs=(), running=running, momentum=momentum, offset=1e3)
     assert assert_accurate(case)["num_batches_tracked"] == 4
@@ -229,7 +286,10 @@ def test_a_constant_row_has_no_variance_and_gives_the_bias(setup, width, prepare
 @pytest.mark.parametrize("setup", ["rows", "rows, uneven", "rows, folded"])
 def test_the_mean_of_a_row_is_rounded_once(setup, prepared):
     width = prepared(setup).shape[-1]
-    x = torch.randint(4, (32, width), generator=torch.Generator().manual_seed(1)) + 2.0**23
+    x = (
+        torch.randint(4, (32, width), generator=torch.Generator().manual_seed(1))
+        + 2.0**23
+    )
     y = functional.layer_norm(x, (width,), backend="triton")
     distances = x.double() - x.double().mean(1, keepdim=True).round()
     rstd = (distances.square().mean(1, keepdim=True) + 1e-5).rsqrt()
@@ -241,18 +301,24 @@ def test_the_mean_of_a_row_is_rounded_once(setup, prepared):
 @pytest.mark.parametrize("asked", ["low", "float32"])
 @pytest.mark.parametrize("residual", [None, "contiguous"])
 def test_autocast_changes_only_the_dtype_of_the_output(residual, low, dtype, asked):
-    case = Case((5, 24), dtype, params=torch.float32, residual=residual, mode="standard", offset=0)
+    case = Case(
+        (5, 24), dtype, params=torch.float32, residual=residual, mode="standard", offset=0
+    )
     inputs = make(case).inputs(INPUTS)
     with torch.autocast("cpu", low):
         outputs = call(case, inputs, "triton", autocast_output=asked)
     y, total = outputs["y"], outputs.get("total", inputs["x"])
     assert y.dtype == (low if asked == "low" else torch.float32)
     assert total.dtype == dtype
-    h, weight, bias = (t.detach().double() for t in (total, inputs["weight"], inputs["bias"]))
+    h, weight, bias = (
+        t.detach().double() for t in (total, inputs["weight"], inputs["bias"])
+    )
     dy = make(case).dy.to(y.dtype)
     leaves = [t for t in inputs.values() if t is not None]
     got = (y, *torch.autograd.grad(y, leaves, dy))
-    exact = oracle.gradients(reference.layer_norm, dy.double(), h, weight, normalized_shape=(24,))
+    exact = oracle.gradients(
+        reference.layer_norm, dy.double(), h, weight, normalized_shape=(24,)
+    )
     through = (exact.dx,) if residual is None else (exact.dx, exact.dx)
     expected = (reference.layer_norm(h, (24,), weight, bias).y, *through, *exact[1:])
     for ours, truth, like in zip(got, expected, (y, *leaves), strict=True):
@@ -285,7 +351,10 @@ def test_more_parts_than_one_addition_takes_are_added_right(prepared, monkeypatc
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_may_have_any_layout(layout, dims):
-    of_x, of_others = {"layout": layout, "dy": "contiguous"}, {"residual": layout, "dy": layout}
+    of_x, of_others = (
+        {"layout": layout, "dy": "contiguous"},
+        {"residual": layout, "dy": layout},
+    )
     case = Case((3, 2, 2, 6), dims=dims)
     out = assert_accurate(dataclasses.replace(case, **of_x))
     # The gradient has the layout of an input that is dense.
@@ -296,7 +365,9 @@ def test_rows_may_have_any_layout(layout, dims):
     else:
         assert out["dx"].is_contiguous()
     assert_accurate(dataclasses.replace(case, **of_others, running=torch.float32))
-    out = assert_accurate(dataclasses.replace(case, **of_x, residual=layout, dtotal=layout))
+    out = assert_accurate(
+        dataclasses.replace(case, **of_x, residual=layout, dtotal=layout)
+    )
     assert all(out[name].is_contiguous() for name in ("y", "total", "dx", "dresidual"))
 
 
@@ -346,9 +417,12 @@ def test_rms_norm_is_as_close_to_float64_as_torch(setup, options, prepared):
 
 @pytest.mark.parametrize("params", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("setup", "rounding"), [("rows, uneven", "input"), ("wide", "input"), ("wide", "weight")]
+    ("setup", "rounding"),
+    [("rows, uneven", "input"), ("wide", "input"), ("wide", "weight")],
 )
-def test_a_norm_that_rounds_before_the_weight_matches_torch(setup, rounding, params, prepared):
+def test_a_norm_that_rounds_before_the_weight_matches_torch(
+    setup, rounding, params, prepared
+):
     """Gradients included. Values close to a tie between two of float16 may round either way."""
     case = prepared(setup, dtype=torch.float16, params=params, **RMS)
     t = make(case)
@@ -409,13 +483,18 @@ ANY_CALL = st.builds(
 
 # Nothing is shrunk: at the interpreter's speed that takes minutes, and the calls are small.
 @given(case=ANY_CALL, full_parameters=st.booleans())
-@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 def test_any_call_is_as_close_to_float64_as_torch(case, full_parameters):
     vectors = case.vectors.split("+")
     if case.residual is not None and "input_bias" in vectors:
         vectors.remove("input_bias")
     params = torch.promote_types(case.dtype, torch.float32) if full_parameters else None
     case = dataclasses.replace(
-        case, dims=min(case.dims, len(case.shape)), vectors="+".join(vectors), params=params
+        case,
+        dims=min(case.dims, len(case.shape)),
+        vectors="+".join(vectors),
+        params=params,
     )
     assert_accurate(case)

@@ -34,8 +34,15 @@ GRID = [
     *((torch.bfloat16, shape) for rows in (3, 4096) for shape in shapes(rows, WIDTHS)),
     *((torch.float32, shape) for rows in (3, 4096) for shape in shapes(rows, WIDTHS)),
     *((torch.float64, shape) for shape in shapes(300, WIDTHS)),
-    *((torch.float16, shape) for shape in shapes(300, [7, 1000, 4096, 12288, 40000, 131072])),
-    *((torch.bfloat16, (rows, width)) for rows in (1, 64) for width in (1000, 8192, 65536)),
+    *(
+        (torch.float16, shape)
+        for shape in shapes(300, [7, 1000, 4096, 12288, 40000, 131072])
+    ),
+    *(
+        (torch.bfloat16, (rows, width))
+        for rows in (1, 64)
+        for width in (1000, 8192, 65536)
+    ),
     *((dtype, (9, 70_001)) for dtype in (torch.bfloat16, torch.float32, torch.float64)),
     (torch.bfloat16, (50432, 768)),
     (torch.float32, (200_000, 7)),
@@ -50,7 +57,14 @@ def test_as_close_to_float64_as_torch(dtype, shape):
 
 
 # With many narrow rows, a thread takes several in turn; an input_bias needs a third sum.
-NARROW = [(30_001, 24), (40_000, 64), (50_007, 96), (20_000, 192), (9_001, 384), (5_000, 768)]
+NARROW = [
+    (30_001, 24),
+    (40_000, 64),
+    (50_007, 96),
+    (20_000, 192),
+    (9_001, 384),
+    (5_000, 768),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -64,7 +78,14 @@ def test_an_input_bias_of_many_narrow_rows_is_accurate(shape, dtype):
 
 
 # Wide enough that programs share the columns of a row and wait for each other, where they can.
-SHARED = [(132, 8704), (133, 12288), (300, 16384), (1024, 20480), (150, 40000), (257, 65536)]
+SHARED = [
+    (132, 8704),
+    (133, 12288),
+    (300, 16384),
+    (1024, 20480),
+    (150, 40000),
+    (257, 65536),
+]
 
 
 def shares_columns(shape, dtype):
@@ -81,7 +102,9 @@ def shares_columns(shape, dtype):
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHARED, ids=str)
-def test_programs_that_share_the_columns_of_a_row_are_accurate_and_deterministic(shape, dtype):
+def test_programs_that_share_the_columns_of_a_row_are_accurate_and_deterministic(
+    shape, dtype
+):
     if not shares_columns(shape, dtype):
         pytest.skip("this GPU or this Triton uses other kernels here")
     for options in (
@@ -101,7 +124,12 @@ OPTIONS = [
     {"vectors": "", "mode": "standard", "running": torch.float32, "tracked": False},
     {"residual": "contiguous", "residual_dtype": torch.float32},
     {"residual": "apart", "layout": "apart", "vectors": "weight"},
-    {"layout": "odd", "dy": "repeated", "vectors": "weight+input_bias", "needs": ("weight",)},
+    {
+        "layout": "odd",
+        "dy": "repeated",
+        "vectors": "weight+input_bias",
+        "needs": ("weight",),
+    },
     {"layout": "transposed", "dy": "expanded"},
     {"residual": "contiguous", "used": ("y",)},
     {"residual": "contiguous", "used": ("total",), "needs": ("x", "residual")},
@@ -121,7 +149,9 @@ def test_every_option_is_accurate_at_every_size(shape, dtype, options):
 @pytest.mark.parametrize("shape", [(6, 24), (700, 768), (40, 40_000)], ids=str)
 def test_float64_tensors_are_accurate(shape, running):
     vectors = "weight+input_bias"
-    assert_accurate(Case(shape, torch.float64, running=running, vectors=vectors, offset=1e3), GPU)
+    assert_accurate(
+        Case(shape, torch.float64, running=running, vectors=vectors, offset=1e3), GPU
+    )
     assert_accurate(Case(shape, torch.float64, residual="contiguous"), GPU)
     assert_accurate(Case(shape, torch.float32, params=torch.float64), GPU)
     assert_accurate(Case(shape, torch.bfloat16, params=torch.float64), GPU)
@@ -135,7 +165,9 @@ PERMUTED_SHAPES = [(16, 50, 768), (8, 7, 7, 96), (4, 40, 16384), (3, 7, 70_000)]
 @pytest.mark.parametrize("shape", PERMUTED_SHAPES, ids=str)
 def test_any_of_the_tensors_may_be_permuted(shape, layouts):
     layout, residual, dy, dtotal = layouts
-    case = Case(shape, torch.bfloat16, layout=layout, residual=residual, dy=dy, dtotal=dtotal)
+    case = Case(
+        shape, torch.bfloat16, layout=layout, residual=residual, dy=dy, dtotal=dtotal
+    )
     assert_accurate(case, GPU)
     if residual == dtotal == "contiguous":
         case = Case(shape, torch.bfloat16, layout=layout, dy=dy)
@@ -146,8 +178,12 @@ def test_any_of_the_tensors_may_be_permuted(shape, layouts):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", PERMUTED_SHAPES, ids=str)
-def test_permuted_rows_with_every_option_and_64_bit_offsets_are_accurate(shape, dtype, monkeypatch):
-    case = Case(shape, dtype, layout="permuted", vectors=FULL, running=torch.float32, offset=1e3)
+def test_permuted_rows_with_every_option_and_64_bit_offsets_are_accurate(
+    shape, dtype, monkeypatch
+):
+    case = Case(
+        shape, dtype, layout="permuted", vectors=FULL, running=torch.float32, offset=1e3
+    )
     assert_accurate(case, GPU)
     routes.use_64_bit_offsets(monkeypatch)
     assert_accurate(case, GPU)
@@ -159,7 +195,9 @@ def test_rows_may_lie_2_to_the_31_values_apart(width, two):
     skip_below(gib=10)
     apart = (2**31 // width + 1) * width
     everything = torch.empty(apart + 3 * width, device=GPU, dtype=torch.bfloat16)
-    shape, strides = ((3, 2, width), (width, apart, 1)) if two else ((2, width), (apart, 1))
+    shape, strides = (
+        ((3, 2, width), (width, apart, 1)) if two else ((2, width), (apart, 1))
+    )
     x = everything.as_strided(shape, strides)
     x.copy_(torch.randn(shape, device=GPU))
     dy, weight = torch.randn_like(x), torch.rand(width, device=GPU)
@@ -178,7 +216,9 @@ def test_more_than_2_to_the_31_values_are_normalised(width):
     x = torch.empty(rows, width, device=GPU, dtype=torch.bfloat16).normal_(1.0, 2.0)
     x.requires_grad_()
     weight, bias = (torch.ones(width, device=GPU, requires_grad=True) for _ in range(2))
-    y = functional.layer_norm(x, (width,), weight, bias, backend="triton", mode="standard")
+    y = functional.layer_norm(
+        x, (width,), weight, bias, backend="triton", mode="standard"
+    )
     dy = torch.empty_like(x).normal_()
     dx, dweight, dbias = torch.autograd.grad(y, (x, weight, bias), dy)
     for part in (slice(0, 5), slice(rows - 5, rows)):
@@ -203,7 +243,10 @@ def test_more_than_2_to_the_31_values_are_normalised(width):
 @pytest.mark.parametrize(
     ("layers", "shape"),
     [
-        (lambda: (nn.Conv2d(3, 16, 3), normplug.BatchNorm2d(16), nn.ReLU()), (8, 3, 16, 16)),
+        (
+            lambda: (nn.Conv2d(3, 16, 3), normplug.BatchNorm2d(16), nn.ReLU()),
+            (8, 3, 16, 16),
+        ),
         (lambda: (nn.Linear(32, 64), normplug.LayerNorm(64), nn.GELU()), (8, 32)),
     ],
     ids=["batch", "layer"],
@@ -240,7 +283,9 @@ def test_rms_norm_is_as_close_to_float64_as_torch(shape, dtype):
 @pytest.mark.parametrize("width", [7, 64, 128, 768, 1000, 1024, 4096, 8192, 40_000])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_a_row_has_the_same_bits_however_many_rows_there_are(name, width, dtype, residual):
+def test_a_row_has_the_same_bits_however_many_rows_there_are(
+    name, width, dtype, residual
+):
     rows = min((1 << 25) // width, 20_000)
     x, beside = (torch.randn(rows, width, device=GPU, dtype=dtype) for _ in range(2))
     weight = torch.rand(width, device=GPU, dtype=dtype)

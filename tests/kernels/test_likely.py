@@ -13,10 +13,12 @@ import normplug  # noqa: E402
 from fuse_cases import skip_if_not_followed  # noqa: E402
 from normplug import native  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
-from normplug._ops import batch_norm_plan, call, eligible, likely, plans  # noqa: E402
+from normplug._ops import batch_norm_plan, call, can_run, guess, plans  # noqa: E402
 from normplug.modules import group_norm, row_norms  # noqa: E402
 
-pytestmark = pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing")
+pytestmark = pytest.mark.skipif(
+    launch.INTERPRETED, reason="the interpreter compiles nothing"
+)
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def kernels(monkeypatch):
     def forget():
         gc.collect()
         call._stored.clear()
-        likely._layers.clear()
+        guess._layers.clear()
 
     monkeypatch.setattr(launch.Launch, "__call__", run)
     monkeypatch.setattr(ahead, "expect", expect)
@@ -52,7 +54,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(native, "_extension", None)
     monkeypatch.setattr(native, "_started", True)
-    monkeypatch.setattr(eligible, "refusal_of_device", lambda *tensors: None)
+    monkeypatch.setattr(can_run, "refusal_of_device", lambda *tensors: None)
     for norms in (group_norm, row_norms):
         monkeypatch.setattr(norms, "autocast_dtype", lambda x: torch.bfloat16)
     monkeypatch.setattr(batch_norm_plan, "machine_of", lambda x, alone=True: (132, True))
@@ -101,7 +103,9 @@ def test_the_first_call_requests_all_later_kernels_of_the_step(kernels, name, fu
     asked, launched = map(list, kernels)
     assert set(launched[1:]) <= set(asked)
     assert (len(launched), len(set(asked) - set(launched))) == counts[fuse]
-    if name == "resnet50":  # after the first layer's kernels, forwards come before backwards
+    if (
+        name == "resnet50"
+    ):  # after the first layer's kernels, forwards come before backwards
         forwards = ["_forward(" in key for key in asked[3:] if key in launched]
         assert forwards == sorted(forwards, reverse=True)
 
@@ -109,7 +113,10 @@ def test_the_first_call_requests_all_later_kernels_of_the_step(kernels, name, fu
 def pyramid(norm):
     """Convolutions that halve the image and double the channels, with norms and SiLU."""
     widths = (3, 64, 128, 256)
-    stages = [(nn.Conv2d(a, b, 3, 2, 1), norm(b)) for a, b in zip(widths, widths[1:], strict=False)]
+    stages = [
+        (nn.Conv2d(a, b, 3, 2, 1), norm(b))
+        for a, b in zip(widths, widths[1:], strict=False)
+    ]
     return nn.Sequential(*(layer for stage in stages for layer in (*stage, nn.SiLU())))
 
 
@@ -124,7 +131,11 @@ class Block(nn.Module):
 
     def forward(self, x):
         y = self.norm1(x)
-        y = self.linear1(y.transpose(0, 1)).transpose(0, 1) if self.permuted else self.linear1(y)
+        y = (
+            self.linear1(y.transpose(0, 1)).transpose(0, 1)
+            if self.permuted
+            else self.linear1(y)
+        )
         x = x + y
         y = self.norm2(x)
         return x + self.linear2(y)
@@ -172,7 +183,7 @@ def test_a_layer_that_cannot_be_guessed_changes_nothing(kernels):
 
 def test_a_model_that_is_gone_is_not_guessed(kernels):
     model = normplug.swap(nn.Sequential(nn.BatchNorm1d(64)))
-    assert list(likely._layers) == [model[0]]
+    assert list(guess._layers) == [model[0]]
     del model
     gc.collect()
-    assert not likely._layers
+    assert not guess._layers

@@ -39,7 +39,14 @@ CASES = [
     PoolCase((2, 3, 8, 8), stride=(2, 2), padding=(0, 0), ceil_mode=True, mode=4),
     PoolCase((1, 2, 3, 4), kernel=(5, 5), stride=(2, 3), padding=(2, 2)),
     PoolCase((3, 8, 4, 4), kernel=(4, 4), stride=(4, 4), padding=(0, 0)),
-    PoolCase((2, 8, 13, 12), **HALF, kernel=(5, 5), stride=(5, 4), padding=(2, 1), ceil_mode=True),
+    PoolCase(
+        (2, 8, 13, 12),
+        **HALF,
+        kernel=(5, 5),
+        stride=(5, 4),
+        padding=(2, 1),
+        ceil_mode=True,
+    ),
 ]
 
 
@@ -51,10 +58,14 @@ def test_every_window_is_as_close_to_float64_as_torch(case):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("needs", [("x",), ("weight",), ("bias",), ("x", "bias")], ids="+".join)
+@pytest.mark.parametrize(
+    "needs", [("x",), ("weight",), ("bias",), ("x", "bias")], ids="+".join
+)
 def test_a_subset_of_the_gradients_can_be_requested(needs, training):
     out = assert_accurate(PoolCase(SHAPE, needs=needs, training=training))
-    assert {name for name in out if name.startswith("d")} == {f"d{name}" for name in needs}
+    assert {name for name in out if name.startswith("d")} == {
+        f"d{name}" for name in needs
+    }
 
 
 def test_the_gradient_may_have_another_layout():
@@ -62,11 +73,17 @@ def test_the_gradient_may_have_another_layout():
     tensors = make(case)
     expected = run(case, tensors, "triton")
     for dy in (tensors.dy.contiguous(), torch.stack([tensors.dy] * 2, -1)[..., 0]):
-        assert_same_bits(run(case, dataclasses.replace(tensors, dy=dy), "triton"), expected)
+        assert_same_bits(
+            run(case, dataclasses.replace(tensors, dy=dy), "triton"), expected
+        )
 
 
 def test_the_first_of_equal_values_gets_the_gradient_and_none_at_or_below_zero():
-    x = torch.zeros(1, 2, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
+    x = (
+        torch.zeros(1, 2, 4, 4)
+        .contiguous(memory_format=torch.channels_last)
+        .requires_grad_()
+    )
     for bias, expected in ((1.0, 1.0), (0.0, 0.0), (-1.0, 0.0)):
         given = (torch.zeros(2), torch.ones(2), torch.ones(2), torch.full((2,), bias))
         y = routes.batch_norm(x, *given, training=False, mode="standard", pool=PAIRS)
@@ -95,7 +112,11 @@ def test_nan_and_infinity_propagate_as_in_torch(training):
 
 
 def test_pooling_saves_the_input_and_a_value_and_a_byte_per_window():
-    x = torch.randn(4, 16, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
+    x = (
+        torch.randn(4, 16, 8, 8)
+        .contiguous(memory_format=torch.channels_last)
+        .requires_grad_()
+    )
     weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
     norm = partial(routes.batch_norm, x, weight=weight, bias=bias, pool=PAIRS)
     y = norm()
@@ -112,7 +133,10 @@ def test_pooling_saves_the_input_and_a_value_and_a_byte_per_window():
 )
 def test_what_the_kernels_cannot_pool_falls_back_to_torch(change, why):
     case = PoolCase(SHAPE, **change)
-    x, vectors = laid_out(torch.randn(SHAPE), case.layout), (None, None, *torch.rand(2, 5))
+    x, vectors = (
+        laid_out(torch.randn(SHAPE), case.layout),
+        (None, None, *torch.rand(2, 5)),
+    )
     spec = BatchNormSpec(True, 0.1, 1e-5, 1.0, "relu", case.pool)
     if why is not None:
         assert why in spec.refusal(routes.Tensors(x, None, *vectors[2:]))

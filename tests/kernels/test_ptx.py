@@ -11,7 +11,9 @@ from normplug._kernels import launch  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
-    pytest.mark.skipif(not launch.BUILDS, reason="on this Triton the kernels are not used"),
+    pytest.mark.skipif(
+        not launch.BUILDS, reason="on this Triton the kernels are not used"
+    ),
 ]
 
 

@@ -127,12 +127,16 @@ class Doubled(nn.Module):
         return y + x.mul_(2)
 
 
-def test_modifying_the_output_in_place_fails_or_works_as_without_recomputation(recomputed):
+def test_modifying_the_output_in_place_fails_or_works_as_without_recomputation(
+    recomputed,
+):
     first = convolutions(nn.ReLU())
     ours, plain = twins(nn.Sequential(*first[:-1], Doubled()))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outcome(plain, X)
-    with pytest.raises(RuntimeError, match="normplug: .*modified by an inplace operation"):
+    with pytest.raises(
+        RuntimeError, match="normplug: .*modified by an inplace operation"
+    ):
         outcome(ours, X)
     assert not recomputed
     changes = nn.Sequential(nn.Hardtanh(-0.5, 0.5, inplace=True), nn.Conv2d(4, 4, 1))
@@ -178,7 +182,9 @@ def test_a_cast_of_the_total_is_not_taken_for_one_of_the_result(shape, recompute
     x = ROWS.clone().requires_grad_()
     y, total = functional.add_layer_norm(x, ROWS, (8,), backend="triton")
     results = (project(y, total), recompute.call(y, project, y, total))
-    gradients = [torch.autograd.grad(r.sum(), (x, weight), retain_graph=True) for r in results]
+    gradients = [
+        torch.autograd.grad(r.sum(), (x, weight), retain_graph=True) for r in results
+    ]
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
     assert len(recomputed) == 1
 
@@ -193,7 +199,8 @@ def test_a_weight_modified_before_the_backward_is_detected():
 
 
 @pytest.mark.parametrize(
-    "kind", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+    "kind",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
 )
 def test_hooks_run_on_the_module_that_reads_the_output(kind, recomputed):
     ours, plain = twins(chain())
@@ -242,7 +249,9 @@ def test_other_saved_tensor_hooks_see_every_saved_tensor(recomputed):
     ours, plain = twins(chain())
     saved = {ours: [], plain: []}
     for model, seen in saved.items():
-        with saved_tensors_hooks(lambda t, s=seen: s.append(t.detach()) or t, lambda t: t):
+        with saved_tensors_hooks(
+            lambda t, s=seen: s.append(t.detach()) or t, lambda t: t
+        ):
             model(X).sum().backward()
     assert not recomputed
     torch.testing.assert_close(*saved.values(), rtol=0, atol=0)

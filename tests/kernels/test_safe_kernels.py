@@ -23,7 +23,9 @@ SHAPES = [(6, 5), (3, 9, 4, 5), (2, 20, 9, 8)]
 @pytest.mark.parametrize(
     ("shape", "pooled"), [*((s, False) for s in SHAPES), (SHAPES[1], True)], ids=str
 )
-def test_a_channel_that_is_not_finite_leaves_its_statistics(shape, pooled, layout, momentum):
+def test_a_channel_that_is_not_finite_leaves_its_statistics(
+    shape, pooled, layout, momentum
+):
     norm = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
     ours = swap(norm(shape[1], momentum=momentum), backend="triton", statistics="safe")
     plain = swap(norm(shape[1], momentum=momentum), backend="triton")

@@ -14,7 +14,13 @@ from normplug._kernels.layer_norm.schedule import Rows, Wide
 
 # (N, C, HW), and whether channels are adjacent in memory.
 TINY = [(2, 1, 1), (1, 1, 2), (1, 64, 49), (33, 7, 1)]
-FLAT = [(64, 1000, 1), (4096, 64, 1), (1024, 100_000, 1), (200_000, 16, 1), (5_000_000, 33, 1)]
+FLAT = [
+    (64, 1000, 1),
+    (4096, 64, 1),
+    (1024, 100_000, 1),
+    (200_000, 16, 1),
+    (5_000_000, 33, 1),
+]
 SPACE = [(32, 2048, 49), (3, 33, 100), (3, 33, 101), (128, 64, 3136), (1, 1, 3_000_000)]
 OF_BOTH = [(8, 512, 49), (16, 256, 196), (32, 64, 784), (2, 3, 40_000)]
 ADJACENT = [(128, 256, 3136), (100, 33, 323), (1, 1, 7)]
@@ -64,7 +70,11 @@ def test_slabs_cover_the_channels_and_items_the_rows():
         assert (shape.slabs - 1) * shape.channels < c <= shape.slabs * shape.channels, key
         assert shape.channels * hw <= shape.bc, key
         assert shape.channels <= shape.bch <= shape.bc, key
-        assert (shape.gathers - 1) * shape.rows_each < rows <= shape.gathers * shape.rows_each, key
+        assert (
+            (shape.gathers - 1) * shape.rows_each
+            < rows
+            <= shape.gathers * shape.rows_each
+        ), key
         assert (shape.writes - 1) * shape.tile < rows <= shape.writes * shape.tile, key
         for size in (shape.bc, shape.bch, shape.bt, shape.u, shape.warps):
             assert is_power_of_2(size), key
@@ -134,7 +144,9 @@ ROW_MACHINES = [
 ]
 ROW_CALLS = [
     (rows, width, unit, itemsize, machine)
-    for rows, width, itemsize, machine in itertools.product(HEIGHTS, WIDTHS, DTYPES, ROW_MACHINES)
+    for rows, width, itemsize, machine in itertools.product(
+        HEIGHTS, WIDTHS, DTYPES, ROW_MACHINES
+    )
     for unit in (1, 2, 4, 8)
     if width % unit == 0  # since a unit divides a width and its strides
 ]
@@ -238,8 +250,12 @@ def test_tiles_of_groups_cover_a_unit_and_are_written_after_all_of_it_was_read()
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize(("channels", "space"), [(20, 1024), (30, 1024), (40, 256), (1, 12_001)])
-def test_one_program_reads_a_group_twice_where_holding_it_is_slower(channels, space, itemsize):
+@pytest.mark.parametrize(
+    ("channels", "space"), [(20, 1024), (30, 1024), (40, 256), (1, 12_001)]
+)
+def test_one_program_reads_a_group_twice_where_holding_it_is_slower(
+    channels, space, itemsize
+):
     call = (channels, space, False, itemsize, 132)
     for n in (7, 16):
         cut = gn.group_norm_forward(n, 32, *call)
@@ -247,9 +263,13 @@ def test_one_program_reads_a_group_twice_where_holding_it_is_slower(channels, sp
         assert cut.grid == 32 * n
         assert cut.k * cut.block <= 1.125 * cut.width
         assert cut.even == (channels in (20, 40))
-    assert not gn.group_norm_forward(6, 32, *call).solo  # too few groups for the multiprocessors
+    assert not gn.group_norm_forward(
+        6, 32, *call
+    ).solo  # too few groups for the multiprocessors
 
 
-@pytest.mark.parametrize(("channels", "space"), [(60, 256), (1, 12_544), (10, 4096), (10, 512)])
+@pytest.mark.parametrize(
+    ("channels", "space"), [(60, 256), (1, 12_544), (10, 4096), (10, 512)]
+)
 def test_other_groups_are_not_read_twice_by_one_program(channels, space):
     assert not gn.group_norm_forward(16, 32, channels, space, False, 2, 132).solo

@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 import normplug  # noqa: E402
 from launches import Driver  # noqa: E402
 from normplug._kernels import ahead, launch  # noqa: E402
-from normplug._ops import eligible  # noqa: E402
+from normplug._ops import can_run  # noqa: E402
 from normplug._ops.warm_up import _record, _refusal_of_model  # noqa: E402
 from programs import program  # noqa: E402
 
@@ -31,7 +31,7 @@ def kernels_on_cpu(monkeypatch):
         launched.setdefault(self.job([t.dtype for t in tensors]).key)
 
     monkeypatch.setattr(launch.Launch, "__call__", run)
-    monkeypatch.setattr(eligible, "refusal_of_device", lambda *tensors: None)
+    monkeypatch.setattr(can_run, "refusal_of_device", lambda *tensors: None)
     monkeypatch.setattr(ahead, "expect", lambda job, certain: False)
     return launched
 
@@ -82,8 +82,12 @@ def test_nothing_of_the_model_changes(kernels_on_cpu):
     model.head.register_forward_hook(lambda *arguments: calls.append(1))
     model.linear.eval()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    tensors = {n: (id(t), t._version) for n, t in model.state_dict(keep_vars=True).items()}
-    modules = {n: (type(m), m.training, dict(m._forward_hooks)) for n, m in model.named_modules()}
+    tensors = {
+        n: (id(t), t._version) for n, t in model.state_dict(keep_vars=True).items()
+    }
+    modules = {
+        n: (type(m), m.training, dict(m._forward_hooks)) for n, m in model.named_modules()
+    }
     jobs, _ = _record(model, (x,), {})
     assert jobs
     after = model.state_dict(keep_vars=True)
@@ -93,7 +97,9 @@ def test_nothing_of_the_model_changes(kernels_on_cpu):
         1 + len(list(model.parameters()))
     )
     assert torch.equal(torch.get_rng_state(), state)
-    now = {n: (type(m), m.training, dict(m._forward_hooks)) for n, m in model.named_modules()}
+    now = {
+        n: (type(m), m.training, dict(m._forward_hooks)) for n, m in model.named_modules()
+    }
     assert now == modules
 
 
@@ -148,7 +154,11 @@ class Caching(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.by_size, self.config = nn.LayerNorm(16), {}, immutable_dict(width=16)
+        self.norm, self.by_size, self.config = (
+            nn.LayerNorm(16),
+            {},
+            immutable_dict(width=16),
+        )
         self.register_buffer("mask", None)
 
     def forward(self, x):

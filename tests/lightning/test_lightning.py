@@ -28,7 +28,11 @@ LABELS = torch.randint(4, (48,))
 def make_net():
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LayerNorm(128), nn.Linear(128, 4)
+        nn.BatchNorm2d(3),
+        nn.Conv2d(3, 8, 3),
+        nn.Flatten(),
+        nn.LayerNorm(128),
+        nn.Linear(128, 4),
     )
     nn.init.normal_(net[0].weight, 1, 0.5)
     return net
@@ -42,7 +46,9 @@ def loader():
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_swap_norms_swaps_even_layers_of_configure_model_before_the_optimizer(tmp_path, late):
+def test_swap_norms_swaps_even_layers_of_configure_model_before_the_optimizer(
+    tmp_path, late
+):
     module = Module(late=late)
     trainer(tmp_path, SwapNorms("golden", exclude="net.3")).fit(module, loader())
     assert type(module.net[0]) is normplug.BatchNorm2d
@@ -57,10 +63,18 @@ def test_swap_norms_keeps_the_mode_of_each_layer_in_the_checkpoint(tmp_path):
     run, logger = trainer(tmp_path, SwapNorms(modes)), VarianceLogger(1, tmp_path)
     run.fit(Module(), loader())
     run.save_checkpoint(path)
-    same = trainer(tmp_path, SwapNorms(lambda p, m: modes.get(p, "golden")), logger, max_epochs=2)
+    same = trainer(
+        tmp_path, SwapNorms(lambda p, m: modes.get(p, "golden")), logger, max_epochs=2
+    )
     same.fit(Module(), loader(), ckpt_path=path)
-    assert [row.target_variance for row in logger.last] == [0.5, target_variance("golden")]
-    for other, text in (("golden", "net.0 in mode 0.5, now golden"), ({"*": 2}, "net.3 in mode g")):
+    assert [row.target_variance for row in logger.last] == [
+        0.5,
+        target_variance("golden"),
+    ]
+    for other, text in (
+        ("golden", "net.0 in mode 0.5, now golden"),
+        ({"*": 2}, "net.3 in mode g"),
+    ):
         resumed = trainer(tmp_path, SwapNorms(other), max_epochs=2)
         with pytest.raises(ValueError, match=f"trained in other modes: .*{text}"):
             resumed.fit(Module(), loader(), ckpt_path=path)
@@ -97,9 +111,14 @@ def test_swap_norms_fuses_and_trains_to_the_same_weights_and_checkpoint(tmp_path
     assert_same_bits(*saved)
 
 
-def test_swap_norms_is_standard_by_default_and_warns_of_no_run_that_starts_or_resumes(tmp_path):
+def test_swap_norms_is_standard_by_default_and_warns_of_no_run_that_starts_or_resumes(
+    tmp_path,
+):
     assert str(SwapNorms().mode) == "standard"
-    path, make = tmp_path / "last.ckpt", lambda: nn.Sequential(nn.Flatten(), nn.LayerNorm(108))
+    path, make = (
+        tmp_path / "last.ckpt",
+        lambda: nn.Sequential(nn.Flatten(), nn.LayerNorm(108)),
+    )
     fresh = partial(lightning_cases.Module, make)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "normplug")
@@ -124,9 +143,13 @@ class Forward(lightning_cases.Module):
 
 
 @pytest.mark.parametrize(
-    "example", [IMAGES[:8], (IMAGES[:8], 2.0), {"x": IMAGES[:8]}], ids=["tensor", "tuple", "dict"]
+    "example",
+    [IMAGES[:8], (IMAGES[:8], 2.0), {"x": IMAGES[:8]}],
+    ids=["tensor", "tuple", "dict"],
 )
-def test_swap_norms_warms_up_on_the_modules_example(tmp_path, monkeypatch, caplog, example):
+def test_swap_norms_warms_up_on_the_modules_example(
+    tmp_path, monkeypatch, caplog, example
+):
     warmed, found = [], normplug.warm_up
 
     def warm_up(model, *batch, **named):
@@ -137,8 +160,12 @@ def test_swap_norms_warms_up_on_the_modules_example(tmp_path, monkeypatch, caplo
     monkeypatch.setattr("normplug.lightning.swap_norms.warm_up_model", warm_up)
     module = Forward(make_net)
     module.example_input_array = example
-    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")  # train.py silences it
-    trainer(tmp_path, SwapNorms(warm_up=True), precision="bf16-mixed").fit(module, loader())
+    caplog.set_level(
+        "INFO", "lightning.pytorch.utilities.rank_zero"
+    )  # train.py silences it
+    trainer(tmp_path, SwapNorms(warm_up=True), precision="bf16-mixed").fit(
+        module, loader()
+    )
     assert [x.shape for x in warmed] == [(8, 3, 6, 6)]
     assert "normplug: compiled 0 kernels" in caplog.text
     assert "The input is on cpu, and the kernels need a CUDA device." in caplog.text
@@ -161,13 +188,17 @@ def test_swap_norms_detects_that_another_tool_rebuilt_a_layer(tmp_path):
     run = trainer(tmp_path, SwapNorms("golden"))
     run.fit(module, loader())
     module.net[0] = nn.BatchNorm2d(3)
-    with pytest.raises(RuntimeError, match=r"net\.0: swapped in mode golden, now a BatchNorm2d"):
+    with pytest.raises(
+        RuntimeError, match=r"net\.0: swapped in mode golden, now a BatchNorm2d"
+    ):
         run.test(module, loader())
 
 
 @pytest.mark.parametrize("mode", [None, "golden"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_variance_logger_writes_each_layers_variances_at_every_few_steps(tmp_path, mode, compiled):
+def test_variance_logger_writes_each_layers_variances_at_every_few_steps(
+    tmp_path, mode, compiled
+):
     torch.compiler.reset()
     module, logger = Module(), VarianceLogger(every_n_steps=4, dirpath=tmp_path)
     tv = 1.0 if mode is None else target_variance(mode)
@@ -228,10 +259,14 @@ def test_second_moments_are_logged_for_a_norm_that_does_not_centre(mode, tmp_pat
     ],
     ids=lambda layer: type(layer).__name__,
 )
-def test_the_variances_are_those_of_the_outputs_without_and_with_the_weight(layer, training):
+def test_the_variances_are_those_of_the_outputs_without_and_with_the_weight(
+    layer, training
+):
     """Also with running statistics (evaluation), and with an eps that matters."""
     x = torch.randn(4, 6, 5, 5) * 0.1 + 3
-    layer = copy.deepcopy(layer).train(training)  # in evaluation, the running variance is 1
+    layer = copy.deepcopy(layer).train(
+        training
+    )  # in evaluation, the running variance is 1
     if layer._eps is not None:
         layer.eps = 1e-3
     plain = layer(x)  # the weight is 1 and the bias 0
@@ -241,11 +276,15 @@ def test_the_variances_are_those_of_the_outputs_without_and_with_the_weight(laye
     y, rms = layer(x), layer.weight.square().mean().sqrt()
     expected = [layer._variance(each).mean() for each in (x, plain, y)]
     measured = averages([layer._probe])[0].float()
-    torch.testing.assert_close(measured, torch.stack([*expected, rms]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        measured, torch.stack([*expected, rms]), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_eps_is_added_to_a_half_precision_running_variance_without_rounding():
-    layer = normplug.BatchNorm2d(6, eps=3e-3, mode=0.5).bfloat16().eval()  # 1 + eps rounds to 1
+    layer = (
+        normplug.BatchNorm2d(6, eps=3e-3, mode=0.5).bfloat16().eval()
+    )  # 1 + eps rounds to 1
     layer._probe = Probe()
     y = layer(torch.randn(16, 6, 20, 20, dtype=torch.bfloat16))
     expected = layer._variance(y).mean().item()
@@ -257,7 +296,9 @@ def test_measuring_changes_no_result_and_unlogged_steps_measure_nothing(tmp_path
     for callbacks in ([], [VarianceLogger(3, tmp_path)]):
         module = normplug.swap(Module(), "golden", preserve_output=False)
         for layer in (module.net[0], module.net[3]):
-            layer.register_forward_hook(lambda layer, *_: measures.append(layer._probe is not None))
+            layer.register_forward_hook(
+                lambda layer, *_: measures.append(layer._probe is not None)
+            )
         trainer(tmp_path, *callbacks).fit(module, loader())
         results.append(module.net.state_dict())
     assert_same_bits(*results)
@@ -272,12 +313,16 @@ def test_the_loggers_get_the_numbers_and_a_new_fit_starts_a_new_file(tmp_path):
         normplug.swap(module, 0.25)
         trainer(tmp_path, VarianceLogger(5), logger=logger).fit(module, loader())
         assert len(rows_of(tmp_path / "run" / "variance.csv")) == 4
-    rows = [r for r in rows_of(tmp_path / "run" / "metrics.csv") if r["variance/net.0/output"]]
+    rows = [
+        r for r in rows_of(tmp_path / "run" / "metrics.csv") if r["variance/net.0/output"]
+    ]
     assert [row["step"] for row in rows] == ["0", "5"]
     assert float(rows[0]["variance/net.0/output"]) == pytest.approx(0.25, rel=1e-3)
 
 
-def test_a_layer_that_never_runs_is_logged_as_nan_and_an_exception_ends_all_measuring(tmp_path):
+def test_a_layer_that_never_runs_is_logged_as_nan_and_an_exception_ends_all_measuring(
+    tmp_path,
+):
     module, logger = Module(), VarianceLogger(1, tmp_path)
     module.spare = nn.LayerNorm(3)
     trainer(tmp_path, logger, max_steps=1).fit(module, loader())
@@ -310,7 +355,9 @@ def test_a_watch_around_a_fit_and_a_logger_in_it_both_measure(tmp_path):
         classes = [type(m) for m in module.modules()]
         with normplug.watch(module, every=3) as w:
             trainer(tmp_path, logger).fit(module, loader())
-        assert sorted({row.step for row in w.rows}) == [s for s in range(STEPS) if s % 3 == 0]
+        assert sorted({row.step for row in w.rows}) == [
+            s for s in range(STEPS) if s % 3 == 0
+        ]
         logged = {int(row["step"]) for row in rows_of(tmp_path / "variance.csv")}
         assert sorted(logged) == [s for s in range(STEPS) if s % 2 == 0]
         assert not any(math.isnan(row.input_variance) for row in [*w.rows, *logger.last])

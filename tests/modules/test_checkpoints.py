@@ -21,7 +21,9 @@ import normplug
         (normplug.BatchNorm1d, True, None),
     ],
 )
-def test_a_layer_exported_in_training_mode_can_be_saved_and_keeps_training(kind, strict, momentum):
+def test_a_layer_exported_in_training_mode_can_be_saved_and_keeps_training(
+    kind, strict, momentum
+):
     torch.compiler.reset()
     layer, x = kind(6, momentum=momentum), torch.randn(5, 6)
     for decomposed in (False, True):
@@ -38,8 +40,12 @@ def test_a_layer_exported_in_training_mode_can_be_saved_and_keeps_training(kind,
         for _ in range(2):
             torch.testing.assert_close(loaded(x), eager(x))
         # They include watched statistics, which are not saved in a state_dict.
-        torch.testing.assert_close(dict(loaded.named_buffers()), dict(eager.named_buffers()))
-        assert 2 in [buffer.tolist() for buffer in eager.buffers()]  # the number of batches
+        torch.testing.assert_close(
+            dict(loaded.named_buffers()), dict(eager.named_buffers())
+        )
+        assert 2 in [
+            buffer.tolist() for buffer in eager.buffers()
+        ]  # the number of batches
 
 
 FRESH = {"watched_mean": 0.0, "watched_var": 1.0, "watched_count": 0}
@@ -81,7 +87,9 @@ def assert_started(model, stock):
 
 @pytest.mark.parametrize("built", ["inside", "outside"])
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("how", ["assign", "to_empty", "reset_parameters", "moved to meta"])
+@pytest.mark.parametrize(
+    "how", ["assign", "to_empty", "reset_parameters", "moved to meta"]
+)
 def test_a_stock_checkpoint_gives_a_meta_model_fresh_statistics(how, strict, built):
     stock, model = blocks(), swapped_blocks(torch.device("meta"), built)
     stock(torch.randn(9, 4))
@@ -91,7 +99,9 @@ def test_a_stock_checkpoint_gives_a_meta_model_fresh_statistics(how, strict, bui
         model.to("meta")
     if how != "assign":
         model.to_empty(device="cpu")
-        assert [statistics(model[index]) for index in NORMS] == [{}] * 3  # until the first batch
+        assert [statistics(model[index]) for index in NORMS] == [
+            {}
+        ] * 3  # until the first batch
     if how == "reset_parameters":
         for index in NORMS:
             model[index](torch.randn(8, 6))
@@ -135,21 +145,30 @@ def test_a_compiled_layer_without_weights_takes_its_inputs_device():
 @pytest.mark.parametrize("include_buffers", [False, True])
 @pytest.mark.parametrize("built", ["inside", "outside"])
 @pytest.mark.parametrize("last", ["cpu", "disk"])
-def test_accelerate_loads_a_stock_checkpoint(tmp_path, last, built, include_buffers, file):
+def test_accelerate_loads_a_stock_checkpoint(
+    tmp_path, last, built, include_buffers, file
+):
     accelerate = pytest.importorskip("accelerate")
     safetensors = pytest.importorskip("safetensors.torch")
     stock = blocks()
     stock(torch.randn(9, 4))
     save = torch.save if file == "model.bin" else safetensors.save_file
     save(stock.state_dict(), tmp_path / file)
-    model = swapped_blocks(accelerate.init_empty_weights(include_buffers=include_buffers), built)
+    model = swapped_blocks(
+        accelerate.init_empty_weights(include_buffers=include_buffers), built
+    )
     places = {"": "cpu"}
     if last == "disk":
         places = {**{str(index): "cpu" for index in (0, 1, 2, 3, 5)}, "4": "disk"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # accelerate's, of the file's metadata and its progress
+        warnings.simplefilter(
+            "ignore"
+        )  # accelerate's, of the file's metadata and its progress
         model = accelerate.load_checkpoint_and_dispatch(
-            model, str(tmp_path / file), device_map=places, offload_folder=str(tmp_path / "off")
+            model,
+            str(tmp_path / file),
+            device_map=places,
+            offload_folder=str(tmp_path / "off"),
         )
     x = torch.randn(8, 4)
     torch.testing.assert_close(model.eval()(x), stock.eval()(x))

@@ -50,7 +50,9 @@ def assert_loud(tool, model, x=X):
 
 def assert_right(tool, model, x, expected):
     scale = expected.abs().max()
-    torch.testing.assert_close(tool(model)(x) / scale, expected / scale, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        tool(model)(x) / scale, expected / scale, rtol=1e-4, atol=1e-5
+    )
 
 
 def with_its_attributes(model):
@@ -62,7 +64,9 @@ def with_its_attributes(model):
 
 # torch's and timm's tools, which rebuild or fold a BatchNorm, are in the matrix: see `test_matrix`.
 def test_a_batch_norm_with_all_attributes_of_another_is_right_or_gives_nan():
-    model = randomised(nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4)))
+    model = randomised(
+        nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4))
+    )
     assert_loud(with_its_attributes, model)
 
 
@@ -90,7 +94,9 @@ def test_a_stock_forward_gives_nan_and_check_names_the_layer(norm, shape):
             torch.testing.assert_close(norm(x), expected)
         else:
             assert norm(x).isnan().all()
-            with pytest.raises(RuntimeError, match=r"forward was replaced on the instance"):
+            with pytest.raises(
+                RuntimeError, match=r"forward was replaced on the instance"
+            ):
                 check(nn.Sequential(norm))
         del norm.forward
 
@@ -105,7 +111,11 @@ def test_reparameterising_a_fused_model_is_right_or_gives_nan():
 
 @pytest.mark.parametrize(
     "layer",
-    [BatchNorm2d(3, eps=0.1, mode=0.5), LayerNorm(3, eps=0.1, mode=0.5), RMSNorm(3, mode=0.5)],
+    [
+        BatchNorm2d(3, eps=0.1, mode=0.5),
+        LayerNorm(3, eps=0.1, mode=0.5),
+        RMSNorm(3, mode=0.5),
+    ],
     ids=lambda layer: type(layer).__name__,
 )
 def test_eps_is_shown_copied_and_set_but_not_computed_with(layer):
@@ -157,7 +167,9 @@ class Recomputes(nn.Module):
     def forward(self, x):
         norm = self.norm
         if isinstance(norm, nn.LayerNorm):
-            return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+            return F.layer_norm(
+                x, norm.normalized_shape, norm.weight, norm.bias, norm.eps
+            )
         mean, var = norm.running_mean, norm.running_var
         return F.batch_norm(x, mean, var, norm.weight, norm.bias, eps=norm.eps)
 
@@ -169,7 +181,9 @@ def test_a_forward_that_recomputes_a_norm_gives_nan_eager_exported_and_compiled(
     for make in (lambda model: torch.export.export(model, (x,)).module(), one_graph):
         try:
             assert make(model)(x).isnan().all()
-        except torch._dynamo.exc.Unsupported:  # refused: torch 2.6 and 2.7 trace no such eps
+        except (
+            torch._dynamo.exc.Unsupported
+        ):  # refused: torch 2.6 and 2.7 trace no such eps
             assert torch.__version__ < "2.8"
     set_mode(model, "standard")
     torch.testing.assert_close(one_graph(model)(x), model(x))
@@ -177,7 +191,9 @@ def test_a_forward_that_recomputes_a_norm_gives_nan_eager_exported_and_compiled(
 
 
 @NEEDS_GUARDS
-@pytest.mark.parametrize("norm", [LayerNorm(4, mode=0.5), normplug.BatchNorm1d(4, mode=0.5)])
+@pytest.mark.parametrize(
+    "norm", [LayerNorm(4, mode=0.5), normplug.BatchNorm1d(4, mode=0.5)]
+)
 def test_a_compiled_layer_follows_its_eps(norm):
     x = torch.randn(8, 4)
     compiled = one_graph(norm.eval())

@@ -38,7 +38,10 @@ BN_OPTIONS = [{"affine": False}, {"momentum": None}, {"track_running_stats": Fal
 BN_OPTIONS += [{"eps": 1e-3, "momentum": 0.3}, *COMMON]
 RMS_OPTIONS = [{"elementwise_affine": False}, {"eps": 1e-3}, *COMMON]
 INSTANCE_OPTIONS = [{"affine": True, "track_running_stats": True}, {"eps": 0}, *COMMON]
-INSTANCE_OPTIONS += [{"track_running_stats": True, "momentum": None}, {"affine": True, "eps": 1e-3}]
+INSTANCE_OPTIONS += [
+    {"track_running_stats": True, "momentum": None},
+    {"affine": True, "eps": 1e-3},
+]
 OPTIONS = {LayerNorm: [{"bias": False}, *RMS_OPTIONS], RMSNorm: RMS_OPTIONS}
 OPTIONS |= {GROUP[0]: [{"affine": False}, {"eps": 1e-3}, *COMMON]}
 OPTIONS |= {ours: INSTANCE_OPTIONS for ours, _, _ in INSTANCES}
@@ -107,7 +110,9 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, GROUP, SYNC, AFFINE_INSTANCE])
+@pytest.mark.parametrize(
+    ("ours", "stock", "shape"), [*PAIRS, GROUP, SYNC, AFFINE_INSTANCE]
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_on_a_cpu_a_layer_runs_the_stock_layers_operations_and_golden_one_more_each_way(
     ours, stock, shape, training
@@ -144,15 +149,28 @@ def test_state_dicts_are_the_stock_layers_key_for_key_and_load_strictly_both_way
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, GROUP])
-def test_code_that_looks_for_attributes_finds_those_of_the_stock_layer(ours, stock, shape):
+def test_code_that_looks_for_attributes_finds_those_of_the_stock_layer(
+    ours, stock, shape
+):
     names = ("running_mean", "running_var", "num_batches_tracked", "track_running_stats")
-    names += ("momentum", "affine", "elementwise_affine", "bias", "weight", "num_features")
+    names += (
+        "momentum",
+        "affine",
+        "elementwise_affine",
+        "bias",
+        "weight",
+        "num_features",
+    )
     layer, theirs = ours(4), stock(4)
-    assert [n for n in names if hasattr(layer, n)] == [n for n in names if hasattr(theirs, n)]
+    assert [n for n in names if hasattr(layer, n)] == [
+        n for n in names if hasattr(theirs, n)
+    ]
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, GROUP])
-def test_other_tools_may_set_attributes_and_a_bad_setting_of_ours_is_rejected(ours, stock, shape):
+def test_other_tools_may_set_attributes_and_a_bad_setting_of_ours_is_rejected(
+    ours, stock, shape
+):
     layer, x = ours(4, mode="golden"), torch.randn(shape)
     assert "mode=golden" in repr(layer)
     layer.mode = 0.5
@@ -177,26 +195,42 @@ def test_a_strict_load_still_rejects_other_missing_or_unexpected_keys():
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, GROUP, *INSTANCES])
-def test_checkpoints_carry_the_mode_and_loading_into_another_mode_warns(ours, stock, shape):
-    state = reloaded(nn.Sequential(ours(4, mode="golden")).state_dict(), weights_only=True)
+def test_checkpoints_carry_the_mode_and_loading_into_another_mode_warns(
+    ours, stock, shape
+):
+    state = reloaded(
+        nn.Sequential(ours(4, mode="golden")).state_dict(), weights_only=True
+    )
     # These must not warn: pytest turns warnings into errors.
     nn.Sequential(ours(4, mode="golden")).load_state_dict(state)
-    nn.Sequential(ours(4, mode=0.5)).load_state_dict(dict(state))  # has no record of a mode
+    nn.Sequential(ours(4, mode=0.5)).load_state_dict(
+        dict(state)
+    )  # has no record of a mode
     nn.Sequential(ours(4, mode=1.0)).load_state_dict(nn.Sequential(stock(4)).state_dict())
-    with pytest.warns(UserWarning, match=r"mode golden is loaded into layers of mode 0\.5"):
+    with pytest.warns(
+        UserWarning, match=r"mode golden is loaded into layers of mode 0\.5"
+    ):
         nn.Sequential(ours(4, mode=0.5)).load_state_dict(state)
     message = r"mode standard is loaded into layers of mode golden.*set_mode\(model, 'standard'\)"
     with pytest.warns(UserWarning, match=message):
-        nn.Sequential(ours(4, mode="golden")).load_state_dict(nn.Sequential(stock(4)).state_dict())
+        nn.Sequential(ours(4, mode="golden")).load_state_dict(
+            nn.Sequential(stock(4)).state_dict()
+        )
 
 
 # The files that classes are in, and were in earlier.
-MOVED = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm", "SyncBatchNorm": "sync_batch_norm"}
+MOVED = {
+    "LayerNorm": "layer_norm",
+    "RMSNorm": "rms_norm",
+    "SyncBatchNorm": "sync_batch_norm",
+}
 MOVED |= {f"InstanceNorm{kind}": "instance_norm" for kind in INSTANCE_SHAPES}
 
 
 @pytest.mark.parametrize(("ours", "stock", "shape"), [*PAIRS, SYNC, *INSTANCES])
-def test_copies_and_pickles_work_even_with_the_files_that_had_the_classes(ours, stock, shape):
+def test_copies_and_pickles_work_even_with_the_files_that_had_the_classes(
+    ours, stock, shape
+):
     layer, x = randomise(ours(4, mode=0.3)).eval(), torch.randn(shape)
     now, file = pickle.dumps(layer, protocol=0), f"c{ours.__module__}\n".encode()
     earlier = f"cnormplug.modules.{MOVED.get(ours.__name__, 'batch_norm')}\n".encode()
@@ -223,11 +257,17 @@ def test_a_pickle_of_version_0_2_is_loaded(ours, stock, shape):
     if not isinstance(theirs, nn.modules.batchnorm._BatchNorm):
         state |= {"autocast_output": "low", "momentum": 0.2, "track_running_stats": True}
         state["_buffers"] |= WATCHED_0_2
-    layer = ours.func.__new__(ours.func) if isinstance(ours, partial) else ours.__new__(ours)
+    layer = (
+        ours.func.__new__(ours.func) if isinstance(ours, partial) else ours.__new__(ours)
+    )
     layer.__setstate__(state)
     golden = normplug.swap(copy.deepcopy(theirs), 0.3)
     assert torch.equal(layer(x), golden(x))
-    assert (layer.target_variance, layer.backend, str(layer.eps)) == (0.3, "torch", "0.001")
+    assert (layer.target_variance, layer.backend, str(layer.eps)) == (
+        0.3,
+        "torch",
+        "0.001",
+    )
     assert list(layer.state_dict()) == list(theirs.state_dict())
     if isinstance(theirs, nn.LayerNorm):
         assert (layer.watched_mean, layer.watched_var, layer.watched_count) == (2, 3, 7)
@@ -239,7 +279,9 @@ def test_a_pickle_of_version_0_2_is_loaded(ours, stock, shape):
 
 def test_a_checkpoint_of_version_0_2_has_statistics_of_layer_norms_and_loads():
     model = nn.Sequential(LayerNorm(4), normplug.GroupNorm(2, 4))
-    state = model.state_dict() | {f"0.{name}": value for name, value in WATCHED_0_2.items()}
+    state = model.state_dict() | {
+        f"0.{name}": value for name, value in WATCHED_0_2.items()
+    }
     model.load_state_dict(state, strict=True)
     assert (model[0].watched_mean, model[0].watched_var) == (0, 1)
 
@@ -276,7 +318,9 @@ def test_rms_norm_tracks_the_second_moment_only_on_request():
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm, GROUP[0]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
-def test_watched_statistics_are_exact_far_from_zero_and_rest_in_evaluation(kind, dtype, momentum):
+def test_watched_statistics_are_exact_far_from_zero_and_rest_in_evaluation(
+    kind, dtype, momentum
+):
     layer = kind(32, momentum=momentum, track_running_stats=True, dtype=dtype)
     mean, var = 0.0, 1.0
     for step in range(1, 4):
@@ -285,7 +329,9 @@ def test_watched_statistics_are_exact_far_from_zero_and_rest_in_evaluation(kind,
         rows = x.double().reshape(50 * (2 if kind is GROUP[0] else 1), -1)
         m = 1 / step if momentum is None else momentum
         mean = (1 - m) * mean + m * rows.mean()
-        moment = rows.square().mean() if kind is RMSNorm else rows.var(1, correction=0).mean()
+        moment = (
+            rows.square().mean() if kind is RMSNorm else rows.var(1, correction=0).mean()
+        )
         var = (1 - m) * var + m * moment
     layer(torch.randn(0, 32, dtype=dtype))
     layer.eval()(x * 100)
@@ -317,7 +363,9 @@ def test_a_call_on_the_meta_device_leaves_the_statistics_where_they_are(affine):
     before = [buffer.clone() for buffer in layer.buffers()]
     x = torch.randn(3, 4, device="meta")
     if affine:
-        with pytest.raises(ValueError, match="weight must be on the input's device meta; got cpu"):
+        with pytest.raises(
+            ValueError, match="weight must be on the input's device meta; got cpu"
+        ):
             layer(x)
     else:
         assert layer(x).is_meta
@@ -370,7 +418,11 @@ def test_a_model_is_swapped_and_unswapped_while_another_thread_runs_it():
 def test_a_layer_that_is_unswapped_while_it_runs_runs_once_as_it_is_then(
     stock, moment, swaps_again, monkeypatch
 ):
-    twin, layer, x = copy.deepcopy(stock), normplug.swap(copy.deepcopy(stock)), torch.randn(6, 4)
+    twin, layer, x = (
+        copy.deepcopy(stock),
+        normplug.swap(copy.deepcopy(stock)),
+        torch.randn(6, 4),
+    )
     method = getattr(type(layer), moment)
 
     def unswap(*arguments):
@@ -389,7 +441,9 @@ def test_a_layer_that_is_unswapped_while_it_runs_runs_once_as_it_is_then(
 @pytest.mark.parametrize("kind", INSTANCE_SHAPES)
 @pytest.mark.parametrize("track", [False, True])
 def test_an_unbatched_input_is_one_sample(kind, track):
-    layer = getattr(normplug, f"InstanceNorm{kind}")(4, affine=True, track_running_stats=track)
+    layer = getattr(normplug, f"InstanceNorm{kind}")(
+        4, affine=True, track_running_stats=track
+    )
     twin, x = copy.deepcopy(layer), torch.randn(INSTANCE_SHAPES[kind][1:])
     torch.testing.assert_close(layer(x), twin(x[None])[0])
     torch.testing.assert_close(dict(layer.named_buffers()), dict(twin.named_buffers()))
@@ -407,8 +461,13 @@ def test_an_unexpected_number_of_channels_or_dimensions_is_rejected():
 
 @pytest.mark.parametrize("kind", ["InstanceNorm2d", "BatchNorm2d"])
 def test_a_lazy_layer_is_swapped_once_it_has_a_shape(kind):
-    model, x = nn.Sequential(getattr(nn, f"Lazy{kind}")(affine=True)), torch.randn(2, 4, 3, 3)
-    with pytest.warns(UserWarning, match="it is lazy and has no shape yet: run one forward"):
+    model, x = (
+        nn.Sequential(getattr(nn, f"Lazy{kind}")(affine=True)),
+        torch.randn(2, 4, 3, 3),
+    )
+    with pytest.warns(
+        UserWarning, match="it is lazy and has no shape yet: run one forward"
+    ):
         normplug.swap(model, "golden")
     assert type(model[0]) is getattr(nn, f"Lazy{kind}")
     y = model(x)
@@ -421,7 +480,10 @@ def test_a_lazy_layer_is_swapped_once_it_has_a_shape(kind):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_an_instance_norm_takes_statistics_of_any_dtype(dtype, training, affine):
     stock = nn.InstanceNorm2d(4, affine=affine, track_running_stats=True).train(training)
-    stock.running_mean, stock.running_var = torch.randn(4).to(dtype), torch.rand(4).to(dtype) + 0.5
+    stock.running_mean, stock.running_var = (
+        torch.randn(4).to(dtype),
+        torch.rand(4).to(dtype) + 0.5,
+    )
     try:
         copy.deepcopy(stock)(torch.randn(3, 4, 5, 2))
     except RuntimeError as error:  # as torch 2.6 to 2.10 do

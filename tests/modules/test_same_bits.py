@@ -103,7 +103,8 @@ def differences(stock, swapped):
     return [
         name
         for name, expected in stock.items()
-        if swapped[name].dtype != expected.dtype or not torch.equal(swapped[name], expected)
+        if swapped[name].dtype != expected.dtype
+        or not torch.equal(swapped[name], expected)
     ]
 
 
@@ -114,7 +115,11 @@ def differences(stock, swapped):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_swapped_layer_gives_the_bits_of_the_stock_layer(name, dtype, params, layout):
     make, shape = FAMILIES[name]
-    if torch.__version__.startswith("2.6.") and name.startswith("RMSNorm") and dtype != params:
+    if (
+        torch.__version__.startswith("2.6.")
+        and name.startswith("RMSNorm")
+        and dtype != params
+    ):
         pytest.skip("in torch 2.6, an RMSNorm of these dtypes returns float32")
     stock, swapped = (run(layer, shape, dtype, layout) for layer in pair(make, params))
     assert differences(stock, swapped) == []
@@ -131,7 +136,10 @@ def test_safe_statistics_of_good_batches_have_the_same_bits(momentum):
 def test_torch_is_wrong_where_one_sample_meets_an_expanded_gradient():
     make = partial(nn.InstanceNorm2d, 4, affine=True)
     stock, layer = pair(make, torch.float64)
-    results = [run(each, IMAGES[1:], torch.float64, "contiguous", True) for each in (stock, layer)]
+    results = [
+        run(each, IMAGES[1:], torch.float64, "contiguous", True)
+        for each in (stock, layer)
+    ]
     found = differences(*results)
     assert found
     assert all(name.startswith("gradient") for name in found)
@@ -140,10 +148,14 @@ def test_torch_is_wrong_where_one_sample_meets_an_expanded_gradient():
         x = torch.randn(IMAGES[1:]).mul(2).add(1).double().requires_grad_()
         dy = torch.randn(1).double()
         var, mean = torch.var_mean(x, (1, 2), correction=0, keepdim=True)
-        weight, bias = (each.detach().reshape(4, 1, 1) for each in (stock.weight, stock.bias))
+        weight, bias = (
+            each.detach().reshape(4, 1, 1) for each in (stock.weight, stock.bias)
+        )
         weight.requires_grad_()
         y = weight * (x - mean) / torch.sqrt(var + stock.eps) + bias
         dx, dweight = torch.autograd.grad(y, [x, weight], dy.expand(y.shape))
         got = results[1]
         torch.testing.assert_close(got[f"gradient of x in step {step}"], dx)
-        torch.testing.assert_close(got[f"gradient of weight in step {step}"], dweight.flatten())
+        torch.testing.assert_close(
+            got[f"gradient of weight in step {step}"], dweight.flatten()
+        )

@@ -175,7 +175,9 @@ def add_layer_norm_reduces_a_partial_sum_first(rank, world, device):
     args = x, distributed(residual.detach(), 1), (8,), weight
     y, total = functional.add_layer_norm(*args, mode=MODE)
     (y.sum() + (total * total).sum()).backward()
-    torch.testing.assert_close([whole(t) for t in (y, total, x.grad, weight.grad)], expected)
+    torch.testing.assert_close(
+        [whole(t) for t in (y, total, x.grad, weight.grad)], expected
+    )
 
 
 def tensors_whose_all_reduce_is_in_flight_are_waited_for(rank, world, device):
@@ -210,7 +212,9 @@ def a_compiled_layer_of_dtensors_is_one_graph(rank, world, device):
 def sharded_running_statistics_are_refused(rank, world, device):
     layer = swap(nn.BatchNorm2d(8).eval())
     layer.running_mean = distributed(layer.running_mean, 0)
-    with pytest.raises(ValueError, match="running_mean must be replicated; got a DTensor"):
+    with pytest.raises(
+        ValueError, match="running_mean must be replicated; got a DTensor"
+    ):
         layer(distributed(torch.randn(IMAGES), 0))
 
 
@@ -268,7 +272,9 @@ def norms_under_sequence_parallel_train_as_in_one_process(rank, world, device):
         assert whole(net.norm1.watched_count) == 3
         if rank == 0:
             measured = torch.as_tensor(averages([net.norm1._probe])[0])
-            torch.testing.assert_close(measured[0], own[:, :3].var(-1, correction=0).mean())
+            torch.testing.assert_close(
+                measured[0], own[:, :3].var(-1, correction=0).mean()
+            )
         unswap(net)
         with torch.no_grad():
             torch.testing.assert_close(whole(net(x)), y)
@@ -280,7 +286,11 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.conv, self.bn, self.gn = nn.Conv2d(3, 8, 2), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)
+        self.conv, self.bn, self.gn = (
+            nn.Conv2d(3, 8, 2),
+            nn.BatchNorm2d(8),
+            nn.GroupNorm(2, 8),
+        )
         self.inorm, self.fc = nn.InstanceNorm2d(8, affine=True), nn.Linear(32, 16)
         self.norm, self.rms = nn.LayerNorm(16), nn.RMSNorm(16)
 

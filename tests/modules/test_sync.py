@@ -17,9 +17,18 @@ import normplug
 import sync_cases
 from accuracy import assert_same_bits
 from normplug import SyncBatchNorm, plan, set_mode, swap, unswap
-from normplug._ops import peers
+from normplug._ops import exchange
 from normplug.lightning import SwapNorms, SyncNorms
-from sync_cases import CHANNELS, THREE, TWO, assert_joined, assert_passed, make_net, outcome, ran
+from sync_cases import (
+    CHANNELS,
+    THREE,
+    TWO,
+    assert_joined,
+    assert_passed,
+    make_net,
+    outcome,
+    ran,
+)
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ
 
@@ -27,7 +36,9 @@ INTERPRETED = "TRITON_INTERPRET" in os.environ
 def numbers(rank, world, device):
     """Every case's outcome, by kernels in the interpreter."""
     cases, backend = TWO if world == 2 else THREE, "triton" if INTERPRETED else "auto"
-    return [outcome(*case.of_rank(rank, device, backend), case.activation) for case in cases]
+    return [
+        outcome(*case.of_rank(rank, device, backend), case.activation) for case in cases
+    ]
 
 
 def one_message_forward_one_backward_and_none_in_eval(rank, world, device):
@@ -46,7 +57,9 @@ def no_message_without_running_statistics_in_eval(rank, world, device):
 
 def one_value_in_the_joined_batch_is_refused_on_every_process(rank, world, device):
     layer = SyncBatchNorm(CHANNELS)
-    with pytest.raises(ValueError, match="the joined batch of 2 processes has 1. Use .eval()"):
+    with pytest.raises(
+        ValueError, match="the joined batch of 2 processes has 1. Use .eval()"
+    ):
         layer(torch.randn(1 if rank == world - 1 else 0, CHANNELS))
     assert torch.equal(layer.running_var, torch.ones(CHANNELS))
 
@@ -55,7 +68,9 @@ def data_parallel_training_matches_one_process_on_all_data(rank, world, device):
     net, images, labels = make_net(), sync_cases.IMAGES, sync_cases.LABELS
     truth = swap(make_net(), "golden", preserve_output=False)
     sync_cases.train(truth, images, labels)
-    ddp = nn.parallel.DistributedDataParallel(net)  # which refuses to wrap a SyncBatchNorm
+    ddp = nn.parallel.DistributedDataParallel(
+        net
+    )  # which refuses to wrap a SyncBatchNorm
     swap(ddp, "golden", sync=True, preserve_output=False)
     sync_cases.train(ddp, images[rank::world], labels[rank::world])
     assert_close_states(net.state_dict(), truth.state_dict())
@@ -92,7 +107,10 @@ IN_TWO = [
 
 
 def two_processes(*where):
-    warning = sync_cases.a_compiled_layer_is_one_graph_and_computes_the_same, with_lightning
+    warning = (
+        sync_cases.a_compiled_layer_is_one_graph_and_computes_the_same,
+        with_lightning,
+    )
     sync_cases.process(*where, [numbers, *IN_TWO, with_lightning], may_warn=warning)
 
 
@@ -102,7 +120,7 @@ def three_processes(*where):
 
 def by_collectives(*where):
     """Processes whose kernels cannot exchange statistics."""
-    peers._agree = lambda group, device: (None, "the GPUs count as two hosts'")
+    exchange._agree = lambda group, device: (None, "the GPUs count as two hosts'")
     sync_cases.process(*where, [numbers], on_gpu=not INTERPRETED, may_warn=[numbers])
 
 
@@ -121,7 +139,9 @@ def test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch(case
     assert_joined(case, [result["numbers"][TWO.index(case)] for result in two])
 
 
-@pytest.mark.parametrize("place", ["interpreter", pytest.param("gpus", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "place", ["interpreter", pytest.param("gpus", marks=pytest.mark.gpu)]
+)
 def test_so_are_two_whose_kernels_cannot_exchange_statistics(place, tmp_path):
     results = sync_cases.ran_in(place, by_collectives, tmp_path)
     for index, case in enumerate(TWO):
@@ -204,7 +224,7 @@ def let_kernels_join(monkeypatch):
     """Have this torch and its Triton look as if kernels could exchange statistics."""
     launch = pytest.importorskip("normplug._kernels.launch", reason="needs Triton")
     monkeypatch.setattr(launch, "BUILDS", True)
-    monkeypatch.setattr(peers, "symmetric_memory", lambda: SimpleNamespace())
+    monkeypatch.setattr(exchange, "symmetric_memory", lambda: SimpleNamespace())
 
 
 @pytest.mark.parametrize(
@@ -213,41 +233,47 @@ def let_kernels_join(monkeypatch):
         ((None, "host", "GPU-0"), ""),
         ((None, "another", "GPU-0"), "the group spans several hosts"),
         ((None, "host", "GPU-1"), "two processes use one GPU"),
-        (("CUDA_DEVICE_MAX_CONNECTIONS is 1", "host", "GPU-0"), "CUDA_DEVICE_MAX_CONNECTIONS is 1"),
+        (
+            ("CUDA_DEVICE_MAX_CONNECTIONS is 1", "host", "GPU-0"),
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1",
+        ),
     ],
 )
 def test_the_processes_of_a_group_agree_on_one_way(others, why, monkeypatch):
-    group, device = SimpleNamespace(size=lambda: 2, rank=lambda: 1), torch.device("cuda", 0)
+    group, device = (
+        SimpleNamespace(size=lambda: 2, rank=lambda: 1),
+        torch.device("cuda", 0),
+    )
     properties = SimpleNamespace(uuid="GPU-1")
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     let_kernels_join(monkeypatch)
-    monkeypatch.setattr(peers, "_host", lambda: "host")
-    monkeypatch.setattr(peers, "_connect", lambda group, device: "the peers")
+    monkeypatch.setattr(exchange, "_host", lambda: "host")
+    monkeypatch.setattr(exchange, "_connect", lambda group, device: "the peers")
     told = {tuple: others, str: None, type(None): None}
-    monkeypatch.setattr(peers, "_gather", lambda group, own: [told[type(own)], own])
-    assert peers._agree(group, device) == (None if why else "the peers", why)
+    monkeypatch.setattr(exchange, "_gather", lambda group, own: [told[type(own)], own])
+    assert exchange._agree(group, device) == (None if why else "the peers", why)
     told[type(None)] = "its GPU cannot read the memory of another"
-    assert peers._agree(group, device) == (None, why or "another rank refused")
+    assert exchange._agree(group, device) == (None, why or "another rank refused")
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
-    assert peers._agree(group, device) == (None, "the group's backend is gloo")
+    assert exchange._agree(group, device) == (None, "the group's backend is gloo")
 
 
 def test_a_group_falls_back_where_a_waiting_kernel_could_block_it(monkeypatch):
     let_kernels_join(monkeypatch)
     group = SimpleNamespace(size=lambda: 2)
-    assert peers._refusal(group) is None
+    assert exchange._refusal(group) is None
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert peers._refusal(group) == "CUDA_DEVICE_MAX_CONNECTIONS is 1"
-    assert "more than 16" in peers._refusal(SimpleNamespace(size=lambda: 17))
+    assert exchange._refusal(group) == "CUDA_DEVICE_MAX_CONNECTIONS is 1"
+    assert "more than 16" in exchange._refusal(SimpleNamespace(size=lambda: 17))
 
 
 def test_the_status_and_a_plan_say_how_a_group_is_joined(monkeypatch):
     monkeypatch.setattr(normplug.native, "groups", [])
-    monkeypatch.setattr(peers, "_agree", lambda *_: (None, "the hosts differ"))
+    monkeypatch.setattr(exchange, "_agree", lambda *_: (None, "the hosts differ"))
     group = type("Group", (), {"size": lambda self: 4})()
-    assert peers.of(group, torch.device("cpu")) is None
+    assert exchange.of(group, torch.device("cpu")) is None
     text = "SyncBatchNorm of 4 processes: collectives, as the hosts differ."
     assert text in str(normplug.native.status())
     assert text in str(plan(nn.BatchNorm1d(4), sync=True))

@@ -20,7 +20,7 @@ from interpreted import NEEDS_SINGLE_MASKS
 from normplug import SyncBatchNorm, fuse, swap
 from normplug._kernels.batch_norm.exchange import room
 from normplug._kernels.launch import INTERPRETED
-from normplug._ops import peers, recompute
+from normplug._ops import exchange, recompute
 from sync_cases import CHANNELS, Case, assert_passed, ran_in
 
 BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
@@ -49,7 +49,8 @@ def numbers(rank, world, device):
     """Every case's results for the second of two equal batches."""
     calls = (case.of_rank(rank, device, "triton") for case in CASES)
     return [
-        sync_cases.outcome(*call, case.activation) for call, case in zip(calls, CASES, strict=True)
+        sync_cases.outcome(*call, case.activation)
+        for call, case in zip(calls, CASES, strict=True)
     ]
 
 
@@ -60,7 +61,9 @@ def kernels_that_exchange_statistics_send_no_message(rank, world, device):
 def a_joined_norm_can_be_recomputed(rank, world, device):
     case = Case((5, 3), **LAST, **ADD_RELU)
     layer, x, _, residual = case.of_rank(rank, device, "triton")
-    y = layer._fused(x.requires_grad_(), residual.requires_grad_(), "relu", keeps_residual=True)
+    y = layer._fused(
+        x.requires_grad_(), residual.requires_grad_(), "relu", keeps_residual=True
+    )
     assert recompute.will_recompute(y) == recompute.AVAILABLE
     assert torch.equal(y, recompute._recomputation(y)())
 
@@ -96,8 +99,12 @@ class Block(nn.Module):
 
 
 def a_fused_model_computes_the_same_and_runs_each_norm_as_one_call(rank, world, device):
-    x = torch.randn(4, 3, 10, 10, generator=torch.Generator().manual_seed(rank)).to(device)
-    last = {"memory_format": torch.channels_last}  # so that there are kernels for the pooling
+    x = torch.randn(4, 3, 10, 10, generator=torch.Generator().manual_seed(rank)).to(
+        device
+    )
+    last = {
+        "memory_format": torch.channels_last
+    }  # so that there are kernels for the pooling
     x, stock, results = x.to(**last), Block().to(device, **last), []
     for backend in ("torch", "triton"):
         plain = swap(copy.deepcopy(stock), sync=True, backend=backend)
@@ -118,7 +125,10 @@ def a_layer_of_an_impatient_group(device, channels=CHANNELS):
 
 def a_process_that_stops_is_named_and_no_wrong_result_is_used(rank, world, device):
     """Process 1 leaves a layer out."""
-    layer, x = a_layer_of_an_impatient_group(device), torch.randn(4, CHANNELS, device=device)
+    layer, x = (
+        a_layer_of_an_impatient_group(device),
+        torch.randn(4, CHANNELS, device=device),
+    )
     layer(x)  # the group's processes meet
     state = copy.deepcopy(layer.state_dict())
     if rank == 1:
@@ -134,7 +144,9 @@ def a_process_that_stops_is_named_and_no_wrong_result_is_used(rank, world, devic
     assert str(error.value).endswith("than the timeout of the process group.")
 
 
-def a_process_that_is_too_late_does_not_use_what_the_other_made_of_its_absence(rank, world, device):
+def a_process_that_is_too_late_does_not_use_what_the_other_made_of_its_absence(
+    rank, world, device
+):
     """Process 1 calls a layer after process 0 has waited for it in vain."""
     dist.barrier()
     layer = a_layer_of_an_impatient_group(device)
@@ -142,7 +154,9 @@ def a_process_that_is_too_late_does_not_use_what_the_other_made_of_its_absence(r
     layer(x)  # the group's processes meet
     if rank == 1:
         dist.barrier()
-    with patch.object(peers.Peers, "check", lambda self: None):  # as if all were in the queue
+    with patch.object(
+        exchange.Peers, "check", lambda self: None
+    ):  # as if all were in the queue
         y = layer(x)
         (dx,) = torch.autograd.grad(y.sum(), x)
         own, dx = y.detach().cpu(), dx.cpu()
@@ -237,7 +251,10 @@ def sides(rank, world, device):
     """
     groups = [dist.new_group(), dist.new_group()]
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
-    layers = [SyncBatchNorm(64, process_group=groups[i // 2], device=device) for i in range(SIDES)]
+    layers = [
+        SyncBatchNorm(64, process_group=groups[i // 2], device=device)
+        for i in range(SIDES)
+    ]
     for step in range(20):
         results = []
         for side, layer in enumerate(layers):
@@ -267,7 +284,9 @@ def losses_under_data_parallel_are_those_of_torchs_layers(rank, world, device):
         net = copy.deepcopy(stock)
         convert = nn.SyncBatchNorm.convert_sync_batchnorm
         net = fuse(swap(net, 1.0, sync=True)) if ours else convert(net)
-        ddp = nn.parallel.DistributedDataParallel(net, device_ids=[rank], bucket_cap_mb=0.05)
+        ddp = nn.parallel.DistributedDataParallel(
+            net, device_ids=[rank], bucket_cap_mb=0.05
+        )
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         found = []
         for step in range(12):
@@ -346,18 +365,20 @@ def _stand_in(group, device):
     timeout = 60.0 if len(SPARE) == 4 else 1.0
     inboxes = SPARE.pop()
     addresses = [each.data_ptr() for each in inboxes]
-    return peers.Peers(group.rank(), addresses, device, timeout, inboxes), ""
+    return exchange.Peers(group.rank(), addresses, device, timeout, inboxes), ""
 
 
 # Allocated before the processes are forked, so that it has the same address in each.
 SPARE = []
 if INTERPRETED:
-    SPARE += [torch.zeros(2, room(2), dtype=torch.int64).share_memory_() for _ in range(4)]
+    SPARE += [
+        torch.zeros(2, room(2), dtype=torch.int64).share_memory_() for _ in range(4)
+    ]
 
 
 def on_cpus(*where):
     """In the interpreter, in which numpy warns of values that are masked afterwards."""
-    peers._agree = _stand_in
+    exchange._agree = _stand_in
     checks = [numbers, *IN_BOTH, *STOPPING]
     sync_cases.process(*where, checks, may_warn=checks)
 
@@ -410,7 +431,9 @@ def test_on_each_of_two_gpus(check, two_gpus):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("side", range(SIDES))
-def test_layers_in_two_groups_and_on_two_streams_join_the_batches_of_their_calls(side, two_gpus):
+def test_layers_in_two_groups_and_on_two_streams_join_the_batches_of_their_calls(
+    side, two_gpus
+):
     parts = [result["sides"][side] for result in two_gpus]
     assert_same_bits(parts[0][2], parts[1][2])
     layer = torch.nn.BatchNorm2d(64, dtype=torch.float64)

@@ -70,7 +70,11 @@ def compiler(monkeypatch, tmp_path, folder):
 def restart(monkeypatch):
     """Reset the state to that of a new process."""
     native._use(None)
-    for name, value in (("_started", False), ("_status", native._NOT_STARTED), ("_loaded", None)):
+    for name, value in (
+        ("_started", False),
+        ("_status", native._NOT_STARTED),
+        ("_loaded", None),
+    ):
         monkeypatch.setattr(native, name, value)
     building.library.cache_clear()
 
@@ -104,7 +108,11 @@ def start():
 
 
 def warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING
+    ]
 
 
 NOT_STARTED = "no CUDA device: PyTorch's kernels run, no gain in speed to expect"
@@ -130,16 +138,34 @@ def test_it_is_compiled_when_a_kernel_is_needed(compiler, loads, folder, caplog)
 @pytest.mark.parametrize(
     ("environment", "does", "why"),
     [
-        ({"CXX": "nowhere --fast"}, WRITE, "no C++ compiler was found (CXX is nowhere --fast)"),
-        ({"CXX": "", "PATH": "/"}, WRITE, "no C++ compiler was found (g++, c++, clang++)"),
-        ({"NORMPLUG_CACHE_DIR": "/dev/null/x"}, WRITE, "/dev/null/x cannot be written to"),
+        (
+            {"CXX": "nowhere --fast"},
+            WRITE,
+            "no C++ compiler was found (CXX is nowhere --fast)",
+        ),
+        (
+            {"CXX": "", "PATH": "/"},
+            WRITE,
+            "no C++ compiler was found (g++, c++, clang++)",
+        ),
+        (
+            {"NORMPLUG_CACHE_DIR": "/dev/null/x"},
+            WRITE,
+            "/dev/null/x cannot be written to",
+        ),
         ({}, "rm -r $(dirname $out); exit 1", "the compiler was stopped"),  # a full disk
-        ({"LC_ALL": "de_DE"}, 'echo "error: in $LC_ALL"; exit 1', "compiler failed: error: in C ("),
+        (
+            {"LC_ALL": "de_DE"},
+            'echo "error: in $LC_ALL"; exit 1',
+            "compiler failed: error: in C (",
+        ),
         ({}, "exit 1", "the compiler failed: it printed nothing ("),
     ],
     ids=["no CXX", "none", "folder", "stopped", "in English", "silent"],
 )
-def test_a_build_that_fails_is_one_warning(environment, does, why, compiler, monkeypatch, caplog):
+def test_a_build_that_fails_is_one_warning(
+    environment, does, why, compiler, monkeypatch, caplog
+):
     compiler.does(does)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -152,7 +178,9 @@ def test_a_build_that_fails_is_one_warning(environment, does, why, compiler, mon
         native.build()
 
 
-def test_another_process_loads_the_library_and_needs_no_compiler(compiler, loads, monkeypatch):
+def test_another_process_loads_the_library_and_needs_no_compiler(
+    compiler, loads, monkeypatch
+):
     library = start().library
     for found in (compiler.path, "nowhere"):
         restart(monkeypatch)
@@ -162,7 +190,9 @@ def test_another_process_loads_the_library_and_needs_no_compiler(compiler, loads
     assert compiler.count() == 1
 
 
-def test_a_compiler_that_fails_is_not_tried_again_for_a_day(compiler, monkeypatch, folder, caplog):
+def test_a_compiler_that_fails_is_not_tried_again_for_a_day(
+    compiler, monkeypatch, folder, caplog
+):
     compiler.does(FAIL)
     note = building.library().with_suffix(".failed.txt")
     why = f"the compiler failed: some.cpp:2: error: no luck ({note})"
@@ -281,7 +311,8 @@ def test_the_environment_sets_where_the_library_lies(compiler, monkeypatch, fold
 
 
 @pytest.mark.parametrize(
-    ("damage", "way"), [("cut short", "auto"), ("empty", "1"), ("without a digest", "auto")]
+    ("damage", "way"),
+    [("cut short", "auto"), ("empty", "1"), ("without a digest", "auto")],
 )
 def test_a_damaged_library_is_compiled_again_and_never_loaded(
     damage, way, compiler, loads, monkeypatch
@@ -307,10 +338,14 @@ def test_a_library_that_cannot_be_loaded_is_compiled_again_once_and_reported(com
     assert compiler.count() == 3
 
 
-NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+NEEDS_ROOT = pytest.mark.skipif(
+    os.getuid() != 0, reason="only root can give a folder away"
+)
 
 
-@pytest.mark.parametrize("which", ["folder", "file", pytest.param("owner", marks=NEEDS_ROOT)])
+@pytest.mark.parametrize(
+    "which", ["folder", "file", pytest.param("owner", marks=NEEDS_ROOT)]
+)
 def test_a_library_that_others_can_write_to_is_not_loaded(which, compiler, folder):
     library = building.library()
     compile_now(library)
@@ -340,7 +375,9 @@ def test_only_the_user_can_enter_the_folder(umask, compiler, loads, folder):
 # NORMPLUG_NATIVE, the command, and the process around them.
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, with threads
+@pytest.mark.filterwarnings(
+    "ignore:.*fork:DeprecationWarning"
+)  # of Python 3.12, with threads
 def test_a_child_forked_while_a_thread_starts_does_not_wait_for_it(monkeypatch):
     monkeypatch.setenv("NORMPLUG_NATIVE", "0")
     restart(monkeypatch)
@@ -357,7 +394,9 @@ def test_normplug_native_0_compiles_nothing_and_another_value_is_rejected(
 ):
     monkeypatch.setenv("NORMPLUG_NATIVE", "yes")
     for _ in range(2):
-        with pytest.raises(ValueError, match="NORMPLUG_NATIVE must be 0, 1 or auto, not 'yes'"):
+        with pytest.raises(
+            ValueError, match="NORMPLUG_NATIVE must be 0, 1 or auto, not 'yes'"
+        ):
             native.start()
     monkeypatch.setenv("NORMPLUG_NATIVE", "0")
     assert start()[:3] == ("Python", "NORMPLUG_NATIVE is 0", None)
@@ -369,7 +408,9 @@ def test_normplug_native_1_waits_for_the_build_or_raises(compiler, loads, monkey
     monkeypatch.setenv("NORMPLUG_NATIVE", "1")
     compiler.does(FAIL)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="the host path cannot be compiled: .*no luck"):
+        with pytest.raises(
+            RuntimeError, match="the host path cannot be compiled: .*no luck"
+        ):
             native.start()
     compiler.does(WRITE)
     native.start()
@@ -437,5 +478,7 @@ def test_an_import_starts_nothing_and_a_build_outlives_its_process(compiler, tmp
 
 def test_the_status_says_where_kernels_came_from(monkeypatch):
     monkeypatch.setattr(native, "kernels", {"here": 2, "workers": 30, "cache": 5})
-    said = "Kernels: 2 compiled by this process, 30 by its workers, 5 from Triton's cache."
+    said = (
+        "Kernels: 2 compiled by this process, 30 by its workers, 5 from Triton's cache."
+    )
     assert str(native.status()).endswith(said)

@@ -29,7 +29,7 @@ from calls import case_id
 from normplug import functional, native
 from normplug._kernels.launch import Launch
 from normplug._ops import call as calls
-from normplug._ops import eligible, operators
+from normplug._ops import can_run, operators
 from normplug._ops.batch_norm import _BATCH
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
@@ -102,7 +102,7 @@ def test_both_paths_and_their_operators_give_the_same_bits(cases, case, monkeypa
     both_ways(lambda: cases.run(case, tensors, "triton"))
     if case not in IN_OPERATORS:
         return
-    monkeypatch.setattr(eligible, "is_compiling", lambda: True)
+    monkeypatch.setattr(can_run, "is_compiling", lambda: True)
     monkeypatch.setattr(calls, "_stored", {})
     native.forget()
     both_ways(lambda: cases.run(case, tensors, "triton"))
@@ -152,7 +152,9 @@ def layer_norm(x, weight, bias, residual):
 
 
 def add_layer_norm(x, weight, bias, residual):
-    y, total = functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")
+    y, total = functional.add_layer_norm(
+        x, residual, (6,), weight, bias, backend="triton"
+    )
     return torch.cat([y, total])
 
 
@@ -238,7 +240,9 @@ def test_checkpoints_give_the_same_bits(norm, how):
 
 def test_nothing_is_kept_alive_once_the_outputs_are_gone():
     x, weight, bias, residual = leaves()
-    y, total = functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")
+    y, total = functional.add_layer_norm(
+        x, residual, (6,), weight, bias, backend="triton"
+    )
     y.sum().backward(retain_graph=True)
     kept = [StorageWeakRef(t.untyped_storage()) for t in (y, total)]
     del y, total  # the node saves its own output total
@@ -271,7 +275,9 @@ def test_a_retained_graph_allows_one_more_backward(norm):
         y = norm(*given).square().sum()
         first = torch.autograd.grad(y, given, retain_graph=True)
         second = torch.autograd.grad(y, given)
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        with pytest.raises(
+            RuntimeError, match="backward through the graph a second time"
+        ):
             torch.autograd.grad(y, given)
         return named([*first, *second])
 
@@ -304,7 +310,11 @@ def test_the_versions_of_running_statistics_rise_in_training_only():
     def compute():
         norm = normplug.BatchNorm1d(6, backend="triton")
         rows = normplug.LayerNorm(6, backend="triton")
-        for layer in (norm, rows, normplug.RMSNorm(6, backend="triton", track_running_stats=True)):
+        for layer in (
+            norm,
+            rows,
+            normplug.RMSNorm(6, backend="triton", track_running_stats=True),
+        ):
             for training in (True, False):
                 before = {n: b._version for n, b in layer.named_buffers()}
                 layer.train(training)(X.clone().requires_grad_()).sum().backward()
@@ -326,7 +336,9 @@ def test_hooks_on_the_output_and_its_node_run(norm):
         y.retain_grad()
         y.register_hook(lambda g: g * 2)
         y.grad_fn.register_prehook(lambda grads: seen.append(grads[0].clone()))
-        y.grad_fn.register_hook(lambda to, of: seen.extend(g.clone() for g in to if g is not None))
+        y.grad_fn.register_hook(
+            lambda to, of: seen.extend(g.clone() for g in to if g is not None)
+        )
         y.square().sum().backward()
         assert len(seen) > 3
         return named([y.grad, *seen, *(t.grad for t in given)])
@@ -381,7 +393,10 @@ def test_inference_tensors_cannot_be_saved():
     with torch.inference_mode():
         x = X.clone()
     for way in (native.python_way, torch.enable_grad):
-        with way(), pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        with (
+            way(),
+            pytest.raises(RuntimeError, match="Inference tensors cannot be saved"),
+        ):
             functional.layer_norm(x, (6,), leaves()[1], backend="triton")
 
 
@@ -415,10 +430,15 @@ def test_no_dispatch_mode_transform_or_trace_is_bypassed(norm):
     with ChangesNothing():
         assert not is_cpp(norm(*given))
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
-        torch.func.vmap(partial(norm, weight=None, bias=None, residual=X))(torch.stack([X, X]))
+        torch.func.vmap(partial(norm, weight=None, bias=None, residual=X))(
+            torch.stack([X, X])
+        )
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
         torch.func.grad(lambda x: norm(x, *given[1:]).sum())(X)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="forward-mode"),
+    ):
         norm(forward_ad.make_dual(X, X), *given[1:])
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace"):
         torch.jit.trace(norm, tuple(given))
@@ -448,7 +468,13 @@ def test_functional_calls_and_copies_of_a_module_give_the_same_bits():
         given = {"weight": WEIGHT.clone().requires_grad_(), "bias": BIAS}
         z = torch.func.functional_call(copied, given, (X,))
         dweight = torch.autograd.grad(z.square().sum(), given["weight"])[0]
-        return {"y": y, "z": z, "dweight": dweight, **copied.state_dict(), "d": copied.weight.grad}
+        return {
+            "y": y,
+            "z": z,
+            "dweight": dweight,
+            **copied.state_dict(),
+            "d": copied.weight.grad,
+        }
 
     both_ways(compute)
 
@@ -582,7 +608,9 @@ def test_nested_tensors_are_not_found(layout, cached):
 
 def test_only_y_of_a_norm_in_cpp_can_be_recomputed():
     x, weight, bias, residual = leaves()
-    y, total = functional.add_layer_norm(x, residual, (6,), weight, bias, backend="triton")
+    y, total = functional.add_layer_norm(
+        x, residual, (6,), weight, bias, backend="triton"
+    )
     assert native.recomputable_node(y) is not None
     for other in (total, y + 1, x, X, None, 3):
         assert native.recomputable_node(other) is None
@@ -607,7 +635,10 @@ MAKERS = [
 
 
 def is_stored(layer):
-    others = {normplug.BatchNorm1d: (None, None, False, False), normplug.GroupNorm: (None,)}
+    others = {
+        normplug.BatchNorm1d: (None, None, False, False),
+        normplug.GroupNorm: (None,),
+    }
     return native.forward(layer, X, None, None, *others.get(type(layer), ())) is not None
 
 

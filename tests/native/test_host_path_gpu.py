@@ -100,7 +100,9 @@ def leaves(shape=(64, 96), dtype=FLOAT, device=GPU):
 def step(x, weight, bias, residual):
     """Every norm, forward and backward, by name."""
     given = [x, weight, bias, residual]
-    y, total = functional.add_layer_norm(x, residual, weight.shape, weight, bias, backend="triton")
+    y, total = functional.add_layer_norm(
+        x, residual, weight.shape, weight, bias, backend="triton"
+    )
     z = functional.batch_norm(
         total.flatten(0, -2), None, None, weight, bias, training=True,
         residual=y.flatten(0, -2), activation="silu", backend="triton",
@@ -155,7 +157,9 @@ def test_channel_statistics_run_without_python(count):
         count.clear()
         stats.append(functional.channel_stats(each))
         assert not count
-        assert all(torch.equal(a, b) for s in stats for a, b in zip(s, stats[0], strict=True))
+        assert all(
+            torch.equal(a, b) for s in stats for a, b in zip(s, stats[0], strict=True)
+        )
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -174,7 +178,9 @@ def test_group_and_instance_norms_run_without_python(layer, training, activation
     x = torch.randn(8, 96, 32, device=GPU, requires_grad=True)
     for _ in range(3):
         y = layer._fused(x, activation=activation)
-    updates = training and getattr(layer, "running_mean", None) is not None  # which Python does
+    updates = (
+        training and getattr(layer, "running_mean", None) is not None
+    )  # which Python does
     count.clear()
     assert torch.equal(layer._fused(x, activation=activation), y)
     assert is_cpp(y) != updates
@@ -219,7 +225,9 @@ def test_no_memory_is_leaked():
             step(*given)
         torch.cuda.synchronize()
         gc.collect()
-        time.sleep(0.5)  # autograd's thread may hold the last call's tensors a moment longer
+        time.sleep(
+            0.5
+        )  # autograd's thread may hold the last call's tensors a moment longer
         return torch.cuda.memory_allocated()
 
     before = many(10)

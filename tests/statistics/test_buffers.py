@@ -21,7 +21,9 @@ from statistics_cases import equal, images, net, statistics
 def inputs(model, data, layer):
     """Everything that reaches a layer while it normalises by these batches."""
     seen = []
-    hook = layer.register_forward_pre_hook(lambda _, x: seen.append(x[0].detach().double()))
+    hook = layer.register_forward_pre_hook(
+        lambda _, x: seen.append(x[0].detach().double())
+    )
     model.eval()
     for norm in (model[1], model[4]):
         norm.train()
@@ -100,7 +102,9 @@ def test_buffers_and_parameters_are_left_by_name_and_bit_for_bit(use, copies):
     model = Ema()
     if not copies:
         model.lock = threading.Lock()  # cannot be copied
-    before = {name: (id(t), t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    before = {
+        name: (id(t), t.clone()) for name, t in model.state_dict(keep_vars=True).items()
+    }
     use(model, [torch.randn(8, 4) + 5 for _ in range(2)])
     after = model.state_dict(keep_vars=True)
     assert after.keys() == before.keys()
@@ -114,7 +118,11 @@ def test_buffers_and_parameters_are_left_by_name_and_bit_for_bit(use, copies):
 
 def test_watched_statistics_do_not_start_with_the_batches_of_recalibrate():
     body = nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)
-    model = swap(nn.Sequential(*body), track_running_stats=True).to("meta").to_empty(device="cpu")
+    model = (
+        swap(nn.Sequential(*body), track_running_stats=True)
+        .to("meta")
+        .to_empty(device="cpu")
+    )
     for t in (*model.parameters(), *model.buffers()):
         nn.init.ones_(t)
     assert model[1].watched_var is None
@@ -195,7 +203,9 @@ def test_generators_modes_and_after_an_error_statistics_are_restored():
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="no BatchNorm or InstanceNorm with running statistics"):
+    with pytest.raises(
+        ValueError, match="no BatchNorm or InstanceNorm with running statistics"
+    ):
         recalibrate(nn.LayerNorm(3), [])
     with pytest.raises(TypeError, match="must be an iterable of batches.*got int"):
         recalibrate(net(), 2)
@@ -231,7 +241,9 @@ def test_two_processes_get_the_statistics_of_all_their_data(tmp_path):
 
 
 def test_two_processes_leave_the_statistics_of_frozen_layers_alone(tmp_path):
-    results = sync_cases.ran(sync_cases.process, 2, tmp_path, [statistics_cases.partly_frozen])
+    results = sync_cases.ran(
+        sync_cases.process, 2, tmp_path, [statistics_cases.partly_frozen]
+    )
     for rank, result in enumerate(results):
         kept = result["partly_frozen"]
         assert (kept["1.running_mean"] == rank).all()
@@ -239,7 +251,9 @@ def test_two_processes_leave_the_statistics_of_frozen_layers_alone(tmp_path):
 
 
 def test_30718_ranks_evaluate_differently(tmp_path):
-    results = sync_cases.ran(sync_cases.process, 2, tmp_path, [statistics_cases.evaluated])
+    results = sync_cases.ran(
+        sync_cases.process, 2, tmp_path, [statistics_cases.evaluated]
+    )
     (stock, synced), (other, same) = (result["evaluated"] for result in results)
     assert not torch.equal(stock, other)
     assert torch.equal(synced, same)
@@ -248,7 +262,13 @@ def test_30718_ranks_evaluate_differently(tmp_path):
 def test_4741_evaluation_is_far_from_training_after_few_steps():
     def gap(model):
         x = images(64)
-        return (copy.deepcopy(model).train()(x) - model.eval()(x)).square().mean().sqrt().item()
+        return (
+            (copy.deepcopy(model).train()(x) - model.eval()(x))
+            .square()
+            .mean()
+            .sqrt()
+            .item()
+        )
 
     model = swap(net())
     for seed in range(2):
@@ -264,7 +284,12 @@ def test_4741_evaluation_is_far_from_training_after_few_steps():
 def test_a_model_under_fsdp_trains_on(use, monkeypatch):
     from torch.distributed.fsdp import fully_shard
 
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29672", "RANK": "0", "WORLD_SIZE": "1"}
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29672",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }
     for variable, value in place.items():
         monkeypatch.setenv(variable, value)
     torch.distributed.init_process_group("gloo")

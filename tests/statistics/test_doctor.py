@@ -11,7 +11,7 @@ import normplug
 import statistics_cases
 import sync_cases
 from normplug import doctor, freeze, fuse, param_groups, recalibrate, swap
-from normplug._statistics.doctor import _FIXES
+from normplug._tools.doctor import _FIXES
 from statistics_cases import Checkpointed, healthy, images, net, trained
 
 
@@ -204,7 +204,9 @@ PLANTED = [
 @pytest.mark.parametrize(
     ("make", "layer", "finding", "fix"), PLANTED, ids=lambda v: getattr(v, "__name__", "")
 )
-def test_a_planted_fault_is_found_and_named_with_its_fix(make, layer, finding, fix, swaps):
+def test_a_planted_fault_is_found_and_named_with_its_fix(
+    make, layer, finding, fix, swaps
+):
     torch.manual_seed(0)
     made = make()
     model, batches = made if isinstance(made, tuple) else (made, data())
@@ -212,7 +214,9 @@ def test_a_planted_fault_is_found_and_named_with_its_fix(make, layer, finding, f
     rows = [row for row in found.findings if row.finding == finding]
     assert [row.layer for row in rows[:1]] == [layer], str(found)
     assert fix in rows[0].fix
-    assert any(c.isdigit() for c in rows[0].evidence) or "requires_grad" in rows[0].evidence
+    assert (
+        any(c.isdigit() for c in rows[0].evidence) or "requires_grad" in rows[0].evidence
+    )
     assert finding in str(found)
     assert finding in found._repr_html_()
     assert found.to_pandas().finding.tolist() == [row.finding for row in found]
@@ -336,7 +340,10 @@ def test_a_norm_is_without_effect_only_if_nothing_changes_without_it(name):
 
 
 def test_a_bias_has_an_effect_before_a_batch_norm_that_does_not_use_its_batch():
-    for change in (freeze, lambda m: [n.eval().requires_grad_(False) for n in (m[1], m[4])]):
+    for change in (
+        freeze,
+        lambda m: [n.eval().requires_grad_(False) for n in (m[1], m[4])],
+    ):
         model = trained(net())
         assert BIAS in [row.finding for row in doctor(model, data())]
         change(model)
@@ -378,7 +385,9 @@ def test_a_checkpoint_without_a_count_of_batches_is_not_at_its_start():
         model = trained(model, steps=5)
         assert not doctor(model, data()).findings
         found = doctor(model, [99 * x for x in data()])
-        assert "running statistics stale, or of other data" in [row.finding for row in found]
+        assert "running statistics stale, or of other data" in [
+            row.finding for row in found
+        ]
 
 
 def test_statistics_between_their_start_and_the_data_are_no_slow_momentum():
@@ -416,7 +425,9 @@ def test_layers_that_stay_in_evaluation_on_purpose_have_no_finding():
     model = trained()
     model[1].eval().requires_grad_(False)
     assert not doctor(model, data()).findings
-    folded = freeze(healthy())  # weights that hold the statistics, as converters write them
+    folded = freeze(
+        healthy()
+    )  # weights that hold the statistics, as converters write them
     for norm in (folded[1], folded[4]):
         nn.init.uniform_(norm.weight, 0.4, 0.6)
     found = [row.finding for row in doctor(folded, data())]
@@ -458,7 +469,9 @@ def test_ranks_that_differ_are_found(tmp_path):
     results = sync_cases.ran(sync_cases.process, 2, tmp_path, [statistics_cases.examined])
     for result in results:
         before, after = result["examined"]
-        assert [row[:2] for row in before] == [("1", "statistics that differ between ranks")]
+        assert [row[:2] for row in before] == [
+            ("1", "statistics that differ between ranks")
+        ]
         assert "normplug.sync_buffers(model)" in before[0][3]
         assert after == []
 
@@ -477,7 +490,10 @@ def libraries():
     sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2}
     words = {"input_ids": torch.randint(99, (4, 16))}
     yield tf.BertModel(tf.BertConfig(**sizes, intermediate_size=64, vocab_size=99)), words
-    yield tf.LlamaModel(tf.LlamaConfig(**sizes, intermediate_size=64, vocab_size=99)), words
+    yield (
+        tf.LlamaModel(tf.LlamaConfig(**sizes, intermediate_size=64, vocab_size=99)),
+        words,
+    )
 
 
 def test_healthy_models_have_no_findings():
@@ -485,7 +501,12 @@ def test_healthy_models_have_no_findings():
     for model, batch in libraries():
         for each in (model, swap(copy.deepcopy(model))):
             assert not doctor(each, batch).findings, str(doctor(each, batch))
-    assert [*doctor(trained(), data()).to_pandas()] == ["layer", "finding", "evidence", "fix"]
+    assert [*doctor(trained(), data()).to_pandas()] == [
+        "layer",
+        "finding",
+        "evidence",
+        "fix",
+    ]
     for model in (trained(), freeze(trained()), fuse(swap(trained())), trained().eval()):
         assert str(doctor(model, data())) == "no findings"
     model = healthy()

@@ -29,9 +29,17 @@ from normplug import (
     unfuse,
     unswap,
 )
-from normplug._statistics.runs import untouched
+from normplug._tools.runs import untouched
 from normplug.modules.frozen import is_frozen
-from statistics_cases import KINDS, equal, images, layer_and_input, net, statistics, trained
+from statistics_cases import (
+    KINDS,
+    equal,
+    images,
+    layer_and_input,
+    net,
+    statistics,
+    trained,
+)
 
 
 def of_torch(layer):
@@ -183,7 +191,9 @@ def test_what_a_frozen_norm_holds_follows_train():
 
 
 def test_the_activation_that_a_frozen_norm_holds_trains_on():
-    layer = freeze(pytest.importorskip("timm.layers").BatchNormAct2d(4, act_layer=nn.PReLU))
+    layer = freeze(
+        pytest.importorskip("timm.layers").BatchNormAct2d(4, act_layer=nn.PReLU)
+    )
     trains = {name for name, p in layer.named_parameters() if p.requires_grad}
     assert trains == {"act.weight"}
 
@@ -208,7 +218,9 @@ def test_the_weight_of_a_parametrized_norm_stops_training_and_trains_again():
 
 def test_a_lazy_layer_is_refused_and_nothing_changes():
     model = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d())
-    with pytest.raises(ValueError, match="lazy layers have no statistics yet: 1. Run one"):
+    with pytest.raises(
+        ValueError, match="lazy layers have no statistics yet: 1. Run one"
+    ):
         freeze(model)
     assert not is_frozen(model[0])
     assert is_frozen(freeze(model, exclude="1")[0])
@@ -331,7 +343,9 @@ def test_filters_and_affine():
     assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(ValueError, match="include='7' matches no norm layer"):
         freeze(net(), include="7")
-    with pytest.raises(ValueError, match="no BatchNorm or InstanceNorm with running statistics"):
+    with pytest.raises(
+        ValueError, match="no BatchNorm or InstanceNorm with running statistics"
+    ):
         freeze(nn.LayerNorm(3))
 
 
@@ -363,7 +377,9 @@ def test_a_frozen_class_is_swapped_fused_and_given_back(cls):
     expected, keys, own = model(x), list(model.state_dict()), set(vars(model[1]))
     (dx,) = torch.autograd.grad(expected.sum(), x, retain_graph=True)
     fuse(swap(model))
-    assert all(isinstance(model[i], cls) and not list(model[i].parameters()) for i in (1, 4))
+    assert all(
+        isinstance(model[i], cls) and not list(model[i].parameters()) for i in (1, 4)
+    )
     assert list(model.state_dict()) == keys
     tested = [row.tested for row in check(model, x.detach())]
     assert tested == 2 * ["train, eval, eval under no_grad"]

@@ -10,10 +10,18 @@ from torch import fx, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from normplug import check, freeze, fuse, plan, swap, thaw, unswap
-from normplug._statistics import freezing
+from normplug._tools import freezing
 from normplug.modules.frozen import is_frozen
 from programs import program
-from statistics_cases import KINDS, equal, images, layer_and_input, net, statistics, trained
+from statistics_cases import (
+    KINDS,
+    equal,
+    images,
+    layer_and_input,
+    net,
+    statistics,
+    trained,
+)
 
 CHANGES = {"stock": lambda m: m, "swapped": swap, "fused": lambda m: fuse(swap(m))}
 
@@ -38,7 +46,9 @@ def test_lightnings_averaging_of_weights_keeps_frozen_statistics(change, tmp_pat
 
     torch.manual_seed(0)
     module = lightning_cases.Module()
-    norms = [name for name, m in module.net.named_modules() if isinstance(m, nn.BatchNorm2d)]
+    norms = [
+        name for name, m in module.net.named_modules() if isinstance(m, nn.BatchNorm2d)
+    ]
     freeze(change(module.net), include=norms[0])
     before = statistics(module.net)
     averaging = callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)
@@ -50,7 +60,9 @@ def test_lightnings_averaging_of_weights_keeps_frozen_statistics(change, tmp_pat
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_no_conversion_to_synchronised_norms_thaws_a_frozen_one(change):
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(freeze(change(trained()), include="1"))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(
+        freeze(change(trained()), include="1")
+    )
     assert not model.train()[1].training
     assert type(model[4]) is nn.SyncBatchNorm
     synchronised = swap(freeze(change(trained())), sync=True).train()
@@ -94,9 +106,12 @@ print(type(norm).__name__, norm.training, norm.running_mean.tolist())
 
 
 @pytest.mark.parametrize(
-    "change", [freeze, lambda m: unswap(freeze(swap(m))), lambda m: unswap(swap(freeze(m)))]
+    "change",
+    [freeze, lambda m: unswap(freeze(swap(m))), lambda m: unswap(swap(freeze(m)))],
 )
-def test_a_file_of_a_frozen_stock_model_needs_no_normplug_and_stays_frozen(change, tmp_path):
+def test_a_file_of_a_frozen_stock_model_needs_no_normplug_and_stays_frozen(
+    change, tmp_path
+):
     model = change(trained())
     torch.save(model, tmp_path / "model.pt")
     done = program(LOADER, tmp_path / "model.pt", hidden=["normplug"])

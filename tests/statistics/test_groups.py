@@ -51,7 +51,12 @@ def test_the_module_prints_what_an_issue_needs(capsys, monkeypatch):
     monkeypatch.setitem(os.environ, "NORMPLUG_BACKEND", "auto")
     runpy.run_module("normplug", run_name="__main__")
     out = capsys.readouterr().out
-    for text in (normplug.__version__, str(torch.__version__), "host path", "NORMPLUG_BACKEND"):
+    for text in (
+        normplug.__version__,
+        str(torch.__version__),
+        "host path",
+        "NORMPLUG_BACKEND",
+    ):
         assert text in out
 
 
@@ -81,7 +86,11 @@ class OwnNorm(nn.LayerNorm):
 
 def test_a_name_alone_takes_no_decay_from_a_matrix():
     model = nn.Sequential(
-        NormedLinear(4, 4), NormalHead(4, 1, 1), NormalHead(1, 4, 1), ChannelNorm(), OwnNorm((2, 4))
+        NormedLinear(4, 4),
+        NormalHead(4, 1, 1),
+        NormalHead(1, 4, 1),
+        ChannelNorm(),
+        OwnNorm((2, 4)),
     )
     decayed, plain = names(model, param_groups(model, 0.1))
     assert decayed == ["0.weight", "1.weight", "2.weight", "3.mixing"]
@@ -101,12 +110,18 @@ def test_the_parameters_of_parametrizations_belong_to_the_tensors_they_make():
     inner = "2.parametrizations.weight.original"
     assert decayed == ["0.parametrizations.weight.original", f"{inner}0", f"{inner}1"]
     assert sorted(plain) == [
-        *("0.bias", "1.parametrizations.bias.original", "1.parametrizations.weight.original"),
+        *(
+            "0.bias",
+            "1.parametrizations.bias.original",
+            "1.parametrizations.weight.original",
+        ),
         "2.bias",
     ]
     optimizer = torch.optim.SGD(param_groups(model, 0.1))
     assert not decaying(model[:2], optimizer)
-    assert decaying(model[:2], torch.optim.SGD(model.parameters(), weight_decay=0.1)) == ["1"]
+    assert decaying(model[:2], torch.optim.SGD(model.parameters(), weight_decay=0.1)) == [
+        "1"
+    ]
 
 
 def decaying(model, optimizer):

@@ -58,7 +58,9 @@ def eager(model, batches):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_way_leaves_out_the_same_channels_of_the_same_batches(kind, momentum, fused, way):
+def test_every_way_leaves_out_the_same_channels_of_the_same_batches(
+    kind, momentum, fused, way
+):
     batches = batches_with_bad_channels()
     norm = kind(4, momentum=momentum, track_running_stats=True)
     model = swap(nn.Sequential(norm, nn.ReLU()), statistics="safe")
@@ -71,7 +73,9 @@ def test_every_way_leaves_out_the_same_channels_of_the_same_batches(kind, moment
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_channel_that_was_poisoned_before_leaves_the_others_and_the_count_right(momentum):
+def test_a_channel_that_was_poisoned_before_leaves_the_others_and_the_count_right(
+    momentum,
+):
     plain, poisoned = (nn.BatchNorm2d(4, momentum=momentum) for _ in range(2))
     poisoned.running_mean[0] = float("nan")
     swap(poisoned, statistics="safe")
@@ -101,7 +105,9 @@ def test_statistics_in_float16_do_not_overflow(momentum):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_good_batches_count_as_in_torch_and_bad_ones_do_not(kind, momentum):
-    ours, stock = (net(lambda n, **how: kind(n, momentum=momentum, **how)) for _ in range(2))
+    ours, stock = (
+        net(lambda n, **how: kind(n, momentum=momentum, **how)) for _ in range(2)
+    )
     swap(ours, statistics="safe")
     for seed in range(3):
         bad = images(4, seed)
@@ -184,7 +190,9 @@ def test_the_option_is_set_checked_and_restored():
     with swapped(model):
         assert model[1].statistics == "torch"
     assert model[1].statistics == "safe"
-    with pytest.raises(ValueError, match="statistics must be one of 'torch', 'safe'; got 'off'"):
+    with pytest.raises(
+        ValueError, match="statistics must be one of 'torch', 'safe'; got 'off'"
+    ):
         swap(net(), statistics="off")
 
 

@@ -12,7 +12,12 @@ from normplug.transformers import NormCallback  # noqa: E402
 from statistics_cases import rows_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning", "error:normplug:UserWarning")
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
 
 
 def trainer(model, directory, steps, callback):
@@ -42,7 +47,9 @@ def test_it_logs_keeps_the_modes_of_checkpoints_and_publishes_the_stock_model(tm
     resumed = trainer(make("golden"), tmp_path, 4, NormCallback(every=None))
     resumed.train(resume_from_checkpoint=True)
     other = trainer(make("standard"), tmp_path, 5, NormCallback())
-    with pytest.raises(ValueError, match="NormCallback: the checkpoint was trained in other modes"):
+    with pytest.raises(
+        ValueError, match="NormCallback: the checkpoint was trained in other modes"
+    ):
         other.train(resume_from_checkpoint=True)
 
 

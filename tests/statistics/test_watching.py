@@ -11,7 +11,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import register_parametrization, type_before_parametrizations
+from torch.nn.utils.parametrize import (
+    register_parametrization,
+    type_before_parametrizations,
+)
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import normplug
@@ -51,9 +54,13 @@ def test_any_loop_is_measured_on_the_steps_that_are_asked_for(change, tmp_path):
     assert w.table().startswith("variance at step 2\nlayer")
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm2d(4), nn.LayerNorm((9, 9)), nn.GroupNorm(2, 4)])
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm2d(4), nn.LayerNorm((9, 9)), nn.GroupNorm(2, 4)]
+)
 def test_a_layer_that_scales_its_output_by_3_does_not_log_its_target(layer, monkeypatch):
-    model = swap(nn.Sequential(nn.Conv2d(3, 4, 1), layer), "golden", preserve_output=False)
+    model = swap(
+        nn.Sequential(nn.Conv2d(3, 4, 1), layer), "golden", preserve_output=False
+    )
     cls = type(model[1])
     run = cls._new_call
     monkeypatch.setattr(cls, "_new_call", lambda *a, **k: 3 * run(*a, **k))
@@ -86,7 +93,12 @@ def test_details_are_measured_on_the_tensors(change, after, tmp_path):
     gradient = 9.0 if after == "backward" else math.nan
     assert second.gradient == pytest.approx(gradient, nan_ok=True)
     w.to_csv(tmp_path / "v.csv")
-    assert (tmp_path / "v.csv").read_text().splitlines()[0].endswith("dead,saturated,gradient")
+    assert (
+        (tmp_path / "v.csv")
+        .read_text()
+        .splitlines()[0]
+        .endswith("dead,saturated,gradient")
+    )
 
 
 def test_details_of_rows_are_taken_over_features():
@@ -131,7 +143,9 @@ def test_checkpointing_an_error_and_a_second_watch_leave_no_trace(tmp_path):
     assert (tmp_path / "variance.png").stat().st_size > 5_000
 
 
-STOCK_OR_SWAPPED = pytest.mark.parametrize("change", [lambda m: m, swap], ids=["stock", "swapped"])
+STOCK_OR_SWAPPED = pytest.mark.parametrize(
+    "change", [lambda m: m, swap], ids=["stock", "swapped"]
+)
 
 
 def small():
@@ -160,7 +174,11 @@ def assert_nothing_is_left(model, before):
 def test_watches_overlap_and_end_in_any_order(change, order):
     model = change(nn.Sequential(small(), nn.LayerNorm(8)))
     before = classes(model)
-    watches = [watch(model, every=1), watch(model, every=2, details=True), watch(model[0], every=1)]
+    watches = [
+        watch(model, every=1),
+        watch(model, every=2, details=True),
+        watch(model[0], every=1),
+    ]
     for w in watches:
         w.__enter__()
     for number in order:
@@ -169,7 +187,11 @@ def test_watches_overlap_and_end_in_any_order(change, order):
         watches[number].__exit__(None, None, None)
     assert_nothing_is_left(model, before)
     steps = [2 * (order.index(number) + 1) for number in range(3)]
-    assert [len(w.rows) for w in watches] == [3 * steps[0], 3 * steps[1] // 2, 2 * steps[2]]
+    assert [len(w.rows) for w in watches] == [
+        3 * steps[0],
+        3 * steps[1] // 2,
+        2 * steps[2],
+    ]
     for row in (row for w in watches for row in w.rows):
         assert row.output_variance == pytest.approx(1.0, rel=1e-2)
 
@@ -185,7 +207,9 @@ class Gan(nn.Module):
 
     def train_for(self, steps, g=None, d=None):
         g, d = g or self.g, d or self.d
-        first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in (self.d, self.g))
+        first, second = (
+            torch.optim.SGD(part.parameters(), 0.1) for part in (self.d, self.g)
+        )
         for _ in range(steps):
             for optimizer in (first, second):
                 d(g(torch.randn(8, 4))).mean().backward()
@@ -221,7 +245,9 @@ def test_compiled_parts_are_measured_by_a_second_graph():
         graphs.append(graph)
         return graph.forward
 
-    parts = [torch.compile(part, backend=backend, dynamic=False) for part in (model.g, model.d)]
+    parts = [
+        torch.compile(part, backend=backend, dynamic=False) for part in (model.g, model.d)
+    ]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with watch(model, every=2) as w:
         for _ in range(6):
@@ -234,7 +260,9 @@ def test_compiled_parts_are_measured_by_a_second_graph():
 
 def test_another_optimizer_takes_over_where_the_first_one_is_no_longer_used():
     model = Gan()
-    first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in (model.g, model.d))
+    first, second = (
+        torch.optim.SGD(part.parameters(), 0.1) for part in (model.g, model.d)
+    )
     stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
     with watch(model, every=1) as w:
         for optimizer in (first, second, second, second):
@@ -345,7 +373,9 @@ def test_a_deep_copy_while_a_norm_measures_is_as_without_the_watch(change):
     assert torch.equal(made(x), expected(x))
 
 
-@pytest.mark.parametrize("change", [freeze, lambda m: swap(freeze(m))], ids=["stock", "swapped"])
+@pytest.mark.parametrize(
+    "change", [freeze, lambda m: swap(freeze(m))], ids=["stock", "swapped"]
+)
 def test_a_frozen_norm_that_measures_is_pickled_as_without_the_watch(change):
     model = change(small())
     expected = pickle.loads(pickle.dumps(model[2]))
@@ -465,7 +495,9 @@ def test_threads_watch_models_of_their_own():
         with watch(model, every=2) as w:
             for _ in range(40):
                 model(torch.randn(8, 4)).sum().backward()
-        assert [row.step for row in w.rows] == [step for step in range(0, 40, 2) for _ in "12"]
+        assert [row.step for row in w.rows] == [
+            step for step in range(0, 40, 2) for _ in "12"
+        ]
         assert not any(math.isnan(row.input_variance) for row in w.rows)
         assert_nothing_is_left(model, before)
 
@@ -528,7 +560,10 @@ def test_without_a_measured_step_there_is_an_empty_table_and_a_warning(tmp_path)
     assert rows_of(tmp_path / "v.csv") == []
     with pytest.raises(ValueError, match="watch: plot needs at least one measured step"):
         w.plot(tmp_path / "v.png")
-    with pytest.warns(UserWarning, match="watch: nothing was measured: no norm"), watch(model):
+    with (
+        pytest.warns(UserWarning, match="watch: nothing was measured: no norm"),
+        watch(model),
+    ):
         model.eval()(torch.randn(8, 4))
     with pytest.raises(RuntimeError, match="watch: this watch already runs"), w, w:
         pass

@@ -38,8 +38,12 @@ def assert_no_worse(
         # Below the smallest normal number, a rounding error no longer shrinks with the value.
         subnormal = limits.smallest_normal * limits.eps * math.sqrt(ours.numel())
         size = truth.detach().double().norm()
-        allowed += float((rounding * terms.norm() + subnormal) / (size if size > 0 else 1.0))
-    assert error(ours, truth) <= allowed, f"{name}: {error(ours, truth):.3g} > {allowed:.3g}"
+        allowed += float(
+            (rounding * terms.norm() + subnormal) / (size if size > 0 else 1.0)
+        )
+    assert error(ours, truth) <= allowed, (
+        f"{name}: {error(ours, truth):.3g} > {allowed:.3g}"
+    )
 
 
 def leaf(tensor: Tensor | None) -> Tensor | None:

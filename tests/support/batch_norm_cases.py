@@ -22,10 +22,20 @@ def laid_out(x, layout):
     return x.contiguous()
 
 
-def make(shape, vector, dtype, layout="contiguous", affine="weight+bias", params=None, offset=3.0):
+def make(
+    shape,
+    vector,
+    dtype,
+    layout="contiguous",
+    affine="weight+bias",
+    params=None,
+    offset=3.0,
+):
     """x, and a weight and a bias of the shape `vector`."""
     x = laid_out((torch.randn(shape) * 2 + offset).to(dtype), layout)
-    weight = torch.rand(vector).add(0.5).to(params or dtype) if "weight" in affine else None
+    weight = (
+        torch.rand(vector).add(0.5).to(params or dtype) if "weight" in affine else None
+    )
     bias = torch.randn(vector).to(params or dtype) if "bias" in affine else None
     return x, weight, bias
 
@@ -33,7 +43,9 @@ def make(shape, vector, dtype, layout="contiguous", affine="weight+bias", params
 def run(norm, tensors, dy, **options):
     """Run forward and backward; return all results by name."""
     statistics = {n: t.clone() for n, t in tensors.items() if n.startswith("running")}
-    leaves = {n: leaf(t) for n, t in tensors.items() if n not in statistics and t is not None}
+    leaves = {
+        n: leaf(t) for n, t in tensors.items() if n not in statistics and t is not None
+    }
     y = norm(**{**tensors, **leaves, **statistics}, **options)
     gradients = torch.autograd.grad(y, [*leaves.values()], dy.to(y.dtype))
     named = zip(leaves, gradients, strict=True)
@@ -59,10 +71,15 @@ def compare(name, x, weight, bias, mode, running=None, **options):
             vectors = (others.get(each) for each in ("bias", "running_mean"))
             like = next((t for t in vectors if t is not None), input)
             weight = torch.ones(vector, dtype=like.dtype, device=x.device)
-        return getattr(F, name)(input, weight=weight if root == 1 else weight * root, **others)
+        return getattr(F, name)(
+            input, weight=weight if root == 1 else weight * root, **others
+        )
 
     exact = {n: t if t is None else t.double() for n, t in tensors.items()}
-    truth, theirs = run(stock, exact, dy.double(), **options), run(stock, tensors, dy, **options)
+    truth, theirs = (
+        run(stock, exact, dy.double(), **options),
+        run(stock, tensors, dy, **options),
+    )
     ours = run(getattr(functional, name), tensors, dy, mode=mode, **options)
     if root == 1 and x.is_cpu:
         assert_same_bits(ours, theirs)

@@ -24,10 +24,16 @@ INPUTS = ("x", "residual", "weight", "bias", "input_bias")
 
 def case_id(value: Any) -> str:
     """The id of a parameter that is a module of cases or a case."""
-    return value.__name__ if hasattr(value, "__name__") else f"{type(value).__name__} {value}"
+    return (
+        value.__name__
+        if hasattr(value, "__name__")
+        else f"{type(value).__name__} {value}"
+    )
 
 
-def paired(setups: Iterable[str], variants: list[Any], *places: int) -> pytest.MarkDecorator:
+def paired(
+    setups: Iterable[str], variants: list[Any], *places: int
+) -> pytest.MarkDecorator:
     """Run a test for each setup with a few of the variants, in turns."""
     count = len(variants)
     pairs = [(s, variants[(i + k) % count]) for i, s in enumerate(setups) for k in places]
@@ -55,13 +61,18 @@ class Tensors:
         """The inputs by name; those in `needs` require a gradient."""
         found = {name: getattr(self, name) for name in INPUTS}
         return {
-            n: t if t is None else t.detach().requires_grad_(n in needs) for n, t in found.items()
+            n: t if t is None else t.detach().requires_grad_(n in needs)
+            for n, t in found.items()
         }
 
     def running(self, tracked: bool = True) -> dict[str, Tensor]:
         """Copies of the running statistics, if any, after three batches."""
         given = {name: getattr(self, name) for name in ("running_mean", "running_var")}
-        copies = {name: running.clone() for name, running in given.items() if running is not None}
+        copies = {
+            name: running.clone()
+            for name, running in given.items()
+            if running is not None
+        }
         if copies and tracked:
             copies["num_batches_tracked"] = torch.tensor(3, device=self.x.device)
         return copies
@@ -79,7 +90,9 @@ def run(
     inputs, running = tensors.inputs(case.needs), tensors.running(tracked)
     outputs = call(case, inputs, backend, **running)
     out = {name: output.detach() for name, output in outputs.items()}
-    asked = {f"d{name}": t for name, t in inputs.items() if t is not None and t.requires_grad}
+    asked = {
+        f"d{name}": t for name, t in inputs.items() if t is not None and t.requires_grad
+    }
     if asked:
         sources = {n: y for n, y in outputs.items() if n in used and y.requires_grad}
         dys = [getattr(tensors, f"d{name}") for name in sources]
@@ -91,7 +104,9 @@ def run(
 def describe(case: Any) -> str:
     """The fields that differ from their defaults, as text."""
     changed = [f for f in fields(case) if getattr(case, f.name) != f.default]
-    return " ".join(f"{f.name}={getattr(case, f.name)}" for f in changed).replace("torch.", "")
+    return " ".join(f"{f.name}={getattr(case, f.name)}" for f in changed).replace(
+        "torch.", ""
+    )
 
 
 def truncation(value: Tensor) -> float:
@@ -113,7 +128,9 @@ def assert_all_no_worse(
         if name == "num_batches_tracked":
             assert torch.equal(value, theirs[name])
             continue
-        assert_no_worse(name, value, theirs[name], truth[name], terms[name], spare(name, value))
+        assert_no_worse(
+            name, value, theirs[name], truth[name], terms[name], spare(name, value)
+        )
 
 
 def assert_recomputable(y: Tensor, buffers: Iterable[Tensor]) -> None:
@@ -163,7 +180,9 @@ def saved_bytes(call: Callable[[], Any], besides: Iterable[Tensor] = ()) -> int:
     return sum(size for pointer, size in kept.items() if pointer not in present)
 
 
-def walked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[str, str]]:
+def walked(
+    function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> list[tuple[str, str]]:
     """The functions of normplug that a call enters, in order: (file, name)."""
     root, found = str(Path(normplug.__file__).parent), []
 

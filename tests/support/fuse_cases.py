@@ -160,7 +160,9 @@ def twins(model, mode="golden", **options):
 
 def outcome(model, *inputs, training=True, low=None):
     """The output, gradients and buffers of a step. low: a dtype of autocast."""
-    bare = getattr(model, "_orig_mod", getattr(model, "module", model))  # compiled, distributed
+    bare = getattr(
+        model, "_orig_mod", getattr(model, "module", model)
+    )  # compiled, distributed
     torch.manual_seed(1)
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     model.train(training).zero_grad()
@@ -171,7 +173,11 @@ def outcome(model, *inputs, training=True, low=None):
     return {
         "y": y.detach(),
         **{f"dx{i}": x.grad for i, x in enumerate(inputs)},
-        **{f"d{name}": p.grad for name, p in bare.named_parameters() if p.grad is not None},
+        **{
+            f"d{name}": p.grad
+            for name, p in bare.named_parameters()
+            if p.grad is not None
+        },
         **{name: buffer.clone() for name, buffer in bare.named_buffers()},
     }
 
@@ -202,7 +208,9 @@ def torchvision_model(name, **options):
 
 
 def swin():
-    transformer = pytest.importorskip("torchvision.models.swin_transformer").SwinTransformer
+    transformer = pytest.importorskip(
+        "torchvision.models.swin_transformer"
+    ).SwinTransformer
     return transformer([2, 2], 16, [2, 2], [2, 2], [2, 2], num_classes=3)
 
 

@@ -29,10 +29,19 @@ def make_net():
 
 def settings(graph):
     """The part of a configuration that a Learner reads."""
-    optimizer = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.05, "momentum": 0.9}
+    optimizer = {
+        "_target_": "torch.optim.SGD",
+        "_partial_": True,
+        "lr": 0.05,
+        "momentum": 0.9,
+    }
     schedule = {"schedule": "constant", "warmup": 0.0, "cycle_momentum": False}
     norms = {"lr": 1.0, "decay": 0.0}
-    factors = {"norm_weight": norms, "norm_bias": norms, "head": {"lr": 1.0, "decay": 1.0}}
+    factors = {
+        "norm_weight": norms,
+        "norm_bias": norms,
+        "head": {"lr": 1.0, "decay": 1.0},
+    }
     others = {"factors": factors, "seed": 0, "label_smoothing": 0.1, "graph": graph}
     return OmegaConf.create({"optimizer": optimizer, **schedule, **others})
 
@@ -43,7 +52,9 @@ class Graphs(Callback):
     count = 0
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        self.count += pl_module._graphed is not None and pl_module._graphed._step is not None
+        self.count += (
+            pl_module._graphed is not None and pl_module._graphed._step is not None
+        )
 
 
 def trained(rank, world, device):
@@ -68,12 +79,17 @@ def trained(rank, world, device):
                     graphs,
                     accelerator="gpu",
                     devices=world,
-                    strategy=DDPStrategy(cluster_environment=environment, broadcast_buffers=False),
+                    strategy=DDPStrategy(
+                        cluster_environment=environment, broadcast_buffers=False
+                    ),
                     plugins=[SyncNorms()],
                     precision=precision,
                     max_epochs=2,
                 ).fit(learner, DataLoader(data, 16))
-            results[precision, graph] = graphs.count, copy.deepcopy(learner.net.state_dict())
+            results[precision, graph] = (
+                graphs.count,
+                copy.deepcopy(learner.net.state_dict()),
+            )
     return results
 
 

@@ -61,7 +61,9 @@ def call(case: Case, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
         t = routes.Tensors(x, None, weight, bias)
         return {"y": routes.by_kernels(t, case.spec)}
     acc = accumulator_dtype(*(t.dtype for t in (x, weight, bias) if t is not None))
-    weight, bias = (None if t is None else per_channel(t.to(acc), x) for t in (weight, bias))
+    weight, bias = (
+        None if t is None else per_channel(t.to(acc), x) for t in (weight, bias)
+    )
     # On the CPU, torch is inaccurate for channels_last input whose mean is far from 0.
     y = F.group_norm(x.to(acc).contiguous(), case.groups, eps=case.eps) * case.mode**0.5
     y = y if weight is None else y * weight

@@ -17,13 +17,17 @@ from triton.runtime import interpreter  # noqa: E402
 from normplug._kernels.launch import INTERPRETED  # noqa: E402
 
 MARKS = [
-    pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: see test_interpreter"),
+    pytest.mark.skipif(
+        not INTERPRETED, reason="needs TRITON_INTERPRET=1: see test_interpreter"
+    ),
     # numpy's warnings, where a GPU has none: exp of large values, and values masked afterwards.
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
     # The interpreter's own, of Triton before 3.7.
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
+    ),
     # torch's own, of its forward mode.
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
 ]
@@ -77,7 +81,9 @@ def _reduce_by_halves():
     def reduce(reduction, tensors):
         axis, values = reduction.axis, [tensor.handle.data for tensor in tensors]
         while values[0].shape[axis] > 1:
-            firsts, seconds = zip(*(np.split(value, 2, axis) for value in values), strict=True)
+            firsts, seconds = zip(
+                *(np.split(value, 2, axis) for value in values), strict=True
+            )
             halves = zip((*firsts, *seconds), (*tensors, *tensors), strict=True)
             halves = [reduction.to_tensor(value, like.dtype) for value, like in halves]
             values = [tensor.handle.data for tensor in reduction.combine_fn.fn(*halves)]
@@ -107,7 +113,9 @@ def _refuse_constants_of_tensors():
 
     def constexpr(self, value):
         if isinstance(value, core.tensor):
-            raise TypeError("a constexpr holds a tensor: put the constant right of the tensor")
+            raise TypeError(
+                "a constexpr holds a tensor: put the constant right of the tensor"
+            )
         make(self, value)
 
     core.constexpr.__init__ = constexpr

@@ -15,7 +15,13 @@ import normplug
 import oracle
 import routes
 from batch_norm_cases import laid_out
-from calls import Tensors, assert_all_no_worse, assert_recomputable, check_one_graph, describe
+from calls import (
+    Tensors,
+    assert_all_no_worse,
+    assert_recomputable,
+    check_one_graph,
+    describe,
+)
 from normplug import _activations, functional, reference, target_variance
 from normplug._activations import ActivationLike
 
@@ -61,8 +67,12 @@ def make(case: Case, device: str = "cpu") -> Tensors:
     """Random tensors, the same on every device."""
     generator = torch.Generator().manual_seed(case.seed)
 
-    def normal(shape: tuple[int, ...], dtype: torch.dtype, scale: float, shift: float) -> Tensor:
-        values = torch.randn(shape, generator=generator, dtype=torch.double) * scale + shift
+    def normal(
+        shape: tuple[int, ...], dtype: torch.dtype, scale: float, shift: float
+    ) -> Tensor:
+        values = (
+            torch.randn(shape, generator=generator, dtype=torch.double) * scale + shift
+        )
         return values.to(device, dtype)
 
     c, params = (case.shape[1],), case.params or case.dtype
@@ -81,7 +91,9 @@ def make(case: Case, device: str = "cpu") -> Tensors:
         dy=normal(case.shape, case.output or case.dtype, 1.0, 0.1),
     )
     if case.residual is not None:
-        tensors.residual = laid_out(normal(case.shape, case.dtype, 1.0, 0.0), case.residual)
+        tensors.residual = laid_out(
+            normal(case.shape, case.dtype, 1.0, 0.0), case.residual
+        )
     name, _ = _activations.parts(case.activation)
     if name in BENDS and case.dy != "expanded":
         # Where a rounding may decide on which side of a bend a value is, dy is 0.
@@ -152,7 +164,14 @@ def operators(case: Case) -> tuple[Any, tuple[Any, ...]]:
     from normplug._ops.batch_norm import PLAIN
 
     activation = _activations.parts(case.activation)
-    return PLAIN, (case.training, case.eps, target_variance(case.mode), *activation, [], 0)
+    return PLAIN, (
+        case.training,
+        case.eps,
+        target_variance(case.mode),
+        *activation,
+        [],
+        0,
+    )
 
 
 def check_compiled(
@@ -266,7 +285,9 @@ class _Exact:
         """Reshape (C,) or (N, groups) values to broadcast over x."""
         if values.dim() == 1:
             return reference.per_channel(values, self.tensors.x)
-        by_channel = values.repeat_interleave(self.tensors.x.shape[1] // values.shape[1], 1)
+        by_channel = values.repeat_interleave(
+            self.tensors.x.shape[1] // values.shape[1], 1
+        )
         return by_channel.reshape(*by_channel.shape, *[1] * (self.tensors.x.dim() - 2))
 
     def _mean(self, values: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from triton.backends.compiler import GPUTarget
 
 from normplug._kernels import launch
 from normplug._layouts import Levels
-from normplug._ops import peers
+from normplug._ops import exchange
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.batch_norm_plan import BatchNormPlan, MergePlan, PooledPlan
 from normplug._ops.group_norm import GroupNormSpec
@@ -33,9 +33,17 @@ class Driver:
 
 
 # A join of two processes whose kernels exchange statistics.
-JOIN = len(peers.joins)
-peers.joins.append(SimpleNamespace(peers=SimpleNamespace(world=2, table=1 << 40, mark=0, turn=0)))
-ALL = (True, True, True, True, True)  # gradients: of x, residual, weight, bias and input_bias
+JOIN = len(exchange.joins)
+exchange.joins.append(
+    SimpleNamespace(peers=SimpleNamespace(world=2, table=1 << 40, mark=0, turn=0))
+)
+ALL = (
+    True,
+    True,
+    True,
+    True,
+    True,
+)  # gradients: of x, residual, weight, bias and input_bias
 
 
 def empty(shape, dtype, channels_last=False):
@@ -68,7 +76,9 @@ def programs(plan, t, needs=(ALL,), dy=None):
     gradient = slots[SLOT["y"]] if dy is None else dy
     dtotals = (slots[SLOT["total"]], None) if plan.has_total else (None,)
     for wanted in needs:
-        asked = tuple(want and a is not None for want, a in zip(wanted, t[:5], strict=True))
+        asked = tuple(
+            want and a is not None for want, a in zip(wanted, t[:5], strict=True)
+        )
         name = "backward " + "".join(str(int(want)) for want in asked)
         for dtotal in dtotals:
             without = " without dtotal" if plan.has_total and dtotal is None else ""

@@ -40,7 +40,12 @@ class Module(LightningModule):
 
 def trainer(directory, *callbacks, **options):
     """A Trainer that only trains, on the CPU."""
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    off = (
+        "logger",
+        "enable_checkpointing",
+        "enable_progress_bar",
+        "enable_model_summary",
+    )
     usual = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 1}
     options = dict.fromkeys(off, False) | usual | options
     return Trainer(callbacks=list(callbacks), default_root_dir=directory, **options)
@@ -48,7 +53,9 @@ def trainer(directory, *callbacks, **options):
 
 def classes(model):
     """The classes of the BatchNorms."""
-    found = [type(m) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    found = [
+        type(m) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+    ]
     return [f"{cls.__module__}.{cls.__name__}" for cls in found]
 
 
@@ -64,9 +71,18 @@ def fit(module, batch, directory, *callbacks, **options):
 
 def as_under_torchrun(rank, world):
     """Set the environment variables from which Lightning learns that its processes run already."""
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+    }
     os.environ.update({name: str(value) for name, value in environment.items()})
-    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
 
 
 def distributed(directory):

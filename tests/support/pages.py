@@ -29,7 +29,12 @@ BLOCK = re.compile(
     r'```python(?: title="(?P<title>\S+)")?\n(?P<code>.*?)^```$',
     re.DOTALL | re.MULTILINE,
 )
-TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+TORCHRUN = {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+}
 TORCHRUN["LOCAL_RANK"] = "0"
 CUDA = torch.cuda.is_available()
 RUNS_WHERE = {
@@ -121,7 +126,12 @@ def blocks_of(page):
     text = Path(page).read_text()
     for found in BLOCK.finditer(text):
         marks = [mark for mark in (found["marks"] or "").split("; ") if mark]
-        yield marks, found["title"], found["code"], text[: found.start("code")].count("\n")
+        yield (
+            marks,
+            found["title"],
+            found["code"],
+            text[: found.start("code")].count("\n"),
+        )
 
 
 def run(page):
@@ -142,7 +152,9 @@ def run(page):
 def reason_to_skip(marks):
     """Why a block does not run here; None if it runs."""
     for mark in marks:
-        says_how = mark in ("under torchrun", "with a new model") or mark.startswith("raises ")
+        says_how = mark in ("under torchrun", "with a new model") or mark.startswith(
+            "raises "
+        )
         if not says_how and not RUNS_WHERE.get(mark, False):
             return mark
     return None

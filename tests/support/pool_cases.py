@@ -55,7 +55,9 @@ def make(case: PoolCase, device: str = "cpu") -> Tensors:
     return tensors
 
 
-def call(case: PoolCase, inputs: dict[str, Any], backend: str, **running: Any) -> dict[str, Tensor]:
+def call(
+    case: PoolCase, inputs: dict[str, Any], backend: str, **running: Any
+) -> dict[str, Tensor]:
     """The output, by name."""
     options = {"norm": routes.batch_norm, "pool": case.pool}
     out = kernel_cases.call(case, inputs, backend, **running, **options)
@@ -82,7 +84,9 @@ def assert_accurate(case: PoolCase, device: str = "cpu") -> dict[str, Tensor]:
     exact = _Exact(case, replace(tensors, dy=dz))
     truth, terms = exact.results(), exact.terms()
     truth["y"], terms["y"] = pooled, case.pool.of(terms["y"])
-    assert_all_no_worse(ours, theirs, truth, terms, lambda name, value: 2 * truncation(value))
+    assert_all_no_worse(
+        ours, theirs, truth, terms, lambda name, value: 2 * truncation(value)
+    )
     return ours
 
 
@@ -97,7 +101,15 @@ def operators(case: PoolCase) -> tuple[Any, tuple[Any, ...]]:
     from normplug._ops.batch_norm import POOLED
 
     window = [*case.kernel, *case.stride, *case.padding, int(case.ceil_mode)]
-    return POOLED, (case.training, case.eps, target_variance(case.mode), "relu", 0.0, window, 0)
+    return POOLED, (
+        case.training,
+        case.eps,
+        target_variance(case.mode),
+        "relu",
+        0.0,
+        window,
+        0,
+    )
 
 
 class Stem(nn.Module):
@@ -120,11 +132,15 @@ def check_compiled(device: str, backend: str) -> None:
     dtype = torch.double if device == "cpu" else torch.float32
     close = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {}
     eager, model = (
-        swap(Stem(), backend="triton").to(device, dtype, memory_format=torch.channels_last)
+        swap(Stem(), backend="triton").to(
+            device, dtype, memory_format=torch.channels_last
+        )
         for _ in range(2)
     )
     model.load_state_dict(eager.state_dict())
-    values = [torch.randn((batch, 3, 9, 10), dtype=dtype).to(device) for batch in (2, 5, 6)]
+    values = [
+        torch.randn((batch, 3, 9, 10), dtype=dtype).to(device) for batch in (2, 5, 6)
+    ]
     inputs = [x.contiguous(memory_format=torch.channels_last) for x in values]
     graphs = check_one_graph(fuse(model), eager, inputs, backend, **close)
     called = [str(n.target) for g in graphs for n in g.graph.nodes]

@@ -15,7 +15,9 @@ PATHS = [*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])]
 FIXED = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS)}
 # Torch takes longer to import than most programs run: where it can, a server imports it once, and
 # forks. Windows has no such server.
-STARTS = [m for m in ("forkserver", "spawn") if m in multiprocessing.get_all_start_methods()]
+STARTS = [
+    m for m in ("forkserver", "spawn") if m in multiprocessing.get_all_start_methods()
+]
 PROCESSES = multiprocessing.get_context(STARTS[0])
 PROCESSES.set_forkserver_preload(["torch"])
 

@@ -43,12 +43,19 @@ from launches import (
     row_call,
 )
 from normplug import _kernels
-from normplug._ops.batch_norm_plan import BatchNormPlan, MergePlan, PooledPlan, StatisticsPlan
+from normplug._ops.batch_norm_plan import (
+    BatchNormPlan,
+    MergePlan,
+    PooledPlan,
+    StatisticsPlan,
+)
 from normplug._ops.spec import Pool
 
 BFLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64
 # One gradient alone: of x, of the residual, of the weight, of the bias.
-DX, DRESIDUAL, DWEIGHT, DBIAS, DINPUT_BIAS = (tuple(i == j for j in range(5)) for i in range(5))
+DX, DRESIDUAL, DWEIGHT, DBIAS, DINPUT_BIAS = (
+    tuple(i == j for j in range(5)) for i in range(5)
+)
 # Shapes for the kernels' every flag, and shapes that are cut in other ways, for some flags.
 BATCH_SHAPES = {
     "planes": ((128, 256, 56, 56), False),
@@ -113,7 +120,9 @@ def other_batch_calls(dtype: torch.dtype, machine: Any) -> Iterator[Any]:
     ):
         for c in (64, 60) if what == "train" else (64,):
             shape = (64, c, 112, 112)
-            t, spec = batch_call(shape, True, dtype, activation="relu", pool=POOL, **given)
+            t, spec = batch_call(
+                shape, True, dtype, activation="relu", pool=POOL, **given
+            )
             plan = PooledPlan(t, spec)
             plan._machine = machine
             yield f"pool {c}, {what}", plan, t, (ALL, DX)
@@ -150,7 +159,11 @@ def row_calls(
 ) -> Iterator[Any]:
     """The labels, plans, tensors and needs of LayerNorms and RMSNorms."""
     for (where, shape), (what, given) in product(shapes.items(), calls.items()):
-        options = {name: value for name, value in given.items() if name not in ("layout", "needs")}
+        options = {
+            name: value
+            for name, value in given.items()
+            if name not in ("layout", "needs")
+        }
         t, spec = row_call(rows_of(*shape, dtype, given.get("layout", "")), **options)
         plan = spec.plan(t)
         plan._machine = machine
@@ -256,7 +269,12 @@ def every_launch() -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
             jobs = program.jobs(plan.acc)
             for step, job in zip(program.steps, jobs, strict=True):
                 label = f"{job.kernel.__name__}: {call}, {direction}"
-                yield label, step.launch, job, {"slots": step.slots, "scratch": program.scratch}
+                yield (
+                    label,
+                    step.launch,
+                    job,
+                    {"slots": step.slots, "scratch": program.scratch},
+                )
 
 
 def facts_of(launch: Any, job: Any, surroundings: dict[str, Any]) -> dict[str, Any]:
@@ -339,7 +357,9 @@ def compare(before: Path, after: Path) -> list[str]:
     for label in sorted(one.keys() & other.keys()):
         for fact, value in one[label].items():
             if other[label][fact] != value:
-                differences.append(f"{label}: {fact}: {value} became {other[label][fact]}")
+                differences.append(
+                    f"{label}: {fact}: {value} became {other[label][fact]}"
+                )
         if (before / f"{label}.ptx").read_text() != (after / f"{label}.ptx").read_text():
             differences.append(f"{label}: the PTX differs")
     return differences
@@ -348,12 +368,16 @@ def compare(before: Path, after: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for_dump = commands.add_parser("dump", help="write the PTX of every launch into a new folder")
+    for_dump = commands.add_parser(
+        "dump", help="write the PTX of every launch into a new folder"
+    )
     for_dump.add_argument("folder", type=Path)
     for_dump.add_argument("--only", default="")
     for_dump.add_argument("--every", type=int, default=1)
     for_dump.add_argument("--processes", type=int, default=2)
-    for_compare = commands.add_parser("compare", help="name the differences between two folders")
+    for_compare = commands.add_parser(
+        "compare", help="name the differences between two folders"
+    )
     for_compare.add_argument("before", type=Path)
     for_compare.add_argument("after", type=Path)
     arguments = parser.parse_args()

@@ -18,7 +18,7 @@ from normplug import native, target_variance
 from normplug._activations import backward_reads_input
 from normplug._ops import batch_norm as batch_norms
 from normplug._ops import call as calls
-from normplug._ops import eligible, recompute, row_norms
+from normplug._ops import can_run, recompute, row_norms
 from normplug._ops import group_norm as group_norms
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.operators import flags_of
@@ -48,7 +48,9 @@ def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any])
         schedule = import_module(f"normplug._kernels.{norm}.schedule")
         chosen = getattr(schedule, name)
         monkeypatch.setattr(
-            schedule, name, lambda *sizes, chosen=chosen, change=change: change(chosen(*sizes))
+            schedule,
+            name,
+            lambda *sizes, chosen=chosen, change=change: change(chosen(*sizes)),
         )
     forget(monkeypatch)
 
@@ -63,7 +65,7 @@ def use_64_bit_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send eager calls through the operators that compilers see."""
-    monkeypatch.setattr(eligible, "is_compiling", lambda: True)
+    monkeypatch.setattr(can_run, "is_compiling", lambda: True)
     forget(monkeypatch)
 
 
@@ -118,7 +120,11 @@ def assert_same(name: str, one: Any, other: Any) -> None:
     if not isinstance(other, Tensor):
         assert one == other, name
         return
-    assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride()), name
+    assert (one.dtype, one.shape, one.stride()) == (
+        other.dtype,
+        other.shape,
+        other.stride(),
+    ), name
     assert one.requires_grad == other.requires_grad, name
     assert torch.equal(_bits(one), _bits(other)), name
 
@@ -228,7 +234,9 @@ def batch_norm(
     keeps_residual: bool = False,
 ) -> Tensor:
     """`functional.batch_norm` with arguments that only fused models pass; pooling implies ReLU."""
-    t = Tensors(x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked)
+    t = Tensors(
+        x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked
+    )
     activation = activation if pool is None else "relu"
     spec = BatchNormSpec(
         training, momentum, eps, target_variance(mode), activation, pool, keeps_residual
@@ -249,7 +257,9 @@ def check_operators(cases: Any, case: Any, device: str, compiles: bool = True) -
     operators, numbers = cases.operators(case)
     text = operators.text_of(numbers)
     rules = (*INNER_RULES, "test_aot_dispatch_dynamic") if compiles else INNER_RULES
-    for automatic in (False, True) if hasattr(operators.spec(text), "traced") else (False,):
+    for automatic in (
+        (False, True) if hasattr(operators.spec(text), "traced") else (False,)
+    ):
         arguments = (*t, *numbers, automatic)
         torch.library.opcheck(operators.differentiable, arguments, test_utils=rules)
     bare = Tensors(*(each if each is None else each.detach() for each in t))
@@ -262,7 +272,9 @@ def check_operators(cases: Any, case: Any, device: str, compiles: bool = True) -
     if operators.has_total:
         x, *state = state
         needs[0], needs[1], has_residual = needs[0] or needs[1], False, False
-    elif has_residual and spec.activation is None:  # the residual's gradient would be dy itself
+    elif (
+        has_residual and spec.activation is None
+    ):  # the residual's gradient would be dy itself
         needs[1] = False
     kept = residual if has_residual and backward_reads_input(spec.activation) else None
     dys = tensors.dy, tensors.dtotal
@@ -289,6 +301,6 @@ def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             made.append(spec.activation)
         return calls.call(caller, t, spec, *args, **options)
 
-    monkeypatch.setattr(eligible, "has_kernels", lambda caller, backend, x: True)
+    monkeypatch.setattr(can_run, "has_kernels", lambda caller, backend, x: True)
     monkeypatch.setattr(base, "call", watched)
     return made

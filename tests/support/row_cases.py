@@ -21,7 +21,12 @@ from calls import (
 )
 from normplug import functional, reference, target_variance
 
-PERMUTED = ("permuted", "rotated", "permuted apart", "repeated inside")  # rows with two strides
+PERMUTED = (
+    "permuted",
+    "rotated",
+    "permuted apart",
+    "repeated inside",
+)  # rows with two strides
 LAYOUTS = (
     "contiguous", "apart", "odd", "every second", "transposed", "repeated", "expanded", "heads",
     *PERMUTED,
@@ -112,7 +117,9 @@ def make(case: Case, device: str = "cpu") -> Tensors:
     """Random tensors, the same on every device of one type."""
     generator = torch.Generator(device).manual_seed(case.seed)
 
-    def normal(shape: tuple[int, ...], dtype: torch.dtype, scale: float, shift: float) -> Tensor:
+    def normal(
+        shape: tuple[int, ...], dtype: torch.dtype, scale: float, shift: float
+    ) -> Tensor:
         options = {"generator": generator, "device": device, "dtype": torch.double}
         return (torch.randn(shape, **options) * scale + shift).to(dtype)
 
@@ -127,21 +134,35 @@ def make(case: Case, device: str = "cpu") -> Tensors:
         x=laid_out(x, case.dims, case.layout),
         residual=laid_out(beside, case.dims, case.residual) if case.residual else None,
         weight=(spread * 1.1).to(params) if "weight" in vectors else None,
-        bias=normal(case.row, params, 0.5, 0.0) if case.centred and "bias" in vectors else None,
-        input_bias=normal(case.row, params, 1.0, 0.5) if "input_bias" in vectors else None,
-        running_mean=normal((), running, 1.0, case.offset) if running and case.centred else None,
+        bias=normal(case.row, params, 0.5, 0.0)
+        if case.centred and "bias" in vectors
+        else None,
+        input_bias=normal(case.row, params, 1.0, 0.5)
+        if "input_bias" in vectors
+        else None,
+        running_mean=normal((), running, 1.0, case.offset)
+        if running and case.centred
+        else None,
         running_var=normal((), running, 0.1, 3.0) if running else None,
         dy=laid_out(dy, case.dims, case.dy or case.layout),
-        dtotal=laid_out(dtotal, case.dims, case.dtotal or case.layout) if case.residual else None,
+        dtotal=laid_out(dtotal, case.dims, case.dtotal or case.layout)
+        if case.residual
+        else None,
     )
 
 
-def call(case: Case, inputs: dict[str, Any], backend: str, **running: Any) -> dict[str, Tensor]:
+def call(
+    case: Case, inputs: dict[str, Any], backend: str, **running: Any
+) -> dict[str, Tensor]:
     """The outputs, by name."""
     x, residual, weight = inputs["x"], inputs["residual"], inputs["weight"]
     name = "layer_norm" if case.centred else "rms_norm"
     options = {"eps": case.eps, "mode": case.mode, "backend": backend, **running}
-    options |= {"bias": inputs["bias"]} if case.centred else {"weight_offset": case.weight_offset}
+    options |= (
+        {"bias": inputs["bias"]}
+        if case.centred
+        else {"weight_offset": case.weight_offset}
+    )
     if running:
         options["momentum"] = case.momentum
     if residual is not None:
@@ -170,7 +191,9 @@ def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     def spare(name: str, value: Tensor) -> float:
         assert value.isfinite().all(), name
         if name.startswith("running") and case.running == torch.float64 != case.dtype:
-            return float(1e-6 * terms[name] / truth[name].abs())  # they are updated in float32
+            return float(
+                1e-6 * terms[name] / truth[name].abs()
+            )  # they are updated in float32
         return calls.truncation(value)
 
     assert_all_no_worse(ours, theirs, truth, terms, spare)
@@ -226,7 +249,14 @@ OPERATOR_CASES = [
 def operators(case: Case) -> tuple[Any, tuple[Any, ...]]:
     from normplug._ops.row_norms import ADD, PLAIN
 
-    kind = (target_variance(case.mode), None, "float32", case.centred, case.weight_offset, None)
+    kind = (
+        target_variance(case.mode),
+        None,
+        "float32",
+        case.centred,
+        case.weight_offset,
+        None,
+    )
     numbers = (list(case.row), case.momentum, case.eps, *kind)
     return PLAIN if case.residual is None else ADD, numbers
 
@@ -272,7 +302,9 @@ class _Exact:
             self.h = self.h + t.input_bias
         self.dims = tuple(range(-case.dims, 0))
         self.rows = tuple(range(len(case.shape) - case.dims))
-        self.var, self.mean = torch.var_mean(self.h, self.dims, correction=0, keepdim=True)
+        self.var, self.mean = torch.var_mean(
+            self.h, self.dims, correction=0, keepdim=True
+        )
         if not case.centred:
             self.mean = torch.zeros_like(self.mean)
             self.var = self.h.square().mean(self.dims, keepdim=True)
@@ -282,7 +314,11 @@ class _Exact:
     def results(self) -> dict[str, Tensor]:
         t, case = self.tensors, self.case
         dy = t.dy if "y" in case.used else torch.zeros_like(t.dy)
-        options = {"eps": self.eps, "target_variance": self.tv, "normalized_shape": case.row}
+        options = {
+            "eps": self.eps,
+            "target_variance": self.tv,
+            "normalized_shape": case.row,
+        }
         norm, bias = reference.layer_norm, {"bias": t.bias}
         if not case.centred:
             norm, bias = reference.rms_norm, {}
@@ -348,4 +384,6 @@ class _Exact:
     def _batch(self) -> dict[str, Tensor]:
         """The batch statistics that the running statistics are updated with."""
         batch = {"running_mean": self.mean.mean(), "running_var": self.var.mean()}
-        return {n: value for n, value in batch.items() if getattr(self.tensors, n) is not None}
+        return {
+            n: value for n, value in batch.items() if getattr(self.tensors, n) is not None
+        }

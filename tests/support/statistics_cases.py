@@ -23,7 +23,9 @@ class Checkpointed(nn.Module):
 def net(kind=nn.BatchNorm2d):
     torch.manual_seed(0)
     norms = kind(4, track_running_stats=True), kind(6, track_running_stats=True)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), norms[0], nn.ReLU(), nn.Conv2d(4, 6, 3), norms[1])
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), norms[0], nn.ReLU(), nn.Conv2d(4, 6, 3), norms[1]
+    )
 
 
 def images(count, seed=1):
@@ -46,7 +48,11 @@ def trained(model=None, steps=30):
 
 
 def statistics(model):
-    return {k: v.clone() for k, v in model.state_dict().items() if "running" in k or "num_" in k}
+    return {
+        k: v.clone()
+        for k, v in model.state_dict().items()
+        if "running" in k or "num_" in k
+    }
 
 
 def equal(a, b):
@@ -57,7 +63,9 @@ def batches_with_bad_channels():
     """Batches of four channels; the first channel is bad in one of them, another in others."""
     torch.manual_seed(0)
     batches = [torch.randn(3, 4, 5, 5) * 2 + 1 for _ in range(6)]
-    batches[0][0, 3] = 1e30 * torch.randn(5, 5)  # its mean is finite, and its variance is not
+    batches[0][0, 3] = 1e30 * torch.randn(
+        5, 5
+    )  # its mean is finite, and its variance is not
     batches[1][1, 2] = float("inf")
     batches[2][0, 0, 0, 0] = float("nan")
     batches[3][2] = -float("inf")  # in all channels
@@ -73,7 +81,9 @@ def safe_statistics(batches, momentum, instance=False):
     for batch in batches:
         batch = batch.double()
         if instance:
-            batch_var, batch_mean = (each.mean(0) for each in torch.var_mean(batch, (2, 3)))
+            batch_var, batch_mean = (
+                each.mean(0) for each in torch.var_mean(batch, (2, 3))
+            )
         else:
             batch_var, batch_mean = torch.var_mean(batch, (0, 2, 3))
         largest = torch.finfo(torch.float32).max

@@ -24,7 +24,9 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+        )
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flat = nn.BatchNorm1d(8)
         self.norm = nn.LayerNorm(8)
@@ -81,5 +83,7 @@ def assert_frozen(model, before):
     layers, values = frozen(model)
     for now, then in zip(layers, before[0], strict=True):
         assert now[:3] == then[:3]
-        assert {k: id(v) for k, v in now[3].items()} == {k: id(v) for k, v in then[3].items()}
+        assert {k: id(v) for k, v in now[3].items()} == {
+            k: id(v) for k, v in then[3].items()
+        }
     assert_same_bits(values, before[1])

@@ -64,7 +64,12 @@ class Case:
         x = (torch.randn(shape) * 2 + self.offset + shift).to(self.dtype)
         dy = (torch.randn(shape) + 0.5).to(self.dtype)
         weight, bias = torch.rand(CHANNELS) + 0.5, torch.randn(CHANNELS)
-        return x, dy, weight.to(self.params or self.dtype), bias.to(self.params or self.dtype)
+        return (
+            x,
+            dy,
+            weight.to(self.params or self.dtype),
+            bias.to(self.params or self.dtype),
+        )
 
     def joined_residual(self):
         """The residual of all processes together, or None."""
@@ -96,7 +101,11 @@ FLAGS = [
     Case((5, 0), (), offset=1e3),
     Case((1, 1), (), mode="standard"),
 ]
-LAYOUTS = {"contiguous": [(), (4, 3)], "strided": [(7,)], "channels_last": [(4, 3), (2, 3, 2)]}
+LAYOUTS = {
+    "contiguous": [(), (4, 3)],
+    "strided": [(7,)],
+    "channels_last": [(4, 3), (2, 3, 2)],
+}
 OFFSETS = [
     *((3.0, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
     *((1e3, dtype) for dtype in (torch.float32, torch.float64)),
@@ -126,7 +135,9 @@ def outcome(layer, x, dy, residual=None, activation=None):
         elif hasattr(layer, "_fused"):
             y = layer._fused(x, residual, activation)
         else:
-            y = _activations.apply(activation, layer(x) + (0 if residual is None else residual))
+            y = _activations.apply(
+                activation, layer(x) + (0 if residual is None else residual)
+            )
     node = y.grad_fn.name()
     y.backward(dy)
     out = {"y": y.detach(), "dx": x.grad, "state": layer.state_dict(), "node": node}
@@ -142,10 +153,14 @@ def in_one_process(case, dtype=None):
     x, dy, weight, bias = (t.to(dtype or t.dtype) for t in case.joined())
     residual = case.joined_residual()
     residual = None if residual is None else residual.to(x.dtype)
-    layer = nn.modules.batchnorm._BatchNorm(CHANNELS, **case.settings(), dtype=weight.dtype)
+    layer = nn.modules.batchnorm._BatchNorm(
+        CHANNELS, **case.settings(), dtype=weight.dtype
+    )
     layer._check_input_dim = lambda _: None
     scale = math.sqrt(target_variance(case.mode))
-    layer.weight = nn.Parameter((weight if case.affine else torch.ones_like(weight)) * scale)
+    layer.weight = nn.Parameter(
+        (weight if case.affine else torch.ones_like(weight)) * scale
+    )
     layer.bias = nn.Parameter(bias) if case.affine else None
     out = outcome(layer, x, dy, residual, case.activation)
     if case.affine:
@@ -167,7 +182,9 @@ def assert_joined(case, parts):
     # How much mean >> std amplifies the rounding of the mean.
     amplified = float(1 + x.mean().abs() / x.std())
     slope = per_channel(weight / x.std(channel_dims(x)), x)
-    terms = {"dx": slope * dy} if case.affine else {}  # if a channel has two values, dx cancels
+    terms = (
+        {"dx": slope * dy} if case.affine else {}
+    )  # if a channel has two values, dx cancels
     names = ("y", "dx", *(["dresidual"] if case.residual else []))
     ours = {name: torch.cat([part[name] for part in parts]) for name in names}
     if case.affine:
@@ -251,7 +268,9 @@ def one_process_can_measure_alone(rank, world, device, backend="auto"):
         assert layer._probe is None
         return
     x, _, weight, _ = case.joined()
-    normed = F.batch_norm(x, None, None, training=True) * math.sqrt(target_variance("golden"))
+    normed = F.batch_norm(x, None, None, training=True) * math.sqrt(
+        target_variance("golden")
+    )
     own = [t[: case.batches[0]] for t in (x, normed)]
     expected = [t.var((0, 2, 3), correction=0).mean() for t in (*own, y.detach().cpu())]
     expected.append(weight.square().mean().sqrt())

@@ -15,7 +15,13 @@ TINY_IMAGES = ["data.image_size=8", "data.num_images=100"]
 SMALL = [*SMOKE, *TINY_IMAGES, "data.batch_size=16", "trainer.max_epochs=1"]
 PLAIN = "callbacks.variance=null"
 # The sweep of the fixture `sweep`: 5 steps an epoch.
-SWEEP = [*SMOKE, *TINY_IMAGES, "data.batch_size=13", "model.dropout=0.1", "trainer.max_epochs=3"]
+SWEEP = [
+    *SMOKE,
+    *TINY_IMAGES,
+    "data.batch_size=13",
+    "model.dropout=0.1",
+    "trainer.max_epochs=3",
+]
 TWO_PROCESSES = ["trainer.accelerator=cpu", "trainer.strategy=ddp", "trainer.devices=2"]
 ARMS = "mode=baseline,standard,golden"
 GOLDEN = Path("logs/sweeps/smoke/vit_tiny/fake/golden/seed_0")  # a run of that sweep
@@ -37,7 +43,7 @@ def run_train(directory, *overrides, draws=False):
     ):
         if not draws:
             patch.setattr("normplug.compare.draw", lambda *_: [])
-            patch.setattr("normplug._statistics.heat_map.draw_heat_map", lambda *_: None)
+            patch.setattr("normplug._tools.heat_map.draw_heat_map", lambda *_: None)
         patch.chdir(directory)
         patch.setattr(sys, "argv", ["train.py", *overrides])
         try:

@@ -44,7 +44,9 @@ def transformers_layer(name, folder):
 
 
 LLAMA = "transformers.models.llama.modeling_llama"
-BIT = SimpleNamespace(num_groups=4, hidden_act="relu")  # what a layer reads of its model's config
+BIT = SimpleNamespace(
+    num_groups=4, hidden_act="relu"
+)  # what a layer reads of its model's config
 ACTIVATIONS = ("relu", "silu", "gelu", "relu6", "hard_swish", "gelu_tanh", "leaky_relu")
 IMAGES = [
     *(timm_layer("BatchNormAct2d", 8, act_layer=act) for act in ACTIVATIONS),
@@ -70,7 +72,9 @@ IMAGES = [
     transformers_layer("ConvNextV2LayerNorm", "convnextv2"),
     transformers_layer("SamLayerNorm", "sam"),
     layer_of("transformers.models.bit.modeling_bit", "BitGroupNormActivation", BIT, 8),
-    layer_of("transformers.models.poolformer.modeling_poolformer", "PoolFormerGroupNorm", 8),
+    layer_of(
+        "transformers.models.poolformer.modeling_poolformer", "PoolFormerGroupNorm", 8
+    ),
 ]
 ROWS = [
     timm_layer("LayerNorm", 6),
@@ -202,7 +206,9 @@ def test_pickles_load_in_a_process_that_has_swapped_nothing(tmp_path):
         expected.append(f"golden {type(layer)}")
         swap(layer, "golden", sync=sync)
         cls = type(layer)
-        assert cls.__module__ == f"normplug.adapters.{place}"  # as in pickles of version 0.2
+        assert (
+            cls.__module__ == f"normplug.adapters.{place}"
+        )  # as in pickles of version 0.2
         assert getattr(import_module(cls.__module__), cls.__qualname__) is cls
         paths.append(tmp_path / str(len(paths)))
         paths[-1].write_bytes(pickle.dumps(layer))
@@ -213,14 +219,18 @@ def test_pickles_load_in_a_process_that_has_swapped_nothing(tmp_path):
 def test_hooks_on_the_activation_or_the_dropout_are_called(layers):
     layer = swap(layers.BatchNormAct2d(8, inplace=False), "golden")
     seen = []
-    with nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m))):
+    with nn.modules.module.register_module_forward_hook(
+        lambda m, *_: seen.append(type(m))
+    ):
         layer(X)
     assert seen == [nn.Identity, nn.ReLU, type(layer)]
     kinds = ("forward", "forward_pre", "full_backward")
     for part, hook in [*(("act", kind) for kind in kinds), ("drop", "forward")]:
         calls = []
         hooked = copy.deepcopy(layer)
-        getattr(getattr(hooked, part), f"register_{hook}_hook")(lambda *_: calls.append(1))  # noqa: B023
+        getattr(getattr(hooked, part), f"register_{hook}_hook")(
+            lambda *_: calls.append(1)  # noqa: B023
+        )
         hooked(X).sum().backward()
         assert calls == [1], (part, hook)
 
@@ -229,11 +239,15 @@ FUSED = ("relu", "silu", "gelu", "relu6", "hard_swish")
 
 
 @pytest.mark.parametrize(("act", "calls"), [*((act, 0) for act in FUSED), ("tanh", 1)])
-def test_only_activations_that_the_kernels_know_are_fused(layers, act, calls, monkeypatch):
+def test_only_activations_that_the_kernels_know_are_fused(
+    layers, act, calls, monkeypatch
+):
     layer = swap(layers.BatchNormAct2d(8, act_layer=act), "golden")
     made = []
     forward = type(layer.act).forward
-    monkeypatch.setattr(type(layer.act), "forward", lambda *a: made.append(1) or forward(*a))
+    monkeypatch.setattr(
+        type(layer.act), "forward", lambda *a: made.append(1) or forward(*a)
+    )
     layer(X)
     assert len(made) == calls
 
@@ -242,7 +256,9 @@ def test_variance_is_measured_before_the_activation(layers):
     layer = swap(layers.BatchNormAct2d(8), "golden")
     layer._probe = Probe()
     y = layer(X)
-    torch.testing.assert_close(averages([layer._probe])[0][2].item(), ROOT**2, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        averages([layer._probe])[0][2].item(), ROOT**2, rtol=1e-4, atol=0
+    )
     assert (y >= 0).all()
     stock = nn.Sequential(layers.BatchNormAct2d(8))
     assert [name for name, _ in norm_layers(stock)] == ["0"]
@@ -279,13 +295,25 @@ def test_unknown_subclasses_and_frozen_norms_are_left_and_plan_says_why(layers):
             return 2 * super().forward(x)
 
     Other.__name__ = "OtherFrozenBatchNorm2d"
-    model = nn.Sequential(Mine(8), Other(8), layers.FrozenBatchNormAct2d(8), layers.SimpleNorm2d(8))
-    frozen = "frozen batch norm: it uses stored statistics, so there is no variance to set"
-    assert [(row.becomes, row.note.removeprefix("nothing to do: ")) for row in plan(model)] == [
-        (None, "a subclass of timm.BatchNormAct2d: if it has the same forward, set its __class__"),
+    model = nn.Sequential(
+        Mine(8), Other(8), layers.FrozenBatchNormAct2d(8), layers.SimpleNorm2d(8)
+    )
+    frozen = (
+        "frozen batch norm: it uses stored statistics, so there is no variance to set"
+    )
+    assert [
+        (row.becomes, row.note.removeprefix("nothing to do: ")) for row in plan(model)
+    ] == [
+        (
+            None,
+            "a subclass of timm.BatchNormAct2d: if it has the same forward, set its __class__",
+        ),
         (None, frozen),
         (None, frozen),
-        (None, "it divides by the standard deviation about a mean that it does not subtract"),
+        (
+            None,
+            "it divides by the standard deviation about a mean that it does not subtract",
+        ),
     ]
 
 
@@ -296,7 +324,8 @@ def test_another_version_of_a_forward_is_run_and_a_class_that_is_no_layer_norm_i
 
     module = "transformers.models.seggpt.modeling_seggpt"
     theirs, stranger = (
-        type("SegGptLayerNorm", (base,), {"__module__": module}) for base in (Doubles, nn.Module)
+        type("SegGptLayerNorm", (base,), {"__module__": module})
+        for base in (Doubles, nn.Module)
     )
     layer = theirs(6)
     expected = 2 * ROOT * nn.functional.layer_norm(X, (6,))

@@ -19,7 +19,13 @@ X = torch.randn(8, 3, 6, 6)
 
 def make():
     torch.manual_seed(0)
-    body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(128)
+    body = (
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.LayerNorm(128),
+    )
     return randomised(nn.Sequential(*body, nn.Linear(128, 6), nn.BatchNorm1d(6)))
 
 
@@ -42,12 +48,16 @@ def test_a_correct_model_gets_a_table(net):
     assert lines[1] == "1     BatchNorm2d  golden  train, eval, eval under no_grad"
     assert lines[-1] == "3 norm layers verified: 3 in mode golden"
     swap(net, 0.5, include="4")
-    assert check(net).summary() == "3 norm layers verified: 2 in mode golden, 1 in mode 0.5"
+    assert (
+        check(net).summary() == "3 norm layers verified: 2 in mode golden, 1 in mode 0.5"
+    )
 
 
 def test_a_model_that_was_never_swapped_or_was_unswapped_is_an_error(net):
     for model in (make(), unswap(net), nn.Linear(2, 2)):
-        with pytest.raises(ValueError, match="has no normplug layers, and no record of a swap"):
+        with pytest.raises(
+            ValueError, match="has no normplug layers, and no record of a swap"
+        ):
             check(model)
     report = check(nn.Sequential(LayerNorm(4, mode="golden")))
     assert report.summary() == "1 norm layers verified: 1 in mode golden"
@@ -56,13 +66,17 @@ def test_a_model_that_was_never_swapped_or_was_unswapped_is_an_error(net):
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_layer_that_was_rebuilt_or_removed_is_found(net, copied):
     net[1] = nn.SyncBatchNorm(8)
-    net[4] = LayerNorm(128, mode="standard")  # normplug's, but in the mode of its constructor
+    net[4] = LayerNorm(
+        128, mode="standard"
+    )  # normplug's, but in the mode of its constructor
     del net[6]
     if copied:
         net = pickle.loads(pickle.dumps(copy.deepcopy(net)))
     text = found(nn.Sequential(nn.Identity(), net))
     assert "normplug.check: 3 problems found in Sequential" in text
-    assert "1.1: swapped in mode golden, now a SyncBatchNorm: another tool rebuilt" in text
+    assert (
+        "1.1: swapped in mode golden, now a SyncBatchNorm: another tool rebuilt" in text
+    )
     assert "1.4: swapped in mode golden, now a LayerNorm" in text
     assert "1.6: swapped in mode golden, no longer in the model" in text
 
@@ -86,23 +100,35 @@ def test_a_layer_that_computes_something_else_is_found(net):
     net[1].forward = lambda x: stock(net[1], x)
     text = found(net)
     for setting in ("train", "eval", "eval under no_grad"):
-        assert f"1: in {setting}, its output differs from the formula of mode golden by" in text
+        assert (
+            f"1: in {setting}, its output differs from the formula of mode golden by"
+            in text
+        )
     assert "rounding explains at most" in text
     assert "replaced on the instance" in text
 
     def stock_without_grad(x):
-        return stock(net[1], x) if not torch.is_grad_enabled() else type(net[1]).forward(net[1], x)
+        return (
+            stock(net[1], x)
+            if not torch.is_grad_enabled()
+            else type(net[1]).forward(net[1], x)
+        )
 
     net[1].forward = stock_without_grad
     assert "1 problem found" in found(net)
     net[1].forward = lambda x: x.nope
-    assert "in train, its forward fails (its forward was replaced on the instance)" in found(net)
+    assert (
+        "in train, its forward fails (its forward was replaced on the instance)"
+        in found(net)
+    )
 
 
 def test_an_output_that_is_off_by_a_thousandth_is_found(net):
     forward = type(net[1]).forward
     net[1].forward = lambda x: 1.001 * forward(net[1], x)
-    assert "1: in train, its output differs from the formula of mode golden by" in found(net)
+    assert "1: in train, its output differs from the formula of mode golden by" in found(
+        net
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -118,7 +144,9 @@ def test_check_changes_nothing(net, training, monkeypatch):
         check(net)
     assert len(ran) == 3
     assert net[4] not in ran
-    y = net[6].forward(net[5].forward(net[4].forward(torch.randn(4, 128, requires_grad=True))))
+    y = net[6].forward(
+        net[5].forward(net[4].forward(torch.randn(4, 128, requires_grad=True)))
+    )
     net[4].weight.grad = torch.ones(128)
     before, state = frozen(net), torch.random.get_rng_state()
     versions = [t._version for t in net.state_dict().values()]
@@ -173,11 +201,15 @@ class WithRelu(LayerNorm):
 
 def test_layers_that_cannot_be_compared_are_reported_with_the_reason():
     assert "not compared: a subclass with a forward of its own" in str(check(WithRelu(4)))
-    assert "not compared: on the meta device" in str(check(swap(make().to("meta"), "golden")))
+    assert "not compared: on the meta device" in str(
+        check(swap(make().to("meta"), "golden"))
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+)
 def test_the_kernels_are_compared_too(net, dtype):
     state = torch.cuda.get_rng_state()
     with torch.autocast("cuda", torch.bfloat16):
@@ -219,7 +251,10 @@ FORMS = {
 def test_the_batch_may_be_what_a_training_step_gets(form):
     batch = FORMS[form]
     text = found(swap(Sums(bypasses=True), "golden"), *batch)
-    assert "the whole model: in eval, its output differs from the unswapped model's by" in text
+    assert (
+        "the whole model: in eval, its output differs from the unswapped model's by"
+        in text
+    )
     assert "in train," not in text
     model = swap(Sums(bypasses=False), "golden")
     assert len(check(model, *batch)) == len(check(model, x, other=y)) == 1
@@ -236,9 +271,13 @@ class Function(nn.Module):
 
 
 def test_errors_of_the_model_and_outputs_without_numbers_are_named():
-    with pytest.raises(RuntimeError, match="must match the size"):  # the model's own error
+    with pytest.raises(
+        RuntimeError, match="must match the size"
+    ):  # the model's own error
         check(swap(Sums(bypasses=False), "golden"), x, torch.ones(7))
-    model = swap(nn.Sequential(nn.Softmax(1), nn.LayerNorm(4), Function(torch.argmax)), "golden")
+    model = swap(
+        nn.Sequential(nn.Softmax(1), nn.LayerNorm(4), Function(torch.argmax)), "golden"
+    )
     with pytest.raises(ValueError, match="output for these inputs has no float tensor"):
         check(model, torch.randn(2, 4))
 
@@ -288,7 +327,9 @@ def test_models_with_computed_tensors_are_copied():
     swap(model, "golden")(x).sum().backward()
     assert len(check(model, x)) == 1
     model.lock = threading.Lock()
-    with pytest.raises(TypeError, match="Sequential cannot be copied, .*lock.* without a batch"):
+    with pytest.raises(
+        TypeError, match="Sequential cannot be copied, .*lock.* without a batch"
+    ):
         check(model, x)
 
 

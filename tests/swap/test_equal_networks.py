@@ -56,14 +56,17 @@ def the_stock_equal(net, tv, make):
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
-def test_a_golden_resnet_trains_as_a_stock_one_with_other_bias_rates_and_another_head(make):
+def test_a_golden_resnet_trains_as_a_stock_one_with_other_bias_rates_and_another_head(
+    make,
+):
     torch.manual_seed(0)
     net = models.resnet18(num_classes=10).to(FLOAT64)
     for norm in (m for m in net.modules() if isinstance(m, nn.BatchNorm2d)):
         nn.init.normal_(norm.weight, 1.0, 0.2)
         nn.init.normal_(norm.bias, 0.0, 0.2)
     batches = [
-        (torch.randn(8, 3, 16, 16, dtype=FLOAT64), torch.randint(10, (8,))) for _ in range(20)
+        (torch.randn(8, 3, 16, 16, dtype=FLOAT64), torch.randint(10, (8,)))
+        for _ in range(20)
     ]
     number = normplug.target_variance("golden")
     stock, optimizer = the_stock_equal(net, number, make)

@@ -57,7 +57,9 @@ def test_a_weight_shared_with_another_layer_is_not_scaled_behind_its_back():
     a, b = nn.LayerNorm(4), nn.LayerNorm(4)
     b.weight = a.weight
     model = nn.Sequential(a, b)
-    with pytest.raises(ValueError, match="the weight of 0 is shared with 1, which would change"):
+    with pytest.raises(
+        ValueError, match="the weight of 0 is shared with 1, which would change"
+    ):
         swap(model, "golden", include="0", preserve_output=True)
     expected = model(torch.ones(2, 4).cumsum(1))
     swap(model, "golden", preserve_output=True)  # both: scaled once
@@ -145,7 +147,9 @@ def test_a_weight_created_without_neighbours_follows_buffers_or_is_float32():
     alone = unswap(swap(bare(), "golden"))
     assert alone.weight.dtype == torch.float32
     x = torch.randn(3, 6, dtype=torch.double)
-    torch.testing.assert_close(alone.to(x.dtype)(x), swap(bare(), "golden")(x), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        alone.to(x.dtype)(x), swap(bare(), "golden")(x), rtol=1e-6, atol=0
+    )
     beside = nn.Sequential(nn.BatchNorm1d(6, affine=False), bare())
     unswap(swap(beside.double(), "golden"))  # a buffer, where there is no parameter
     assert {beside[0].weight.dtype, beside[1].weight.dtype} == {torch.float64}
@@ -170,7 +174,9 @@ def test_a_weight_created_beside_scalars_has_their_dtype(dtype):
     expected = model(x)
     assert unswap(model).norm.weight.dtype == dtype
     torch.testing.assert_close(model(x), expected)
-    watched = unswap(swap(bare(), "golden").to(dtype))  # only the watched statistics tell it
+    watched = unswap(
+        swap(bare(), "golden").to(dtype)
+    )  # only the watched statistics tell it
     assert watched.weight.dtype == dtype
 
 

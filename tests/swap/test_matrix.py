@@ -35,7 +35,9 @@ def test_a_tool_works_or_is_refused(row, column):
 
 def test_opacus_fixes_every_class_whose_stock_class_it_knows():
     fix = pytest.importorskip("opacus.validators").ModuleValidator.fix
-    plain = swap(nn.Sequential(nn.BatchNorm2d(4), nn.LayerNorm(4)), 0.3)  # registers with Opacus
+    plain = swap(
+        nn.Sequential(nn.BatchNorm2d(4), nn.LayerNorm(4)), 0.3
+    )  # registers with Opacus
     fixed = fix(plain)
     assert [type(m) for m in fixed] == [nn.GroupNorm, normplug.LayerNorm]
     assert fixed[1].target_variance == 0.3
@@ -45,5 +47,8 @@ def test_opacus_fixes_every_class_whose_stock_class_it_knows():
     classes = normplug.BatchNorm1d, normplug.BatchNorm3d, normplug.SyncBatchNorm
     for model in (synchronised, *(nn.Sequential(ours(4)) for ours in classes)):
         assert type(fix(model)[0]) is nn.GroupNorm
-    for ours, theirs in (("BatchNorm1d", nn.InstanceNorm1d), ("BatchNorm2d", nn.InstanceNorm2d)):
+    for ours, theirs in (
+        ("BatchNorm1d", nn.InstanceNorm1d),
+        ("BatchNorm2d", nn.InstanceNorm2d),
+    ):
         assert type(fix(getattr(normplug, ours)(4), replace_bn_with_in=True)) is theirs

@@ -18,7 +18,9 @@ def targets(model):
 def transformer(blocks=3):
     model = nn.Sequential(nn.Linear(4, 4), *(PreNorm(4) for _ in range(blocks)))
     return nn.Sequential(
-        nn.Identity(), nn.ModuleDict({"layers": model}), nn.ModuleDict({"norm": nn.LayerNorm(4)})
+        nn.Identity(),
+        nn.ModuleDict({"layers": model}),
+        nn.ModuleDict({"norm": nn.LayerNorm(4)}),
     )
 
 
@@ -30,9 +32,14 @@ def stages(*depths):
         shortcut = {"downsample": nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))}
         return nn.ModuleDict(parts | shortcut if first else parts)
 
-    made = {f"layer{n}": [block(i == 0) for i in range(d)] for n, d in enumerate(depths, 1)}
+    made = {
+        f"layer{n}": [block(i == 0) for i in range(d)] for n, d in enumerate(depths, 1)
+    }
     return nn.ModuleDict(
-        {"bn1": nn.BatchNorm2d(2), **{n: nn.Sequential(*blocks) for n, blocks in made.items()}}
+        {
+            "bn1": nn.BatchNorm2d(2),
+            **{n: nn.Sequential(*blocks) for n, blocks in made.items()},
+        }
     )
 
 
@@ -41,7 +48,10 @@ def stages(*depths):
     [
         ({"stem.*": 0.5, "*": "golden"}, (0.5, GOLDEN, GOLDEN)),
         ({"*": 2, "stem.*": 0.5}, (2, 2, 2)),  # the first that matches
-        ({"head.1": 0.5, nn.BatchNorm1d: 3, "re:.*": 1}, (1, 3, 0.5)),  # any name of a shared layer
+        (
+            {"head.1": 0.5, nn.BatchNorm1d: 3, "re:.*": 1},
+            (1, 3, 0.5),
+        ),  # any name of a shared layer
         ({("stem.*", "norm"): 0.25, lambda path, m: path == "flat": 4}, (0.25, 4, 0.25)),
         (lambda path, m: 0.5 if isinstance(m, nn.LayerNorm) else len(path), (6, 4, 0.5)),
     ],
@@ -58,10 +68,15 @@ def test_each_layer_gets_its_own_mode(net, mode, expected):
 def test_a_layer_without_a_mode_is_refused_and_nothing_changes(net):
     refused = {
         "no key of mode matches flat, norm. Add a key such as": {"stem.*": 1},
-        r"mode key='layer9.\*' matches no norm layer; the model has": {"layer9.*": 1, "*": 2},
+        r"mode key='layer9.\*' matches no norm layer; the model has": {
+            "layer9.*": 1,
+            "*": 2,
+        },
         "mode key='re:.' is not a valid regular expression": {"re:(": 1},
         r"got 'gold'\. That is the mode of 'stem": {"stem.*": "gold", "*": 1},
-        r"got None\. That is the mode of flat": lambda path, m: 1 if path == "stem.1" else None,
+        r"got None\. That is the mode of flat": lambda path, m: (
+            1 if path == "stem.1" else None
+        ),
         "For a mode per layer, give a mapping": "1/l",
         "Net has no sequence of blocks": by_depth("1/l"),
     }
@@ -119,7 +134,11 @@ def test_blocks_are_counted_across_stages_in_the_order_of_their_numbers():
     rows = {row.path: row.block for row in plan(model, by_depth("1/l"))}
     assert rows["bn1"] is None
     assert rows["layer1.0.downsample.1"] == rows["layer1.0.norm1"] == 1
-    assert (rows["layer1.1.norm2"], rows["layer2.0.norm1"], rows["layer3.1.norm1"]) == (2, 3, 5)
+    assert (rows["layer1.1.norm2"], rows["layer2.0.norm1"], rows["layer3.1.norm1"]) == (
+        2,
+        3,
+        5,
+    )
 
 
 def stage():
@@ -135,14 +154,21 @@ def unit():
 @pytest.mark.parametrize(
     ("make", "blocks"),
     [
-        (lambda: nn.Sequential(unit(), unit()), [1, 2]),  # units count if there is no other block
+        (
+            lambda: nn.Sequential(unit(), unit()),
+            [1, 2],
+        ),  # units count if there is no other block
         (lambda: nn.Sequential(unit(), PreNorm(4), PreNorm(4)), [None, 1, 1, 2, 2]),
-        (lambda: nn.Sequential(*(nn.ModuleList([unit(), unit()]) for _ in "ab")), [1, 1, 2, 2]),
+        (
+            lambda: nn.Sequential(*(nn.ModuleList([unit(), unit()]) for _ in "ab")),
+            [1, 1, 2, 2],
+        ),
         (lambda: nn.ModuleDict({"b10": PreNorm(4), "b9": PreNorm(4)}), [2, 2, 1, 1]),
         (lambda: nn.ModuleList([stage(), stage()]), [None, 1, 1, None, 2, 2]),
         (
             lambda: nn.ModuleList(
-                nn.ModuleList([nn.TransformerEncoderLayer(4, 2), PreNorm(4)]) for _ in "ab"
+                nn.ModuleList([nn.TransformerEncoderLayer(4, 2), PreNorm(4)])
+                for _ in "ab"
             ),
             [1] * 4 + [2] * 4,  # unlike each other: the parts of one block
         ),
@@ -168,12 +194,18 @@ def experts():
     [
         (encoder_and_decoder, "encoder.layers.0 to encoder.layers.1 and decoder"),
         (lambda: nn.ModuleList([PreNorm(4)] * 2), "0.norm1 is in block 1 and in block 2"),
-        (experts, "layers.0 may be one block, or a stage of several: layers.0.experts.0 to"),
+        (
+            experts,
+            "layers.0 may be one block, or a stage of several: layers.0.experts.0 to",
+        ),
         (
             lambda: nn.Sequential(nn.Sequential(PreNorm(4)), PreNorm(4)),
             "0 may be one block, or a stage",
         ),
-        (lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), "Sequential has no sequence of"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)),
+            "Sequential has no sequence of",
+        ),
     ],
 )
 def test_by_depth_refuses_a_model_whose_depth_is_ambiguous(make, text):
@@ -193,9 +225,13 @@ def test_a_filter_makes_the_depth_of_one_part_unambiguous():
 
 def test_by_depth_rejects_a_schedule_that_gives_no_mode():
     for error, schedule in ((ValueError, "1/x"), (TypeError, 3), (TypeError, float)):
-        with pytest.raises(error, match=r"by_depth: schedule must be '1/l', 'reversed', or a call"):
+        with pytest.raises(
+            error, match=r"by_depth: schedule must be '1/l', 'reversed', or a call"
+        ):
             by_depth(schedule)
-    with pytest.raises(ValueError, match=r"got 0\. That is the mode of block 1 of 2, 1\.layers\.1"):
+    with pytest.raises(
+        ValueError, match=r"got 0\. That is the mode of block 1 of 2, 1\.layers\.1"
+    ):
         swap(transformer(2), by_depth(lambda block, blocks: block - 1))
     assert str(by_depth("1/l")) == "by_depth('1/l')"
     assert (

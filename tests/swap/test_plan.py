@@ -20,7 +20,10 @@ from swap_cases import X, assert_frozen, frozen
         ({"include": "*", "exclude": ["flat", "again"]}, {"stem.1"}),
         ({"include": r"re:(stem\.\d|norm)"}, {"stem.1", "norm"}),
         ({"exclude": nn.LayerNorm}, {"stem.1", "flat"}),
-        ({"include": lambda path, m: getattr(m, "num_features", 0) == 8}, {"stem.1", "flat"}),
+        (
+            {"include": lambda path, m: getattr(m, "num_features", 0) == 8},
+            {"stem.1", "flat"},
+        ),
         ({"include": (nn.BatchNorm2d, "norm")}, {"stem.1", "norm"}),
     ],
 )
@@ -28,7 +31,9 @@ def test_filters_choose_the_same_layers_in_plan_and_swap(net, filters, swapped):
     planned = {row.path for row in plan(net, **filters) if row.becomes}
     swap(net, **filters)
     assert planned == swapped
-    rows = [row for row in plan(net) if type(row.module).__module__.startswith("normplug")]
+    rows = [
+        row for row in plan(net) if type(row.module).__module__.startswith("normplug")
+    ]
     assert {row.path for row in rows} == swapped
 
 
@@ -43,17 +48,23 @@ def test_an_include_that_matches_nothing_is_an_error_and_an_exclude_warns(net):
         swap(net, "golden", include=[3])
     assert_frozen(net, before)
     for call in (plan, swap):
-        with pytest.warns(UserWarning, match="exclude='haed.*' matches no norm layer") as caught:
+        with pytest.warns(
+            UserWarning, match="exclude='haed.*' matches no norm layer"
+        ) as caught:
             call(net, exclude="haed.*")
         assert caught[0].filename == __file__
 
 
 def test_nothing_to_swap_warns_with_what_was_seen():
     model = nn.Sequential(*(nn.LocalResponseNorm(n) for n in (2, 3)), nn.CrossMapLRN2d(2))
-    text = r"2 LocalResponseNorm \(nothing to do: no normplug counterpart\), 1 CrossMapLRN2d"
+    text = (
+        r"2 LocalResponseNorm \(nothing to do: no normplug counterpart\), 1 CrossMapLRN2d"
+    )
     with pytest.warns(UserWarning, match=text):
         assert swap(model, "golden") is model
-    with pytest.warns(UserWarning, match="nothing to swap in Linear; norm layers seen: none"):
+    with pytest.warns(
+        UserWarning, match="nothing to swap in Linear; norm layers seen: none"
+    ):
         swap(nn.Linear(2, 2), "golden")
 
 
@@ -99,7 +110,9 @@ def test_a_norm_whose_scale_comes_from_another_input_is_left_and_plan_says_so():
     assert notes == {"inner": "nothing to do: its scale comes from layers of its own"}
 
 
-def test_a_class_that_was_patched_before_the_swap_is_left_and_plan_says_so(net, monkeypatch):
+def test_a_class_that_was_patched_before_the_swap_is_left_and_plan_says_so(
+    net, monkeypatch
+):
     forward = nn.modules.batchnorm._BatchNorm.forward
     monkeypatch.setattr(nn.BatchNorm1d, "forward", lambda self, x: forward(self, x) * 2)
     net.eval()
@@ -131,4 +144,7 @@ print(*(type(m).__module__ for m in model))
 
 def test_a_class_may_have_been_patched_before_normplug_is_imported():
     done = program(PATCHED_FIRST)
-    assert done.stdout.split() == ["torch.nn.modules.normalization", "normplug.modules.row_norms"]
+    assert done.stdout.split() == [
+        "torch.nn.modules.normalization",
+        "normplug.modules.row_norms",
+    ]

@@ -23,8 +23,20 @@ def net():
 def test_equal_rows_are_one_line(net):
     lines = str(normplug.plan(net)).splitlines()
     assert [line.split() for line in lines[1:-1]] == [
-        ["layers.{0..11}.input_layernorm", "x12", "LayerNorm", "normplug.LayerNorm", "standard"],
-        ["layers.{0..11}.act.0", "x12", "BatchNorm1d", "normplug.BatchNorm1d", "standard"],
+        [
+            "layers.{0..11}.input_layernorm",
+            "x12",
+            "LayerNorm",
+            "normplug.LayerNorm",
+            "standard",
+        ],
+        [
+            "layers.{0..11}.act.0",
+            "x12",
+            "BatchNorm1d",
+            "normplug.BatchNorm1d",
+            "standard",
+        ],
         ["norm", "LayerNorm", "normplug.LayerNorm", "standard"],
     ]
     assert lines[-1].startswith("25 of 25 norm layers")
@@ -36,7 +48,9 @@ def test_equal_rows_are_one_line(net):
 
 
 def test_rows_of_nested_blocks_are_one_line_with_the_path_of_what_fuses_them():
-    stages = {f"stage{i}": nn.Sequential(*(Block() for _ in range(3))) for i in range(1, 5)}
+    stages = {
+        f"stage{i}": nn.Sequential(*(Block() for _ in range(3))) for i in range(1, 5)
+    }
     net = normplug.fuse(normplug.swap(nn.ModuleDict(stages)))
     lines = [line.split() for line in str(normplug.fusions(net)).splitlines()]
     where = "stage{1..4}.{0..2}.act"
@@ -45,7 +59,9 @@ def test_rows_of_nested_blocks_are_one_line_with_the_path_of_what_fuses_them():
 
 def test_a_line_has_at_most_120_columns(net):
     net["a" * 40] = nn.LocalResponseNorm(2)  # a long path, and a reason
-    net["b" * 50] = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())  # where it is fused, in one word
+    net["b" * 50] = nn.Sequential(
+        nn.BatchNorm1d(4), nn.ReLU()
+    )  # where it is fused, in one word
     normplug.swap(net)
     for report in (normplug.plan(net), normplug.fusions(net)):
         assert max(map(len, str(report).splitlines())) <= 120
@@ -64,21 +80,27 @@ def test_a_report_is_a_table_in_a_notebook_and_a_data_frame(net):
 def test_a_filter_that_matches_nothing_gets_a_proposal(net):
     with pytest.raises(ValueError, match=r'Did you mean "layers\.\*"\?$'):
         normplug.swap(net, include="layers")
-    with pytest.raises(ValueError, match=r'Did you mean "re:layers\\.\\d\+\\.act\\.0"\?$'):
+    with pytest.raises(
+        ValueError, match=r'Did you mean "re:layers\\.\\d\+\\.act\\.0"\?$'
+    ):
         normplug.swap(net, include=r"layers\.\d+\.act\.0")
     with pytest.raises(ValueError, match=r"in all\)\.$"):
         normplug.swap(net, include="nothing")
 
 
 def test_a_number_in_quotes_is_named():
-    with pytest.raises(ValueError, match=r"got '0\.5'\. Give the number itself, .*: 0\.5\."):
+    with pytest.raises(
+        ValueError, match=r"got '0\.5'\. Give the number itself, .*: 0\.5\."
+    ):
         normplug.swap(nn.LayerNorm(4), mode="0.5")
 
 
 def test_fuse_before_swap_and_unswap_without_swap_say_so(net):
     with pytest.warns(UserWarning, match=r"Call normplug\.swap\(model\) first\.$"):
         normplug.fuse(net)
-    with pytest.warns(UserWarning, match="ModuleDict has no normplug layers: it was not swapped"):
+    with pytest.warns(
+        UserWarning, match="ModuleDict has no normplug layers: it was not swapped"
+    ):
         normplug.unswap(net)
 
 

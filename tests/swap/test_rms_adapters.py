@@ -91,7 +91,9 @@ class ScaledNorm(GemmaNorm):
             del self.weight
 
     def forward(self, x):
-        h = x.float() * torch.pow(x.float().pow(2).mean(-1, keepdim=True) + self.eps, -0.5)
+        h = x.float() * torch.pow(
+            x.float().pow(2).mean(-1, keepdim=True) + self.eps, -0.5
+        )
         return (h * self.weight.float() if self.with_scale else h).type_as(x)
 
 
@@ -110,12 +112,18 @@ class HalfStatisticsNorm(LlamaNorm):
 
 class LateEpsNorm(LlamaNorm):
     def forward(self, x):
-        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+        return (
+            self.weight
+            * x
+            / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+        )
 
 
 KNOWN = [LlamaNorm, T5Norm, OlmoNorm, GemmaNorm, OptionalNorm, ScaledNorm]
 for _cls in (*KNOWN, GatedNorm, HalfStatisticsNorm, LateEpsNorm):
-    _cls.__module__ = "transformers.models.some.modeling_some"  # which need not be installed
+    _cls.__module__ = (
+        "transformers.models.some.modeling_some"  # which need not be installed
+    )
 
 
 def norm_of(cls, *args, **kwargs):
@@ -148,7 +156,9 @@ def test_every_tool_works_in_mode_golden_and_unswap_restores_the_layer(layer):
     assert [row.becomes for row in plan(model)] == [type(stock).__name__]
     assert [name for name, _ in norm_layers(model)] == ["0"]
     torch.testing.assert_close(model(X), stock(X) * ROOT)
-    assert not model[0].kernel_condition(model[0])  # so the library `kernels` leaves it alone
+    assert not model[0].kernel_condition(
+        model[0]
+    )  # so the library `kernels` leaves it alone
     expected = model(X)
     torch.testing.assert_close(one_graph(model)(X), expected)
     torch.testing.assert_close(copy.deepcopy(model)(X), expected)
@@ -159,7 +169,9 @@ def test_every_tool_works_in_mode_golden_and_unswap_restores_the_layer(layer):
     assert torch.equal(model(X), stock(X))
     swap(model, "golden", preserve_output=True)
     torch.testing.assert_close(model(X), stock(X))
-    torch.testing.assert_close(unswap(model).state_dict(), nn.Sequential(stock).state_dict())
+    torch.testing.assert_close(
+        unswap(model).state_dict(), nn.Sequential(stock).state_dict()
+    )
 
 
 def test_code_that_recomputes_it_by_its_own_eps_gets_nan(layer):
@@ -190,13 +202,27 @@ def test_a_missing_weight_is_created_if_the_forward_can_use_it():
         (GatedNorm, {}, "its forward takes more than one argument"),
         (HalfStatisticsNorm, {}, UNKNOWN),
         (LateEpsNorm, {}, UNKNOWN),
-        (ScaledNorm, {"with_scale": False}, "it has no weight, into which unswap could fold"),
-        (LlamaNorm, {"width": (2, 8)}, "its weight has 2 dimensions, and its rows have one"),
-        (type("MyNorm", (LlamaNorm,), {}), {}, "a subclass of transformers.LlamaNorm: if"),
+        (
+            ScaledNorm,
+            {"with_scale": False},
+            "it has no weight, into which unswap could fold",
+        ),
+        (
+            LlamaNorm,
+            {"width": (2, 8)},
+            "its weight has 2 dimensions, and its rows have one",
+        ),
+        (
+            type("MyNorm", (LlamaNorm,), {}),
+            {},
+            "a subclass of transformers.LlamaNorm: if",
+        ),
     ],
     ids=str,
 )
-def test_a_layer_with_another_forward_or_weight_is_left_and_plan_says_why(cls, options, why):
+def test_a_layer_with_another_forward_or_weight_is_left_and_plan_says_why(
+    cls, options, why
+):
     (row,) = plan(norm_of(cls, **options))
     assert row.becomes is None
     assert row.note.removeprefix("nothing to do: ").startswith(why)

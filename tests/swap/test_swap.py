@@ -14,7 +14,9 @@ from swap_cases import GOLDEN, Stubborn, X, assert_frozen, frozen, train_step
 
 @pytest.mark.parametrize("mode", ["golden", 0.5, "standard"])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_swapped_model_equals_the_stock_model_with_the_scale_folded_in(net, mode, training):
+def test_a_swapped_model_equals_the_stock_model_with_the_scale_folded_in(
+    net, mode, training
+):
     tv = target_variance(mode)
     expected = folded(net, tv).train(training)
     assert swap(net.train(training), mode) is net
@@ -25,10 +27,17 @@ def test_a_swapped_model_equals_the_stock_model_with_the_scale_folded_in(net, mo
 def test_modules_parameters_buffers_hooks_and_flags_survive(net):
     calls = []
     of_calls = ["forward", "forward_pre", "full_backward", "full_backward_pre"]
-    of_states = ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+    of_states = [
+        "state_dict_pre",
+        "state_dict_post",
+        "load_state_dict_pre",
+        "load_state_dict_post",
+    ]
     for layer, hooks in ((net.norm, of_calls), (net.flat, of_states)):
         for hook in hooks:
-            getattr(layer, f"register_{hook}_hook")(lambda *_, hook=hook: calls.append(hook))
+            getattr(layer, f"register_{hook}_hook")(
+                lambda *_, hook=hook: calls.append(hook)
+            )
     net.norm.weight.register_hook(lambda *_: calls.append("gradient"))
     net.flat.weight.requires_grad_(False)
     net.flat.eval()
@@ -50,7 +59,9 @@ def test_modules_parameters_buffers_hooks_and_flags_survive(net):
 
 
 def test_settings_buffers_and_children_of_a_layer_survive():
-    norm = nn.BatchNorm2d(4, eps=0.1, momentum=None, affine=False, track_running_stats=False)
+    norm = nn.BatchNorm2d(
+        4, eps=0.1, momentum=None, affine=False, track_running_stats=False
+    )
     norm.register_buffer("mine", torch.ones(3), persistent=False)
     norm.child = nn.Linear(2, 2)
     keys = set(norm.state_dict())
@@ -61,7 +72,9 @@ def test_settings_buffers_and_children_of_a_layer_survive():
     assert set(norm.state_dict()) == keys == {"child.weight", "child.bias"}
     x = torch.randn(8, 4, 3, 3)
     expected = nn.BatchNorm2d(4, eps=0.1, affine=False)(x) * GOLDEN**0.5
-    torch.testing.assert_close(norm.eval()(x), expected)  # no statistics: the batch's, in eval too
+    torch.testing.assert_close(
+        norm.eval()(x), expected
+    )  # no statistics: the batch's, in eval too
 
 
 def test_swapping_twice_changes_nothing_and_another_mode_sets_it(net):
@@ -89,7 +102,9 @@ def test_wrong_options_leave_the_model_as_it_was(net):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("options", [{"mode": 0.5, "preserve_output": True}, {"sync": True}])
+@pytest.mark.parametrize(
+    "options", [{"mode": 0.5, "preserve_output": True}, {"sync": True}]
+)
 def test_a_failing_swap_leaves_the_model_as_it_was(net, options, inference):
     net.stubborn = Stubborn(4)  # the last
     before = frozen(net)
@@ -139,7 +154,9 @@ def test_a_layer_whose_forward_was_replaced_is_left_and_reported(net):
     normplug.check(net)
     set_mode(net, 0.5)
     before = frozen(net)
-    with pytest.raises(ValueError, match="the forward of norm was replaced on the instance"):
+    with pytest.raises(
+        ValueError, match="the forward of norm was replaced on the instance"
+    ):
         unswap(net)
     assert_frozen(net, before)
     del net.norm.forward
@@ -150,17 +167,27 @@ def test_a_layer_whose_forward_was_replaced_is_left_and_reported(net):
 def test_torchscript_is_refused_and_its_parts_are_left(net):
     traced = torch.jit.trace(net.eval(), X)
     for call in (swap, unswap, plan, normplug.check, lambda m: set_mode(m, 1)):
-        with pytest.raises(TypeError, match="got .*, compiled TorchScript, whose layers cannot"):
+        with pytest.raises(
+            TypeError, match="got .*, compiled TorchScript, whose layers cannot"
+        ):
             call(traced)
     model = nn.Sequential(traced, nn.LayerNorm(4))
     swap(model, "golden")
     assert type(model[1]) is LayerNorm
-    (row,) = [line for line in str(plan(model)).splitlines() if line.startswith("0.flat ")]
+    (row,) = [
+        line for line in str(plan(model)).splitlines() if line.startswith("0.flat ")
+    ]
     assert row.endswith(" compiled TorchScript: swap before you compile")
 
 
 def test_options_reach_the_layers(net):
-    swap(net, "golden", track_running_stats=False, autocast_output="float32", backend="torch")
+    swap(
+        net,
+        "golden",
+        track_running_stats=False,
+        autocast_output="float32",
+        backend="torch",
+    )
     assert not hasattr(net.norm, "watched_mean")
     assert net.norm.autocast_output == "float32"
     assert {m.backend for m in (net.norm, net.flat, net.stem[1])} == {"torch"}

@@ -18,11 +18,16 @@ class Trained(Exception):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("options", [{}, {"include": ["flat", "norm"]}, {"backend": "torch"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"include": ["flat", "norm"]}, {"backend": "torch"}]
+)
 def test_swapped_restores_everything_except_what_was_trained(net, fails, options):
     net.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     before = frozen(net)
-    with contextlib.suppress(Trained), normplug.swapped(net, "golden", **options) as inside:
+    with (
+        contextlib.suppress(Trained),
+        normplug.swapped(net, "golden", **options) as inside,
+    ):
         assert inside is net
         assert type(net.norm) is LayerNorm
         if "include" not in options:
@@ -47,7 +52,11 @@ def test_swapped_restores_the_mode_and_options_of_normplugs_layers(net):
         set_mode(net, 3)
     assert_frozen(net, before)
     norm = net.norm
-    assert (norm.target_variance, norm.backend, norm.autocast_output) == (0.5, "auto", "float32")
+    assert (norm.target_variance, norm.backend, norm.autocast_output) == (
+        0.5,
+        "auto",
+        "float32",
+    )
     assert normplug.check(net).summary() == "1 norm layers verified: 1 in mode 0.5"
     with normplug.swapped(net, "golden"), normplug.swapped(net, 2):
         unswap(net)
@@ -95,7 +104,9 @@ CONVERSIONS = {
     "swap, preserve_output": lambda model: swap(model, "golden", preserve_output=True),
     "swap, sync": lambda model: swap(model, "golden", sync=True),
     "unswap": lambda model: unswap(swap(model, "golden")),
-    "unswap, preserve_output": lambda model: unswap(swap(model, "golden", preserve_output=True)),
+    "unswap, preserve_output": lambda model: unswap(
+        swap(model, "golden", preserve_output=True)
+    ),
     "set_mode": lambda model: set_mode(swap(model, "golden"), 0.5),
     "swapped": swapped_for_a_moment,
     "fuse": lambda model: normplug.fuse(swap(model, "golden")),
@@ -108,7 +119,9 @@ CONVERSIONS = {
 @pytest.mark.parametrize("made_inside", [False, True])
 @pytest.mark.parametrize("name", CONVERSIONS)
 @pytest.mark.filterwarnings("ignore:normplug. a fused model is pickled")
-def test_a_conversion_in_inference_mode_makes_tensors_that_can_be_trained(name, made_inside):
+def test_a_conversion_in_inference_mode_makes_tensors_that_can_be_trained(
+    name, made_inside
+):
     with torch.inference_mode():
         inside = Net()
     model = inside if made_inside else Net()

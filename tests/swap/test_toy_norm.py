@@ -55,7 +55,9 @@ class TargetRescale(TargetVarianceNorm, Rescale):
         return (self.width,)
 
     def _expected(self, x, training):
-        return formula(x.double(), self.weight, self._eps, self.target_variance).to(x.dtype)
+        return formula(x.double(), self.weight, self._eps, self.target_variance).to(
+            x.dtype
+        )
 
     def _variance(self, x):
         return x.square().mean(-1)
@@ -97,7 +99,10 @@ def test_it_is_planned_swapped_and_unswapped_with_the_same_outputs(model, traini
         norm.weight.data.mul_(ROOT)
     expected = scaled(X)
     assert plan(model).summary() == "2 of 2 norm layers: 2 Rescale"
-    assert [row.becomes for row in plan(model, exclude="1.last")] == ["TargetRescale", None]
+    assert [row.becomes for row in plan(model, exclude="1.last")] == [
+        "TargetRescale",
+        None,
+    ]
     assert kinds(swap(model, "golden")) == [TargetRescale] * 2
     assert {row.note for row in plan(model)} == {"swapped already, mode golden"}
     torch.testing.assert_close(model(X), expected)
@@ -116,10 +121,14 @@ def test_check_counts_it_and_compares_its_formula(model, monkeypatch):
     assert {layer.tested for layer in report} == {"train, eval, eval under no_grad"}
     with monkeypatch.context() as patch:
         patch.setattr(TargetRescale, "forward", Rescale.forward)
-        with pytest.raises(RuntimeError, match="1.last: in eval, its output differs from"):
+        with pytest.raises(
+            RuntimeError, match="1.last: in eval, its output differs from"
+        ):
             check(model)
     model[1].norm = Rescale(6)
-    with pytest.raises(RuntimeError, match="1.norm: swapped in mode golden, now a Rescale"):
+    with pytest.raises(
+        RuntimeError, match="1.norm: swapped in mode golden, now a Rescale"
+    ):
         check(model)
 
 
@@ -136,13 +145,17 @@ def test_its_outputs_are_preserved_and_a_missing_weight_is_created():
 def test_fuse_fx_and_compilers_treat_it_as_a_layer(model):
     expected = swap(model, "golden").eval()(X)
     graph = fx.symbolic_trace(model)
-    assert {"1.norm", "1.last"} <= {n.target for n in graph.graph.nodes if n.op == "call_module"}
+    assert {"1.norm", "1.last"} <= {
+        n.target for n in graph.graph.nodes if n.op == "call_module"
+    }
     torch.testing.assert_close(graph(X), expected)
     torch.testing.assert_close(one_graph(model)(X), expected)
     with pytest.warns(UserWarning, match="normplug.fuse: nothing to fuse in Sequential"):
         fuse(model)
     assert torch.equal(model(X), expected)
-    assert [(row.kind, row.label) for row in fusions(model)] == [("TargetRescale", None)] * 2
+    assert [(row.kind, row.label) for row in fusions(model)] == [
+        ("TargetRescale", None)
+    ] * 2
 
 
 def test_it_is_constructed_with_a_mode():
@@ -150,9 +163,13 @@ def test_it_is_constructed_with_a_mode():
     assert repr(layer) == "TargetRescale(6, eps=0.001, mode=0.5)"
     moment = layer(X).square().mean(-1)
     torch.testing.assert_close(moment, torch.full((16,), 0.5), rtol=1e-2, atol=0)
-    with pytest.raises(ValueError, match="normplug.TargetRescale: backend must be one of"):
+    with pytest.raises(
+        ValueError, match="normplug.TargetRescale: backend must be one of"
+    ):
         TargetRescale(6, backend="cuda")
-    with pytest.warns(UserWarning, match=r"mode 0\.5 is loaded into layers of mode standard"):
+    with pytest.warns(
+        UserWarning, match=r"mode 0\.5 is loaded into layers of mode standard"
+    ):
         TargetRescale(6).load_state_dict(layer.state_dict())
 
 
@@ -168,6 +185,8 @@ def test_its_variance_is_logged_stock_or_swapped(model, mode, tmp_path):
     lightning_cases.fit(lightning_cases.Module(lambda: model), 8, tmp_path, logger)
     assert [row.layer for row in logger.last] == ["net.1.norm", "net.1.last"]
     for row in logger.last:
-        assert row.output_variance == pytest.approx(target_variance(mode or "standard"), rel=1e-3)
+        assert row.output_variance == pytest.approx(
+            target_variance(mode or "standard"), rel=1e-3
+        )
         assert row.weight_rms != 1
     assert kinds(model) == before

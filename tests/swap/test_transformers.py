@@ -12,7 +12,9 @@ from normplug import LayerNorm, check, set_mode, swap, unswap
 from swap_cases import one_graph
 
 
-def encoder_layer(norm_first=False, which=("norm1", "norm2"), cls=nn.TransformerEncoderLayer):
+def encoder_layer(
+    norm_first=False, which=("norm1", "norm2"), cls=nn.TransformerEncoderLayer
+):
     """A layer in eval mode, with normplug's norms placed by hand."""
     torch.manual_seed(0)
     layer = cls(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
@@ -37,7 +39,9 @@ TOKENS = torch.randn(3, 5, 16)
 
 
 def encoder(norm_first):
-    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    layer = nn.TransformerEncoderLayer(
+        16, 2, 32, 0.0, batch_first=True, norm_first=norm_first
+    )
     return nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16))
 
 
@@ -64,8 +68,13 @@ def test_transformer_encoder_validates_with_the_norms_it_trains(norm_first, padd
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("which", WHICH, ids="+".join)
 @pytest.mark.parametrize("cls", [nn.TransformerEncoderLayer, Subclass])
-def test_a_transformer_layer_calls_norms_placed_by_hand_or_swapped_alone(cls, which, norm_first):
-    layer, alone = encoder_layer(norm_first, which, cls), encoder_layer(norm_first, (), cls)
+def test_a_transformer_layer_calls_norms_placed_by_hand_or_swapped_alone(
+    cls, which, norm_first
+):
+    layer, alone = (
+        encoder_layer(norm_first, which, cls),
+        encoder_layer(norm_first, (), cls),
+    )
     for name in which:
         swap(getattr(alone, name), 0.3)
     twin = pickle.loads(pickle.dumps(copy.deepcopy(layer)))

@@ -48,7 +48,9 @@ def test_a_wrapped_model_is_swapped_set_checked_and_unswapped(name, first):
         set_mode(net, 0.5)
         assert check(net).summary() == "6 norm layers verified: 6 in mode 0.5"
         for training in (True, False):
-            torch.testing.assert_close(net.train(training)(X), expected.train(training)(X))
+            torch.testing.assert_close(
+                net.train(training)(X), expected.train(training)(X)
+            )
         flat = name == "FSDP1 flat"
         if flat:
             with pytest.raises(ValueError, match=r"work inside FSDP\.summon_full_params"):
@@ -56,7 +58,9 @@ def test_a_wrapped_model_is_swapped_set_checked_and_unswapped(name, first):
         with type(net).summon_full_params(net) if flat else contextlib.nullcontext():
             unswap(net)
         torch.testing.assert_close(net(X), expected(X))
-        assert all(not type(m).__module__.startswith("normplug.modules") for m in net.modules())
+        assert all(
+            not type(m).__module__.startswith("normplug.modules") for m in net.modules()
+        )
 
 
 def test_a_layer_lost_inside_a_wrapper_is_found():
@@ -65,7 +69,9 @@ def test_a_layer_lost_inside_a_wrapper_is_found():
         assert check(net.module).summary() == check(net).summary()
         net.module.bn = nn.BatchNorm2d(8)
         for model in (net, net.module, copy.deepcopy(net.module)):
-            with pytest.raises(RuntimeError, match="bn: swapped in mode golden, now a BatchNorm2d"):
+            with pytest.raises(
+                RuntimeError, match="bn: swapped in mode golden, now a BatchNorm2d"
+            ):
                 check(model)
 
 
@@ -76,10 +82,14 @@ def test_unswap_names_accelerates_hooks_if_they_are_in_the_way():
     hooks.attach_align_device_hook(net, execution_device="cpu")
     torch.testing.assert_close(net(X), expected)
     normplug.check(net)
-    with pytest.raises(ValueError, match=r"remove_hook_from_module\(model, recurse=True\)"):
+    with pytest.raises(
+        ValueError, match=r"remove_hook_from_module\(model, recurse=True\)"
+    ):
         unswap(net)
     hooks.remove_hook_from_module(net, recurse=True)
     torch.testing.assert_close(unswap(net)(X), expected)
     hooks.attach_align_device_hook(net, execution_device="cpu")
     notes = {row.note for row in plan(net)}
-    assert notes == {"its forward was replaced on the instance: swap before patches and hooks"}
+    assert notes == {
+        "its forward was replaced on the instance: swap before patches and hooks"
+    }

@@ -80,7 +80,9 @@ def test_each_arm_has_a_row_and_one_sentence_says_how_much_faster_it_is(net):
 
 
 def test_rows_are_text_html_and_a_frame():
-    rows = Rows([{"arm": "a<b", "ms": 1.234}, {"arm": "c", "ms": None}], ("arm", "ms", "gib"))
+    rows = Rows(
+        [{"arm": "a<b", "ms": 1.234}, {"arm": "c", "ms": None}], ("arm", "ms", "gib")
+    )
     rows.notes.append("a sentence")
     assert str(rows) == "arm  ms\na<b  1.23\nc    -\na sentence"
     assert rows[1]["arm"] == "c"
@@ -102,7 +104,9 @@ def test_an_arm_that_fails_says_why_and_the_others_are_measured(net, monkeypatch
 
 
 def test_a_step_without_a_finite_loss_that_has_gradients_is_refused(net):
-    with pytest.raises(ValueError, match="the loss is nan, which would make the step faster"):
+    with pytest.raises(
+        ValueError, match="the loss is nan, which would make the step faster"
+    ):
         measure(net, torch.full((2, 3, 6, 6), float("inf")))
     net.register_forward_hook(lambda net, x, y: y.detach())
     with pytest.raises(ValueError, match="no tensor with a gradient. Pass a `step`"):
@@ -123,7 +127,9 @@ def test_a_function_of_a_file(file, tmp_path, capsys):
     assert table.split()[:4] == ["model", "batch", "arm", "ms"]
     assert len(table.splitlines()) == 11
     model, batch, step = models.load(f"{file}:with_step", None, {"power": 3})
-    assert step(model, batch).item() == pytest.approx(model(batch).abs().pow(3).mean().item())
+    assert step(model, batch).item() == pytest.approx(
+        model(batch).abs().pow(3).mean().item()
+    )
 
 
 @pytest.mark.parametrize(

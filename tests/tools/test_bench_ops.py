@@ -32,19 +32,27 @@ TWO = {name: PROVIDERS[name] for name in ("normplug", "eager")}
 def test_every_operation_is_right_and_compared_with_torchs(name, dtype):
     case = a_case(name, dtype)
     found = measure_op(case, CPU, providers=TWO)
-    assert [(row["direction"], row["provider"]) for row in found] == [*product(("F", "F+B"), TWO)]
+    assert [(row["direction"], row["provider"]) for row in found] == [
+        *product(("F", "F+B"), TWO)
+    ]
     mine, theirs = found[2:]
     assert mine["max_rel"] <= {"float32": 1e-6, "bfloat16": 1e-2}[dtype]
     assert mine["over_eager"] == pytest.approx(theirs["us"] / mine["us"])
-    passes = {"add_layer_norm": 8, "add_rms_norm": 8, "batch_norm_add_relu": 7}.get(name, 5)
+    passes = {"add_layer_norm": 8, "add_rms_norm": 8, "batch_norm_add_relu": 7}.get(
+        name, 5
+    )
     size = torch.Size(case.shape).numel() * (4 if dtype == "float32" else 2)
     assert mine["gbps"] == pytest.approx(passes * size / mine["us"] / 1e3)
-    assert mine["percent_of_copy"] == pytest.approx(100 * mine["gbps"] / mine["copy_gbps"])
+    assert mine["percent_of_copy"] == pytest.approx(
+        100 * mine["gbps"] / mine["copy_gbps"]
+    )
     assert {"device", "commit", "date", "torch", "eps"} <= mine.keys()
     assert "max_abs" not in theirs
     # Half of a rounding at least, since no result is exact.
     rounding = torch.finfo(getattr(torch, dtype)).eps
-    assert all(rounding / 8 < row["max_rel_f64"] < 60 * rounding for row in (mine, theirs))
+    assert all(
+        rounding / 8 < row["max_rel_f64"] < 60 * rounding for row in (mine, theirs)
+    )
     if name != "add_bias_layer_norm":  # which is no fusion, but a function
         (fusion,) = normplug.fusions(ours(Problem(case, CPU).layer))
         assert (fusion.label is not None) == ("add" in name or "lu" in name)
@@ -56,7 +64,9 @@ def test_bias_and_layer_norm_are_one_call_of_normplug_and_two_of_torch(monkeypat
     problem = Problem(a_case("add_bias_layer_norm"), CPU, eps=1e-3)
     stock = problem.layer
     x = problem.inputs[0]
-    y = F.layer_norm(x + stock.input_bias, (10,), stock.norm.weight, stock.norm.bias, 1e-3)
+    y = F.layer_norm(
+        x + stock.input_bias, (10,), stock.norm.weight, stock.norm.bias, 1e-3
+    )
     assert stock(x).equal(y)
     assert not function.called
     assert stock.input_bias.abs().max() > 0
@@ -81,7 +91,9 @@ def test_a_wrong_result_is_not_timed(change, capsys):
         return layer
 
     case = a_case("layer_norm")
-    with pytest.raises(AssertionError, match="is wrong: its relative error to float64 is"):
+    with pytest.raises(
+        AssertionError, match="is wrong: its relative error to float64 is"
+    ):
         measure_op(case, CPU, providers={"normplug": wrong})
     others = {"right": lambda layer: layer, "wrong": wrong}
     found = measure_op(case, CPU, providers=TWO | others)
@@ -130,17 +142,36 @@ def test_without_a_gpu_the_table_of_devices_says_so(tmp_path, monkeypatch, capsy
         assert row["cpu_us"] > 0
         assert row["cuda_us"] is None
         assert row["cpu"] == row["device"]
-        assert {"commit", "date", "torch", "threads", "cpu_us_p20", "cpu_us_p80"} <= row.keys()
+        assert {
+            "commit",
+            "date",
+            "torch",
+            "threads",
+            "cpu_us_p20",
+            "cpu_us_p80",
+        } <= row.keys()
     page = (tmp_path / "devices.md").read_text()
     assert page in capsys.readouterr().out
     assert [line[-2:] for line in lines_of(page)] == 12 * [["no CUDA device", "-"]]
-    assert f"{found[0]['cpu']}, threads: {torch.get_num_threads()}; GPU: no CUDA device" in page
+    assert (
+        f"{found[0]['cpu']}, threads: {torch.get_num_threads()}; GPU: no CUDA device"
+        in page
+    )
     assert "Speed-up: CPU time / GPU time" in page
 
 
 def test_the_table_of_devices_takes_the_usual_options_and_files(tmp_path, capsys):
     json, page = tmp_path / "rows.json", tmp_path / "page.md"
-    words = ["op", "layer_norm", "--devices", "cpu,cuda", "--shape", "4x8", "--dtype", "float64"]
+    words = [
+        "op",
+        "layer_norm",
+        "--devices",
+        "cpu,cuda",
+        "--shape",
+        "4x8",
+        "--dtype",
+        "float64",
+    ]
     main([*words, "--eps", "0.5", "--json", str(json), "--markdown", str(page)])
     for row in rows.read_file(json):
         facts = [row[key] for key in ("op", "shape", "dtype", "eps", "provider", "mode")]
@@ -152,7 +183,9 @@ def test_the_table_of_devices_takes_the_usual_options_and_files(tmp_path, capsys
     assert "cpu_us" in capsys.readouterr().out
 
 
-def test_both_devices_take_turns_and_the_speed_up_is_the_ratio_of_their_times(monkeypatch):
+def test_both_devices_take_turns_and_the_speed_up_is_the_ratio_of_their_times(
+    monkeypatch,
+):
     gpu = SimpleNamespace(type="cuda")
     asked = []
 
@@ -160,7 +193,12 @@ def test_both_devices_take_turns_and_the_speed_up_is_the_ratio_of_their_times(mo
         asked.append(device.type)
         return Problem(case, CPU, eps)
 
-    origin = {"torch": "2.0", "commit": "abc", "date": "2026-11-28T01:02", "device": "1 x GPU"}
+    origin = {
+        "torch": "2.0",
+        "commit": "abc",
+        "date": "2026-11-28T01:02",
+        "device": "1 x GPU",
+    }
     monkeypatch.setattr(devices, "Problem", on_the_cpu)
     monkeypatch.setattr(devices, "stamp", lambda gpu: origin)
     found = devices.measure(a_case("layer_norm"), [CPU, gpu])
@@ -175,8 +213,12 @@ def test_both_devices_take_turns_and_the_speed_up_is_the_ratio_of_their_times(mo
 
 
 def test_a_wrong_result_on_a_device_is_not_timed(monkeypatch):
-    monkeypatch.setattr(devices, "ours", lambda layer: nn.Sequential(layer, nn.Dropout(0.5)))
-    with pytest.raises(AssertionError, match="normplug on cpu, layer_norm rows 6x10 float32: y is"):
+    monkeypatch.setattr(
+        devices, "ours", lambda layer: nn.Sequential(layer, nn.Dropout(0.5))
+    )
+    with pytest.raises(
+        AssertionError, match="normplug on cpu, layer_norm rows 6x10 float32: y is"
+    ):
         devices.measure(a_case("layer_norm"), [CPU])
 
 
@@ -186,7 +228,10 @@ def test_a_wrong_result_on_a_device_is_not_timed(monkeypatch):
         (["op"], "it needs NAME and --shape; only --devices has defaults"),
         (["op", "layer_norm"], "it needs NAME and --shape"),
         (["op", "--shape", "4x8"], "it needs NAME and --shape"),
-        (["op", "layer_norm", "--shape", "4x8", "--markdown", "a.md"], "is for the table of --dev"),
+        (
+            ["op", "layer_norm", "--shape", "4x8", "--markdown", "a.md"],
+            "is for the table of --dev",
+        ),
         (["op", "--devices", "cpu,cuda", "--device", "cpu"], "exclude each other"),
         (["op", "--devices", "cpu"], "invalid choice: 'cpu'"),
     ],
@@ -198,7 +243,9 @@ def test_options_of_an_operation_that_do_not_fit_are_one_sentence(words, says, c
 
 
 def test_a_shape_that_an_operation_does_not_take_is_one_sentence(capsys):
-    with pytest.raises(SystemExit, match="normplug.bench op: Expected more than 1 value per chan"):
+    with pytest.raises(
+        SystemExit, match="normplug.bench op: Expected more than 1 value per chan"
+    ):
         main(["op", "batch_norm", "--shape", "1x8", "--device", "cpu"])
     with pytest.raises(SystemExit):
         main(["op", "layer_norm", "--shape", "8", "--device", "cpu"])
@@ -208,9 +255,15 @@ def test_a_shape_that_an_operation_does_not_take_is_one_sentence(capsys):
 def test_a_sweep_writes_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(__main__, "SWEEPS", {"cpu": [(4, 8), (4, 16)]})
     main(["sweep", "--device", "cpu", "-o", str(tmp_path)])
-    assert {row["shape"] for row in rows.read_file(tmp_path / "sweep.json")} == {"4x8", "4x16"}
+    assert {row["shape"] for row in rows.read_file(tmp_path / "sweep.json")} == {
+        "4x8",
+        "4x16",
+    }
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    for name, called in (("normplug", "layer_norm"), ("torch", "aten::native_layer_norm_backward")):
+    for name, called in (
+        ("normplug", "layer_norm"),
+        ("torch", "aten::native_layer_norm_backward"),
+    ):
         events = json.loads((tmp_path / f"trace_{name}.json").read_text())["traceEvents"]
         assert any(called in event.get("name", "") for event in events)
 
@@ -220,7 +273,10 @@ def test_a_file_without_rows_or_speeds_is_one_sentence_and_left_as_it_is(tmp_pat
     for content, says in (
         (None, "No such file"),
         ("{", "Expecting property name"),
-        ('[{"arm": "golden"}]', "it has no rows of LayerNorm or RMSNorm: `op` and `sweep` write"),
+        (
+            '[{"arm": "golden"}]',
+            "it has no rows of LayerNorm or RMSNorm: `op` and `sweep` write",
+        ),
         ('{"rows": 5}', "is not a list of rows"),
     ):
         if content is not None:
@@ -238,7 +294,12 @@ def test_calls_take_turns_and_each_round_starts_with_another():
     turns = {name: lambda name=name: made.append(name) or [len(made)] for name in "ab"}
     found = timing.in_turns("us", turns, 3)
     assert "".join(made) == "abbaab"
-    spread = {"us": 4, "us_p20": pytest.approx(2.2), "us_p80": pytest.approx(4.6), "best_us": 1}
+    spread = {
+        "us": 4,
+        "us_p20": pytest.approx(2.2),
+        "us_p80": pytest.approx(4.6),
+        "best_us": 1,
+    }
     assert found["a"] == spread
     assert found["b"]["us"] == 3
 

@@ -24,7 +24,9 @@ from normplug.bench.rows import add_to_file, read_file
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-@pytest.mark.parametrize("page", sorted(tables.DOCS.glob("*_h100.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", sorted(tables.DOCS.glob("*_h100.md")), ids=lambda page: page.stem
+)
 def test_a_committed_page_is_that_of_its_committed_results(page):
     assert tables.text_of(page) == page.read_text()
 
@@ -42,14 +44,23 @@ def test_the_figures_of_the_readme_are_those_of_the_results():
     for name, case in found.items():
         assert f"{name} {steps['swap+fuse'][case]:.2f} times" in text
     rows = read_file(tables.DOCS / "results" / "compiled_h100.json")
-    over = {r["model"]: r["over_compile"] for r in rows if r["arm"] == "swap+fuse+compile"}
-    models = {"ResNet-50": "resnet50", "ConvNeXt-T": "convnext_tiny", "diffusion UNet": "unet2d"}
+    over = {
+        r["model"]: r["over_compile"] for r in rows if r["arm"] == "swap+fuse+compile"
+    }
+    models = {
+        "ResNet-50": "resnet50",
+        "ConvNeXt-T": "convnext_tiny",
+        "diffusion UNet": "unet2d",
+    }
     for name, model in models.items():
         assert f"a {name} {over[model]:.2f} times" in text
     assert f"it is {steps['swap+fuse']['nnunet3d', 2]:.1f} times as fast as eager" in text
     rows = [row for row in tables.rows_of("models_h100") if row["model"] == "unet2d"]
     busy = {row["arm"]: row["gpu_ms"] for row in rows}
-    assert f"its GPU time fell by a factor of {busy['eager'] / busy['swap+fuse']:.2f}" in text
+    assert (
+        f"its GPU time fell by a factor of {busy['eager'] / busy['swap+fuse']:.2f}"
+        in text
+    )
 
 
 def test_the_figures_about_two_layouts_are_those_of_the_results():
@@ -58,7 +69,10 @@ def test_the_figures_about_two_layouts_are_those_of_the_results():
     least = {}
     for arm in ("eager", "compile", "swap+fuse", "swap+fuse+compile"):
         least[arm] = min(row["gpu_ms"] for row in rows if row["arm"] == arm)
-    assert f"the fused model is {least['eager'] / least['swap+fuse']:.1f} times as fast" in text
+    assert (
+        f"the fused model is {least['eager'] / least['swap+fuse']:.1f} times as fast"
+        in text
+    )
     over_compile = least["compile"] / least["swap+fuse+compile"]
     assert f"{over_compile:.2f} times as fast as torch.compile alone" in text
 
@@ -69,7 +83,11 @@ def test_the_price_of_synchronisation_is_that_of_the_results():
     price, torchs = {}, {}
     for name in ("sync_h100", "sync_h200", "sync_idle_h100", "sync_compiled_h100"):
         rows = read_file(tables.DOCS / "results" / f"{name}.json")
-        ms = {(row["batch"], row["arm"]): row["ms"] for row in rows if row["model"] == "resnet50"}
+        ms = {
+            (row["batch"], row["arm"]): row["ms"]
+            for row in rows
+            if row["model"] == "resnet50"
+        }
         for batch in {batch for batch, _ in ms}:
             joined = ms[batch, "normplug+fuse"]
             price[name, batch] = joined / ms[batch, "normplug-local+fuse"]
@@ -83,10 +101,15 @@ def test_the_price_of_synchronisation_is_that_of_the_results():
     shown = {case: f"{ratio:.2f}" for case, ratio in price.items()}
     assert f"| H100 | {shown['sync_h100', 32]} | {shown['sync_h100', 128]} | |" in page
     assert f"| H100, idle host | | {shown['sync_idle_h100', 128]} | |" in page
-    assert f"(#under-torchcompile) | | {shown['sync_compiled_h100', 128]} | {limited} |" in page
+    assert (
+        f"(#under-torchcompile) | | {shown['sync_compiled_h100', 128]} | {limited} |"
+        in page
+    )
     assert f"| H200 | {shown['sync_h200', 32]} | {shown['sync_h200', 128]} | |" in page
     first = f"{torchs['sync_h100', 128]:.1f} times"
-    assert f"took {first} as long as the synchronised and fused one, on two H100s" in readme
+    assert (
+        f"took {first} as long as the synchronised and fused one, on two H100s" in readme
+    )
     assert f"{first} in the first row of the first table" in page
     lowest, highest = min(torchs.values()), max(torchs.values())
     assert f"takes {lowest:.1f} to {highest:.1f} times as long as a synchronised" in page
@@ -114,7 +137,9 @@ def test_a_models_speed_is_over_eager_in_its_faster_layout_and_an_operations_in_
         for i, layout in enumerate(layouts)
     ]
     assert tables.speeds(apart)["swap"].tolist() == [1.6, 5.0]
-    assert "10.0 | 2.0 (5.00x)" in tables.render([row | {"device": "GPU"} for row in apart])
+    assert "10.0 | 2.0 (5.00x)" in tables.render(
+        [row | {"device": "GPU"} for row in apart]
+    )
 
 
 def test_every_committed_result_and_picture_is_linked_from_a_page():
@@ -129,14 +154,34 @@ def test_every_committed_result_and_picture_is_linked_from_a_page():
 
 def test_a_page_about_devices_is_the_table_that_the_command_wrote(tmp_path):
     json = tmp_path / "rows.json"
-    main(["op", "layer_norm", "--devices", "cpu,cuda", "--shape", "4x8", "--json", str(json)])
+    main(
+        [
+            "op",
+            "layer_norm",
+            "--devices",
+            "cpu,cuda",
+            "--shape",
+            "4x8",
+            "--json",
+            str(json),
+        ]
+    )
     assert tables.render(read_file(json)) == (tmp_path / "rows.md").read_text()
 
 
 def test_a_suite_writes_rows(tmp_path):
-    words = ["--suite", "small", "--only", "layer_norm rows 32x128 float32", "--device", "cpu"]
+    words = [
+        "--suite",
+        "small",
+        "--only",
+        "layer_norm rows 32x128 float32",
+        "--device",
+        "cpu",
+    ]
     path = tmp_path / "rows.json"
-    norms.main([*words, "--provider", "normplug", "--provider", "eager", "--json", str(path)])
+    norms.main(
+        [*words, "--provider", "normplug", "--provider", "eager", "--json", str(path)]
+    )
     assert {row["op"] for row in read_file(path)} == {"layer_norm", "add_layer_norm"}
     with pytest.raises(SystemExit, match="no case of suite headline has 'nonsense'"):
         norms.main(["--only", "nonsense", "--device", "cpu"])
@@ -144,7 +189,9 @@ def test_a_suite_writes_rows(tmp_path):
 
 def test_another_packages_norm_is_compared_after_the_sum_with_a_bias(monkeypatch):
     def norm_of(norm, x):
-        return 2 * F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+        return 2 * F.layer_norm(
+            x, norm.normalized_shape, norm.weight, norm.bias, norm.eps
+        )
 
     monkeypatch.setattr(rivals, "_RIVALS", {"torch": {"layer_norm": norm_of}})
     assert not rivals.of("add_layer_norm")
@@ -157,7 +204,9 @@ def test_another_packages_norm_is_compared_after_the_sum_with_a_bias(monkeypatch
         torch.testing.assert_close(found[name], 2 * value)
 
 
-def test_other_arms_differ_from_the_usual_as_their_names_say(tmp_path, monkeypatch, capsys):
+def test_other_arms_differ_from_the_usual_as_their_names_say(
+    tmp_path, monkeypatch, capsys
+):
     small = partial(nets.NETS["nnunet3d"].make, size=8, widths=(4, 8))
     missing = Mock(side_effect=ImportError("no diffusers"))
     for name, make in {"unet2d": missing, "nnunet3d": small}.items():
@@ -187,7 +236,9 @@ def test_the_gate_names_the_rows_that_have_become_slower(tmp_path, speeds, why):
     for name, runs in {"new": speeds, "old": [1.5]}.items():
         arms = [("eager", 1.0), ("liger", len(runs)), *3 * [("swap", 1.1)]]
         arms += [("swap+fuse", speed) for speed in runs]
-        rows = [{"model": "net", "batch": 2, "arm": arm, "over_eager": n} for arm, n in arms]
+        rows = [
+            {"model": "net", "batch": 2, "arm": arm, "over_eager": n} for arm, n in arms
+        ]
         add_to_file(tmp_path / f"{name}.json", rows)
     failed = f"^1 of 2 rows fail:\nnet, 2, swap\\+fuse: {why}$"
     with pytest.raises(SystemExit, match=failed) if why else nullcontext():

@@ -54,7 +54,9 @@ def a_loss(loss, **others):
 def write_variance(run, steps=30, norms=3):
     """Write `variance.csv`: the input variance is the step, times the number of the norm."""
     lines = ["step,depth,target_variance,input_variance,output_variance,affine_variance"]
-    lines += [f"{s},{n},1.0,{s * (n + 1)},1.0,nan" for s in range(steps) for n in range(norms)]
+    lines += [
+        f"{s},{n},1.0,{s * (n + 1)},1.0,nan" for s in range(steps) for n in range(norms)
+    ]
     (run / "variance.csv").write_text("\n".join(lines) + "\n")
 
 
@@ -71,36 +73,52 @@ def by_arm(comparison):
 
 def difference(row, what="difference_to_reference"):
     """(n, mean, half width) of an interval of the table."""
-    return tuple(getattr(row, f"{what}_{part}") for part in ("n", "mean", "t95_half_width"))
+    return tuple(
+        getattr(row, f"{what}_{part}") for part in ("n", "mean", "t95_half_width")
+    )
 
 
-def test_differences_are_paired_by_seed_for_the_test_and_the_validation(compared, tmp_path):
+def test_differences_are_paired_by_seed_for_the_test_and_the_validation(
+    compared, tmp_path
+):
     values = {
         "standard": {0: (0.90, 0.8), 1: (0.92, 0.7), 2: (0.94, None), 4: (0.9, 0.9)},
         "golden": {0: (0.92, 0.81), 1: (0.92, 0.73), 3: (0.50, 0.9), 4: (None, math.nan)},
     }
     for arm, of_arm in values.items():
         for seed, (test, last) in of_arm.items():
-            write_run(tmp_path, arm, seed, test_accuracy=test, accuracy_by_epoch=[0.1, last])
+            write_run(
+                tmp_path, arm, seed, test_accuracy=test, accuracy_by_epoch=[0.1, last]
+            )
     comparison = compared()
     row = by_arm(comparison)["golden"]
     # Differences 0.02 and 0, and 1 and 3 points: t(0.975, 1) = 12.7062 times s / sqrt(2).
     assert difference(row) == pytest.approx((2, 0.01, 0.127062), rel=1e-5)
     last = difference(row, "validation_difference_to_reference")
     assert last == pytest.approx((2, 0.02, 0.127062), rel=1e-5)
-    line = next(line for line in comparison.markdown.splitlines() if line.startswith("| golden"))
+    line = next(
+        line for line in comparison.markdown.splitlines() if line.startswith("| golden")
+    )
     assert line.endswith(" +2.00 ± 12.71 (2 pairs) |")
     assert "golden, seed 4: finished: no test accuracy (" in comparison.markdown
 
 
-def test_runs_with_a_loss_are_compared_in_its_unit_beside_runs_with_an_accuracy(compared, tmp_path):
+def test_runs_with_a_loss_are_compared_in_its_unit_beside_runs_with_an_accuracy(
+    compared, tmp_path
+):
     for arm, loss in {"standard": 1.5, "baseline": 1.75, "golden": 1.25}.items():
         for seed, text in enumerate("ab"):
             bits = {"test_bits_per_character": 2.25 + seed, "text_sha256": 20 * text}
-            write_run(tmp_path, arm, seed, **a_loss(loss, model="gpt", data="text", **bits))
+            write_run(
+                tmp_path, arm, seed, **a_loss(loss, model="gpt", data="text", **bits)
+            )
             write_run(tmp_path, arm, seed)
     comparison = compared()
-    assert list(comparison.table.arm)[:3] == ["standard", "golden", "baseline"]  # lower is better
+    assert list(comparison.table.arm)[:3] == [
+        "standard",
+        "golden",
+        "baseline",
+    ]  # lower is better
     rows = {(row.model, row.arm): row for row in comparison.table.itertuples()}
     assert difference(rows["gpt", "golden"]) == (2, -0.25, 0)
     text, digits = comparison.markdown.split("## resnet18 on digits")
@@ -121,13 +139,20 @@ def test_runs_with_a_loss_are_compared_in_its_unit_beside_runs_with_an_accuracy(
     assert units.map(list).to_dict() == {"gpt": ["nats/byte"], "resnet18": ["%"]}
 
 
-def test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms(compared, tmp_path):
+def test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms(
+    compared, tmp_path
+):
     # Differences of 1, 2 and 3 points: t = 2 / (1 / sqrt(3)), and p = 0.0742 with 2 degrees.
     gains = {"golden": (1, 2, 3), "0.5": (1, 1, 1), "2.0": (0, 0, 0), "1.5": (-1, 0, 1)}
     gains["standard"] = (0, 0, 0)
-    write_runs(tmp_path, {arm: [(50 + g) / 100 for g in of_arm] for arm, of_arm in gains.items()})
+    write_runs(
+        tmp_path, {arm: [(50 + g) / 100 for g in of_arm] for arm, of_arm in gains.items()}
+    )
     comparison = compared()
-    ps = {row.arm: row.difference_to_reference_p_holm for row in comparison.table.itertuples()}
+    ps = {
+        row.arm: row.difference_to_reference_p_holm
+        for row in comparison.table.itertuples()
+    }
     assert math.isnan(ps["standard"])
     assert ps["golden"] == pytest.approx(3 * 0.0741799, rel=1e-5)
     assert ps["0.5"] == pytest.approx(0, abs=1e-12)
@@ -137,17 +162,26 @@ def test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms(compar
 
 def test_holms_adjustment_keeps_the_order_of_the_ps(compared, tmp_path):
     # Both arms have the same t, so p = 0.0742. The factors are 2 and 1.
-    values = {"standard": (0.5, 0.5, 0.5), "golden": (0.51, 0.52, 0.53), "0.5": (0.52, 0.54, 0.56)}
+    values = {
+        "standard": (0.5, 0.5, 0.5),
+        "golden": (0.51, 0.52, 0.53),
+        "0.5": (0.52, 0.54, 0.56),
+    }
     write_runs(tmp_path, values)
     rows = by_arm(compared())
     for arm in ("golden", "0.5"):
-        assert rows[arm].difference_to_reference_p_holm == pytest.approx(2 * 0.0741799, rel=1e-5)
+        assert rows[arm].difference_to_reference_p_holm == pytest.approx(
+            2 * 0.0741799, rel=1e-5
+        )
 
 
 def test_a_collected_file_gives_the_same_report_without_what_is_local(tmp_path):
     runs = tmp_path / "runs"
     for seed in range(2):
-        local = {"process": "5 on a-machine", "overrides": ["data.root=/home/me/photos", "seed=0"]}
+        local = {
+            "process": "5 on a-machine",
+            "overrides": ["data.root=/home/me/photos", "seed=0"],
+        }
         write_variance(write_run(runs, "golden", seed, **local))
     write_run(runs, "golden", 2, status="failed", error="no\n/home/me/data.bin here")
     file = tmp_path / "docs" / "runs.json"
@@ -156,7 +190,9 @@ def test_a_collected_file_gives_the_same_report_without_what_is_local(tmp_path):
     assert len(text.splitlines()) == 2 + 3
     assert not any(local in text for local in ("process", "a-machine", "/home"))
     assert '"data.root=photos"' in text
-    assert json.loads(text)[0]["variances"]["input_variance"] == [[29, 58, 87]]  # the last step
+    assert json.loads(text)[0]["variances"]["input_variance"] == [
+        [29, 58, 87]
+    ]  # the last step
     found, kept = compare(runs, out=tmp_path / "a"), compare(file, out=tmp_path / "b")
     _, *lines = found.markdown.replace("/home/me/", "").splitlines()
     assert kept.markdown.splitlines()[1:] == lines
@@ -174,8 +210,16 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
     }
     for arm, rates in last.items():
         for seed, (rate, value) in product((0, 1), rates.items()):
-            options = [f"mode={arm}", "tag=a b", f"optimizer.lr={rate}", f"seed={seed}", "study=s"]
-            ends = {"status": "failed"} if (arm, rate, seed) == ("standard", 0.4, 1) else {}
+            options = [
+                f"mode={arm}",
+                "tag=a b",
+                f"optimizer.lr={rate}",
+                f"seed={seed}",
+                "study=s",
+            ]
+            ends = (
+                {"status": "failed"} if (arm, rate, seed) == ("standard", 0.4, 1) else {}
+            )
             directory = tmp_path / str(rate)
             curve = {"accuracy_by_epoch": [0.99, value], "learning_rate": rate}
             write_run(directory, arm, seed, **curve, overrides=options, **ends)
@@ -189,17 +233,28 @@ def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
     printed = capsys.readouterr().out
     line = next(line for line in printed.splitlines() if line.startswith("| standard"))
     cells = [cell.strip() for cell in line.split("|")[2:-1]]
-    assert cells == ["90.00", "90.00", "-", "0.1", "0.00", "at the end of the range: extend it"]
+    assert cells == [
+        "90.00",
+        "90.00",
+        "-",
+        "0.1",
+        "0.00",
+        "at the end of the range: extend it",
+    ]
     assert "has the best mean validation accuracy after the last epoch" in printed
     # Without a choice, each rate is an arm.
-    assert {"golden lr=0.1", "golden lr=0.2", "golden lr=0.4", "0.5"} < set(compared().table.arm)
+    assert {"golden lr=0.1", "golden lr=0.2", "golden lr=0.4", "0.5"} < set(
+        compared().table.arm
+    )
 
 
 def test_a_margin_adds_the_p_of_an_equivalence(compared, tmp_path, capsys):
     # Differences of -0.1, 0 and 0.1 points: t = 0.2 / (0.1 / sqrt(3)), and one-sided p = 0.0371.
     gains = {"standard": (0, 0, 0), "golden": (-0.1, 0, 0.1)}
     gains |= {"0.5": (1, 1.1, 1.2), "1.5": (-1, -1.1, -1.2)}
-    write_runs(tmp_path, {arm: [(50 + g) / 100 for g in of_arm] for arm, of_arm in gains.items()})
+    write_runs(
+        tmp_path, {arm: [(50 + g) / 100 for g in of_arm] for arm, of_arm in gains.items()}
+    )
     rows = by_arm(compared(margin=0.2))
     ps = {arm: row.difference_to_reference_p_equivalent for arm, row in rows.items()}
     assert ps["golden"] == pytest.approx(0.0370908, rel=1e-4)
@@ -217,12 +272,16 @@ def write_two_rates(root, values, **changes):
         for rate, of_rate in rates.items():
             for seed, accuracy in enumerate(of_rate):
                 scores = {"test_accuracy": accuracy, "accuracy_by_epoch": [accuracy]}
-                write_run(root / str(rate), arm, seed, learning_rate=rate, **scores, **changes)
+                write_run(
+                    root / str(rate), arm, seed, learning_rate=rate, **scores, **changes
+                )
 
 
 def test_arms_are_compared_by_their_means_over_rates(compared, tmp_path):
     golden = {0.4: [0.81, 0.82], 0.8: [0.83, 0.86]}
-    write_two_rates(tmp_path, {"golden": golden, "standard": {0.4: [0.8] * 3, 0.8: [0.8] * 3}})
+    write_two_rates(
+        tmp_path, {"golden": golden, "standard": {0.4: [0.8] * 3, 0.8: [0.8] * 3}}
+    )
     write_run(tmp_path / "0.4", "golden", 2, learning_rate=0.4)
     comparison = compared(over_rates=True)
     for words in (
@@ -244,12 +303,16 @@ def test_the_runs_of_one_rate_are_compared_alone(compared, tmp_path):
     write_two_rates(tmp_path, rates)
     comparison = compared(reference="golden", rate=0.8)
     assert difference(by_arm(comparison)["standard"])[:2] == pytest.approx((1, -0.03))
-    with pytest.raises(ValueError, match=r"no run has the learning rate 3, only \[0.4, 0.8\]"):
+    with pytest.raises(
+        ValueError, match=r"no run has the learning rate 3, only \[0.4, 0.8\]"
+    ):
         compared(rate=3.0)
 
 
 def test_a_column_without_a_value_is_left_out(compared, tmp_path):
-    write_runs(tmp_path, {"golden": [0.9], "standard": [0.8]}, images_per_s=None, step_ms=None)
+    write_runs(
+        tmp_path, {"golden": [0.9], "standard": [0.8]}, images_per_s=None, step_ms=None
+    )
     lines = [" ".join(line.split()) for line in compared().markdown.splitlines()]
     assert "| arm | peak, MiB | norms swapped |" in lines
     assert "| arm | n | test accuracy, % | minus standard, points |" in " ".join(lines)
@@ -279,7 +342,9 @@ def test_gaps_to_the_reference_are_at_the_epochs_that_were_validated(compared, t
     assert "| golden | +10.00 ± 0.00 | +5.00 ± 0.00 | +0.00 ± 0.00 |" in lines
 
 
-def test_best_rates_of_a_loss_are_the_lowest_and_unreadable_runs_are_refused(tmp_path, capsys):
+def test_best_rates_of_a_loss_are_the_lowest_and_unreadable_runs_are_refused(
+    tmp_path, capsys
+):
     for rate, loss in {0.1: 1.25, 0.2: 1.5}.items():
         options = {"learning_rate": rate, "overrides": ["mode=golden"]}
         write_run(tmp_path / str(rate), "golden", 0, **a_loss(loss, **options))
@@ -305,7 +370,9 @@ def test_a_committed_report_is_that_of_its_committed_runs(page, tmp_path, monkey
 
 def test_only_finished_runs_are_averaged_and_all_others_are_listed(compared, tmp_path):
     write_runs(tmp_path, {"standard": 4 * [0.9], "golden": [0.8]})
-    write_run(tmp_path, "golden", 1, test_accuracy=0.1, status="failed", error="out of\nmemory")
+    write_run(
+        tmp_path, "golden", 1, test_accuracy=0.1, status="failed", error="out of\nmemory"
+    )
     write_run(tmp_path, "golden", 2, test_accuracy=0.1, status="running")
     write_run(tmp_path, "baseline", 1, test_accuracy=None)
     write_run(tmp_path, "baseline", 2, test_accuracy=0.7)
@@ -341,8 +408,12 @@ def test_of_the_runs_of_a_seed_the_newest_finished_one_counts(compared, tmp_path
     assert comparison.markdown.count(text) == 2
 
 
-def test_arms_are_sorted_by_effect_under_their_plain_names_and_columns_line_up(compared, tmp_path):
-    write_runs(tmp_path, {"standard-gamma0_0.786": [0.81], "golden": [0.83], "0.5": [0.82]})
+def test_arms_are_sorted_by_effect_under_their_plain_names_and_columns_line_up(
+    compared, tmp_path
+):
+    write_runs(
+        tmp_path, {"standard-gamma0_0.786": [0.81], "golden": [0.83], "0.5": [0.82]}
+    )
     write_runs(tmp_path, {"standard": [0.8], "baseline": [0.79]})
     write_run(tmp_path, "2.0", 0, status="failed")
     comparison = compared()
@@ -354,7 +425,9 @@ def test_arms_are_sorted_by_effect_under_their_plain_names_and_columns_line_up(c
     plain = ["golden", "target 0.5", "standard gamma0=0.786", "baseline", "target 2.0"]
     assert names == ["standard", *plain]
     for half in (outcomes, costs):
-        assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in half}) == 1
+        assert (
+            len({tuple(i for i, c in enumerate(line) if c == "|") for line in half}) == 1
+        )
 
 
 def test_baseline_stands_in_for_a_standard_without_finished_runs(compared, tmp_path):
@@ -372,7 +445,9 @@ def test_baseline_stands_in_for_a_standard_without_finished_runs(compared, tmp_p
 
 
 def test_any_arm_can_be_the_reference(compared, tmp_path):
-    write_runs(tmp_path, {"baseline": [0.9], "golden": [0.7], "standard-gamma0_0.786": [0.6]})
+    write_runs(
+        tmp_path, {"baseline": [0.9], "golden": [0.7], "standard-gamma0_0.786": [0.6]}
+    )
     for name in ("standard gamma0=0.786", "standard-gamma0_0.786"):
         rows = by_arm(compared(reference=name))
         assert rows["golden"].difference_to_reference_mean == 0.7 - 0.6
@@ -383,12 +458,16 @@ def test_any_arm_can_be_the_reference(compared, tmp_path):
     absent = "since no arm named golden has a finished run"
     assert f"Reference: standard, {absent}.\n" in compared(reference="golden").markdown
     known = "'baseline', 'golden', 'standard', 'standard gamma0=0.786'"
-    with pytest.raises(ValueError, match=f"got 'glden'. Choose one of these: --reference {known}."):
+    with pytest.raises(
+        ValueError, match=f"got 'glden'. Choose one of these: --reference {known}."
+    ):
         compared(reference="glden")
 
 
 def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(compared, tmp_path):
-    write_runs(tmp_path, {"standard": 3 * [100.0], "golden": [200.0, 800.0]}, "images_per_s")
+    write_runs(
+        tmp_path, {"standard": 3 * [100.0], "golden": [200.0, 800.0]}, "images_per_s"
+    )
     write_run(tmp_path, "golden", 2, images_per_s=1.0, hardware="A100")
     # No ratio is stated within the spread of the reference's own runs.
     speeds = {"standard": [100.0, 150.0], "golden": [140.0, 210.0], "0.5": [200.0, 300.0]}
@@ -401,18 +480,33 @@ def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(compared, tm
     assert "1.400" not in markdown
 
 
-def test_arms_with_graphs_have_a_speed_ratio_to_a_reference_with_graphs(compared, tmp_path):
-    speeds = {"standard": 100.0, "golden": 150.0, "standard-graph": 200.0, "golden-graph": 220.0}
+def test_arms_with_graphs_have_a_speed_ratio_to_a_reference_with_graphs(
+    compared, tmp_path
+):
+    speeds = {
+        "standard": 100.0,
+        "golden": 150.0,
+        "standard-graph": 200.0,
+        "golden-graph": 220.0,
+    }
     for (arm, speed), seed in product(speeds.items(), range(2)):
         write_run(tmp_path, arm, seed, images_per_s=speed, graph="graph" in arm)
     comparison = compared()
-    assert list(comparison.table.arm) == ["standard", "golden", "standard-graph", "golden-graph"]
+    assert list(comparison.table.arm) == [
+        "standard",
+        "golden",
+        "standard-graph",
+        "golden-graph",
+    ]
     rows = by_arm(comparison)
     assert rows["golden"].speed_ratio_geometric_mean == pytest.approx(1.5)
     assert rows["golden-graph"].speed_ratio_geometric_mean == pytest.approx(1.1)
     assert rows["golden-graph"].speed_reference == "standard-graph"
     assert rows["golden-graph"].reference == "standard"
-    assert "with CUDA graphs have the speed ratio to standard graph.\n" in comparison.markdown
+    assert (
+        "with CUDA graphs have the speed ratio to standard graph.\n"
+        in comparison.markdown
+    )
 
 
 def test_diverged_seeds_have_a_column_of_their_own(compared, tmp_path):
@@ -424,8 +518,12 @@ def test_diverged_seeds_have_a_column_of_their_own(compared, tmp_path):
     write_run(tmp_path, "0.5", 1)
     comparison = compared()
     assert "| 1 of 8 |  1 stopped |" in comparison.markdown
-    assert "target 0.5, seed 0: diverged: the training loss is nan (" in comparison.markdown
-    assert by_arm(comparison)["golden"].test_mean == pytest.approx((8 * 0.9 + 0.021 - 0.8) / 8)
+    assert (
+        "target 0.5, seed 0: diverged: the training loss is nan (" in comparison.markdown
+    )
+    assert by_arm(comparison)["golden"].test_mean == pytest.approx(
+        (8 * 0.9 + 0.021 - 0.8) / 8
+    )
 
 
 BAD = [
@@ -450,7 +548,9 @@ def test_a_wrong_result_is_one_line_and_the_other_runs_are_compared(
     comparison = compared()
     assert list(comparison.table.arm) == ["standard"]
     assert not comparison.complete
-    (line,) = [line for line in comparison.markdown.splitlines() if "bad/result.json" in line]
+    (line,) = [
+        line for line in comparison.markdown.splitlines() if "bad/result.json" in line
+    ]
     assert words in line
     assert len(line) < 500
 
@@ -481,15 +581,22 @@ def test_without_a_finished_run_there_is_a_table_and_no_plot(tmp_path):
     comparison = compare(tmp_path)
     assert {path.name for path in comparison.paths} == {"summary.md", "summary.csv"}
     rows = [row for row in comparison.markdown.splitlines() if row.startswith("| golden")]
-    assert [" ".join(row.split()) for row in rows] == ["| golden | 0 of 1 |", "| golden |"]
+    assert [" ".join(row.split()) for row in rows] == [
+        "| golden | 0 of 1 |",
+        "| golden |",
+    ]
     lacking = "since no arm named standard or baseline has a finished run"
     assert f"Reference: none, {lacking}.\n" in comparison.markdown
 
 
 def test_every_file_is_written_and_printed_and_none_is_blank(tmp_path, capsys):
     for arm, seed in product(("standard", "golden"), range(2)):
-        write_variance(write_run(tmp_path / "runs", arm, seed, test_accuracy=0.9 + seed / 100))
-    assert main([str(tmp_path / "runs"), "--out", str(out := tmp_path / "new" / "out")]) == 0
+        write_variance(
+            write_run(tmp_path / "runs", arm, seed, test_accuracy=0.9 + seed / 100)
+        )
+    assert (
+        main([str(tmp_path / "runs"), "--out", str(out := tmp_path / "new" / "out")]) == 0
+    )
     names = ("accuracy", "gap", "seeds", "speed", "variance_by_depth")
     plots = {f"{name}_resnet18_digits.png" for name in names}
     assert {path.name for path in out.iterdir()} == plots | {"summary.md", "summary.csv"}
@@ -499,7 +606,9 @@ def test_every_file_is_written_and_printed_and_none_is_blank(tmp_path, capsys):
     assert printed.startswith((out / "summary.md").read_text("utf-8"))
     assert {*map(str, out.iterdir())} < set(printed.splitlines())
     summary = pd.read_csv(out / "summary.csv").set_index("arm")
-    assert summary.test_mean.to_dict() == pytest.approx({"standard": 0.905, "golden": 0.905})
+    assert summary.test_mean.to_dict() == pytest.approx(
+        {"standard": 0.905, "golden": 0.905}
+    )
 
 
 @pytest.mark.parametrize("name", ["", "nowhere", "object.json", "empty.json"])

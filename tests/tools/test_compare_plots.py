@@ -59,7 +59,11 @@ def test_lines_over_epochs_and_blocks_are_medians_up_to_where_a_seed_stops():
     (whole,) = found["accuracy"].axes
     lowest = min(whole.lines, key=lambda line: line.get_zorder())
     assert lowest.get_label() == "baseline (1 seed)"  # wide: it would hide an equal arm
-    assert lines(whole).keys() == {lowest.get_label(), "standard (1 seed)", "golden (2 seeds)"}
+    assert lines(whole).keys() == {
+        lowest.get_label(),
+        "standard (1 seed)",
+        "golden (2 seeds)",
+    }
     assert lines(whole)["golden (2 seeds)"] == [[1.0, 50.0], [2.0, 70.0]]
     assert whole.get_ylabel() == "validation accuracy (%)"
     gaps, late = found["gap"].axes
@@ -68,7 +72,10 @@ def test_lines_over_epochs_and_blocks_are_medians_up_to_where_a_seed_stops():
     np.testing.assert_allclose(lines(late)["golden (1 seed)"], [[2, -10]])
     assert gaps.get_ylabel() == "minus standard (points)"
     (blocks,) = found["blocks"].axes
-    expected = {"golden (2 seeds)": [[1, 0.4], [2, 0.2]], "baseline (1 seed)": [[1, 0.2], [2, 0.4]]}
+    expected = {
+        "golden (2 seeds)": [[1, 0.4], [2, 0.2]],
+        "baseline (1 seed)": [[1, 0.2], [2, 0.4]],
+    }
     assert lines(blocks) == expected
 
 
@@ -105,7 +112,9 @@ def test_a_diverged_seed_is_named_and_does_not_stretch_the_axis():
 def test_a_loss_is_drawn_as_it_is_with_its_unit():
     loss = Measure("loss", "nats/byte", "lower", "tokens")
     arms = {"standard": 1.5, "golden": 1.25}
-    found = drawn(*(a_run(arm, 0, at, (2.0, at), measure=loss) for arm, at in arms.items()))
+    found = drawn(
+        *(a_run(arm, 0, at, (2.0, at), measure=loss) for arm, at in arms.items())
+    )
     left, right = found["seeds"].axes
     assert left.get_xlabel() == "test loss (nats/byte), lower is better"
     assert right.get_xlabel() == "test loss minus standard, same seed (nats/byte)"
@@ -119,8 +128,18 @@ def test_no_text_of_a_plot_lies_on_another_or_outside():
     cells = np.random.default_rng(0).uniform(0.5, 2.0, 60)
     others = {"block_drop": [0.5, 0.1], "items_per_s": 10.0, **a_variance(cells)}
     each = product(arms, range(3))
-    found = drawn(*(a_run(arm, i, 0.9 + i / 100, (0.5, 1.0), **others) for arm, i in each))
-    named = {"seeds", "targets", "speed", "accuracy", "gap", "blocks", "variance_by_depth"}
+    found = drawn(
+        *(a_run(arm, i, 0.9 + i / 100, (0.5, 1.0), **others) for arm, i in each)
+    )
+    named = {
+        "seeds",
+        "targets",
+        "speed",
+        "accuracy",
+        "gap",
+        "blocks",
+        "variance_by_depth",
+    }
     assert found.keys() == named
     for figure in found.values():
         figure.draw_without_rendering()
@@ -134,7 +153,9 @@ def test_no_text_of_a_plot_lies_on_another_or_outside():
             box = item.get_window_extent().padded(-1)
             assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1, item
             assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1, item
-            assert not any(box.overlaps(other.get_window_extent()) for other in items[:i]), item
+            assert not any(
+                box.overlaps(other.get_window_extent()) for other in items[:i]
+            ), item
 
 
 def test_variance_by_depth_has_a_panel_for_each_quantity():
@@ -148,8 +169,16 @@ def test_variance_by_depth_has_a_panel_for_each_quantity():
 
 
 def test_targets_are_on_a_log_axis_and_other_arms_are_left_out():
-    modes = {"standard": 0.0, "golden": 0.02, "0.5": 0.01, "2": -0.01, "standard-gamma0_0.7": 0.5}
-    runs = [a_run(arm, seed, 0.9 + gain) for arm, gain in modes.items() for seed in range(2)]
+    modes = {
+        "standard": 0.0,
+        "golden": 0.02,
+        "0.5": 0.01,
+        "2": -0.01,
+        "standard-gamma0_0.7": 0.5,
+    }
+    runs = [
+        a_run(arm, seed, 0.9 + gain) for arm, gain in modes.items() for seed in range(2)
+    ]
     (axes,) = drawn(*runs)["targets"].axes
     assert axes.get_xscale() == "log"
     assert axes.get_ylabel() == "minus standard, points, higher is better"
@@ -159,7 +188,9 @@ def test_targets_are_on_a_log_axis_and_other_arms_are_left_out():
 def test_a_seed_far_off_does_not_move_the_mean_of_its_target():
     runs = [a_run(arm, seed, 0.9 + seed / 1000) for arm in "1234" for seed in range(8)]
     runs[-1]["test_score"] = 0.1
-    (axes,) = drawn(*runs, *(a_run("standard", seed, 0.9) for seed in range(8)))["targets"].axes
+    (axes,) = drawn(*runs, *(a_run("standard", seed, 0.9) for seed in range(8)))[
+        "targets"
+    ].axes
     np.testing.assert_allclose(means(axes), [[1, 0.35], [2, 0.35], [3, 0.35], [4, 0.3]])
     assert axes.containers[-1].get_label() == "target 4, without 1 far off"
 
@@ -167,7 +198,14 @@ def test_a_seed_far_off_does_not_move_the_mean_of_its_target():
 def test_the_score_is_drawn_over_the_speed_and_the_learning_rate():
     speeds = {"baseline": 10.0, "golden": 20.0}
     runs = [
-        a_run(arm, seed, 0.9 + rate, items_per_s=speed, learning_rate=rate, validation_score=rate)
+        a_run(
+            arm,
+            seed,
+            0.9 + rate,
+            items_per_s=speed,
+            learning_rate=rate,
+            validation_score=rate,
+        )
         for (arm, speed), rate, seed in product(speeds.items(), (0.01, 0.02), range(2))
     ]
     found = drawn(*runs, over_rates=True)

@@ -60,7 +60,9 @@ def parts(data):
     """The training, validation and test part."""
     data.setup("fit")
     tensors = (part.tensors for part in (data.train_part, data.val_part, data.test_part))
-    return [SimpleNamespace(inputs=inputs, targets=targets) for inputs, targets in tensors]
+    return [
+        SimpleNamespace(inputs=inputs, targets=targets) for inputs, targets in tensors
+    ]
 
 
 @pytest.fixture
@@ -72,8 +74,12 @@ def tree(tmp_path):
             place = tmp_path / "pets" / part / name
             place.mkdir(parents=True)
             for i in range(count):
-                pixels = random.integers(0, 100, (SIZE + i, SIZE + 2 + i // 2, 3), np.uint8)
-                Image.fromarray(pixels + np.uint8(150 * label)).save(place / f"{i:02}.png")
+                pixels = random.integers(
+                    0, 100, (SIZE + i, SIZE + 2 + i // 2, 3), np.uint8
+                )
+                Image.fromarray(pixels + np.uint8(150 * label)).save(
+                    place / f"{i:02}.png"
+                )
     return tmp_path / "pets"
 
 
@@ -100,7 +106,10 @@ def test_parts_are_disjoint_stratified_and_the_same_for_every_seed():
         assert torch.equal(part.inputs, other.inputs)
         # 178 images a class, on average; the rounding of two splits moves at most one
         torch.testing.assert_close(
-            part.targets.bincount() / 1797, torch.full((10,), share / 10), atol=5e-3, rtol=0
+            part.targets.bincount() / 1797,
+            torch.full((10,), share / 10),
+            atol=5e-3,
+            rtol=0,
         )
 
 
@@ -109,7 +118,11 @@ class TestStreams:
         data = Fake(image_size=8)
         data.setup("fit")
         before = torch.get_rng_state()
-        for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
+        for loader in (
+            data.train_dataloader(),
+            data.val_dataloader(),
+            data.test_dataloader(),
+        ):
             next(iter(loader))
         assert torch.equal(torch.get_rng_state(), before)
 
@@ -138,7 +151,9 @@ class TestStreams:
         assert len(set(map(len, batches))) == 1
         assert torch.cat(sum(batches, [])).sort().values.tolist() == list(range(samples))
         monkeypatch.setattr(data, "shards", lambda: (samples + 1, 0))
-        with pytest.raises(ValueError, match=f"for each process; got {samples} for {samples + 1}"):
+        with pytest.raises(
+            ValueError, match=f"for each process; got {samples} for {samples + 1}"
+        ):
             data.test_dataloader()
 
     @pytest.mark.parametrize(("batch_size", "batches"), [(64, 11), (720, 1), (1000, 1)])
@@ -163,7 +178,9 @@ class TestPixels:
         # Every offset, flipped or not, is about equally frequent: 50 ways at most.
         assert (found.sum(1) > 0.2 * 500 / len(crops)).all()
 
-    def test_training_images_have_mean_0_and_std_1_and_a_constant_channel_is_0(self, monkeypatch):
+    def test_training_images_have_mean_0_and_std_1_and_a_constant_channel_is_0(
+        self, monkeypatch
+    ):
         data = Fake(num_images=500, image_size=8)
         images, test = data.load()
         images.tensors[0][:, 2] = 7
@@ -172,7 +189,9 @@ class TestPixels:
         pixels, _ = data.on_after_batch_transfer((train.inputs, train.targets), 0)
         var, mean = torch.var_mean(pixels.double(), (0, 2, 3), correction=0)
         torch.testing.assert_close(mean, torch.zeros(3).double(), atol=1e-6, rtol=0)
-        torch.testing.assert_close(var, torch.tensor([1.0, 1, 0]).double(), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            var, torch.tensor([1.0, 1, 0]).double(), atol=1e-6, rtol=0
+        )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +213,9 @@ def test_device_decides_where_data_are_kept(monkeypatch, device, free, on_gpu):
 class TestTrainer:
     def data(self, seed=0):
         augment = {"pad": 2, "flip": True}
-        return Fake(seed=seed, image_size=8, num_images=400, batch_size=64, augment=augment)
+        return Fake(
+            seed=seed, image_size=8, num_images=400, batch_size=64, augment=augment
+        )
 
     def test_seed_decides_augmented_pixels_and_the_global_generator_does_not(self):
         torch.manual_seed(0)
@@ -224,15 +245,20 @@ class TestTrainer:
 
 class TestImageFolder:
     @pytest.mark.parametrize(
-        ("test", "counts"), [("test", (36, 4, 8)), ("val", (36, 4, 8)), ("../other", (28, 4, 8))]
+        ("test", "counts"),
+        [("test", (36, 4, 8)), ("val", (36, 4, 8)), ("../other", (28, 4, 8))],
     )
-    def test_has_its_test_images_in_test_or_val_or_holds_them_out(self, tree, test, counts):
+    def test_has_its_test_images_in_test_or_val_or_holds_them_out(
+        self, tree, test, counts
+    ):
         (tree / "test").rename(tree / test)
         data = folder(tree)
         assert data.sizes == {"num_classes": 2, "image_size": SIZE}
         for part, count in zip(parts(data), counts, strict=True):
             assert part.inputs.shape == (count, 3, SIZE, SIZE)
-            assert torch.equal(part.inputs.float().mean((1, 2, 3)) > 125, part.targets == 1)
+            assert torch.equal(
+                part.inputs.float().mean((1, 2, 3)) > 125, part.targets == 1
+            )
 
     def test_a_cache_is_read_until_the_tree_changes(self, tree, tmp_path):
         file = tmp_path / "new/pets.pt"
@@ -243,25 +269,33 @@ class TestImageFolder:
         Image.new("RGB", (SIZE, SIZE)).save(tree / "train/cat/00.png")
         changed, *_ = parts(folder(tree, cache=str(file)))
         assert not torch.equal(images.inputs, changed.inputs)
-        assert len(list(file.parent.glob("pets-*.pt"))) == 3  # two for training, one for test
+        assert (
+            len(list(file.parent.glob("pets-*.pt"))) == 3
+        )  # two for training, one for test
 
     def test_keeps_the_centre_in_its_own_proportions(self, tmp_path):
         image = Image.new("RGB", (24, 8), "black")
         image.paste("white", (8, 0, 16, 8))
         image.save(tmp_path / "wide.png")
         assert (decode([tmp_path / "wide.png"], 8) == 255).all()
-        assert decode([tmp_path / "wide.png"], 4).min() > 200  # the resize blurs the edges
+        assert (
+            decode([tmp_path / "wide.png"], 4).min() > 200
+        )  # the resize blurs the edges
 
     def test_refuses_a_tree_that_it_cannot_use(self, tree):
         with pytest.raises(FileNotFoundError, match="Couldn't find any class folder"):
             folder(tree / "train" / "cat")
-        with pytest.raises(UserError, match=r"GiB, more than data.memory_gib=1e-09. Set a larger"):
+        with pytest.raises(
+            UserError, match=r"GiB, more than data.memory_gib=1e-09. Set a larger"
+        ):
             folder(tree, memory_gib=1e-9).setup("fit")
         (tree / "test" / "emu").mkdir()
         with pytest.raises(FileNotFoundError, match="no valid file for the classes emu"):
             folder(tree)
         Image.new("RGB", (SIZE, SIZE)).save(tree / "test/emu/0.png")
-        with pytest.raises(UserError, match=r"got 2 for training. In one part only: \['emu'\]"):
+        with pytest.raises(
+            UserError, match=r"got 2 for training. In one part only: \['emu'\]"
+        ):
             folder(tree)
 
     @pytest.mark.parametrize(
@@ -287,14 +321,26 @@ class TestImageFolder:
                 (18, 2, 20),
                 "training training/ (20 images), test testing/ (20 images)",
             ),
-            ("train val test", (20, 20, 20), "test test/ (20 images), validation val/ (20 images)"),
+            (
+                "train val test",
+                (20, 20, 20),
+                "test test/ (20 images), validation val/ (20 images)",
+            ),
             (
                 "TRAINING VALID TEST",
                 (20, 20, 20),
                 "TEST/ (20 images), validation VALID/ (20 images)",
             ),
-            ("train", (14, 2, 4), "train/ (20 images), test 20% of it, validation 10% of the rest"),
-            (".", (14, 2, 4), "pets/ (20 images), test 20% of it, validation 10% of the rest"),
+            (
+                "train",
+                (14, 2, 4),
+                "train/ (20 images), test 20% of it, validation 10% of the rest",
+            ),
+            (
+                ".",
+                (14, 2, 4),
+                "pets/ (20 images), test 20% of it, validation 10% of the rest",
+            ),
         ],
     )
     def test_reads_each_part_from_the_directory_that_has_its_name(
@@ -316,7 +362,11 @@ class TestImageFolder:
         root = tmp_path / "pets"
         plant(root / "train")
         plant(root / "valid")
-        for name in ("__MACOSX/train", "train/.ipynb_checkpoints", "train/cat/.ipynb_checkpoints"):
+        for name in (
+            "__MACOSX/train",
+            "train/.ipynb_checkpoints",
+            "train/cat/.ipynb_checkpoints",
+        ):
             plant(root / name)
         (root / "labels").mkdir()
         (root / "labels/cat.txt").write_text("cat")
@@ -327,16 +377,30 @@ class TestImageFolder:
     @pytest.mark.parametrize(
         ("names", "sentence"),
         [
-            ("train val valid", "train/, val/, valid/: val/ and valid/ are the same part. Rename"),
-            ("train holdout", "It has holdout/, train/: holdout/ is no part, but has images."),
+            (
+                "train val valid",
+                "train/, val/, valid/: val/ and valid/ are the same part. Rename",
+            ),
+            (
+                "train holdout",
+                "It has holdout/, train/: holdout/ is no part, but has images.",
+            ),
             ("val test", "It has test/, val/: train/ is missing."),
             ("train .", "has cat/, dog/, train/: cat/ is no part, but has images; "),
-            ("seg_train seg_test", "seg_test/ and seg_train/ have the names of parts; each of"),
+            (
+                "seg_train seg_test",
+                "seg_test/ and seg_train/ have the names of parts; each of",
+            ),
             ("fold1 fold2", "each of them has cat/ and dog/, which may be the classes."),
-            ("one", "directory for each of at least two classes, the same for training and test"),
+            (
+                "one",
+                "directory for each of at least two classes, the same for training and test",
+            ),
         ],
     )
-    def test_refuses_a_tree_of_which_it_would_read_a_part(self, tmp_path, names, sentence):
+    def test_refuses_a_tree_of_which_it_would_read_a_part(
+        self, tmp_path, names, sentence
+    ):
         root = tmp_path / "pets"
         for name in names.split():
             plant(root / name)
@@ -352,17 +416,23 @@ class TestImageFolder:
     def test_refuses_pixels_that_8_bits_cannot_hold(self, tree):
         pixels = np.full((SIZE, SIZE), 40000, np.uint16)
         Image.fromarray(pixels).save(tree / "train/dog/05.png")
-        with pytest.raises(ValueError, match=r"05.png is .*\(its pixels have the mode I;16, more"):
+        with pytest.raises(
+            ValueError, match=r"05.png is .*\(its pixels have the mode I;16, more"
+        ):
             folder(tree).setup("fit")
 
     def test_names_an_unreadable_image(self, tree):
         (tree / "train" / "dog" / "05.png").write_bytes(b"no image")
-        with pytest.raises(ValueError, match=r"dog/05.png is not a readable image") as caught:
+        with pytest.raises(
+            ValueError, match=r"dog/05.png is not a readable image"
+        ) as caught:
             folder(tree).setup("fit")
         assert user_sentence(caught.value).endswith("Replace or delete it.")
 
 
-@pytest.mark.parametrize(("name", "shape"), [("CIFAR10", (32, 32, 3)), ("FashionMNIST", (28, 28))])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("CIFAR10", (32, 32, 3)), ("FashionMNIST", (28, 28))]
+)
 def test_torchvision_gives_its_official_parts(monkeypatch, name, shape):
     images = torch.randint(256, (40, *shape), dtype=torch.uint8)
     labels = [0, 1] * 20
@@ -370,7 +440,9 @@ def test_torchvision_gives_its_official_parts(monkeypatch, name, shape):
     monkeypatch.setattr(torchvision.datasets, name, dataset)
     data = Torchvision(dataset=name, num_classes=10, image_size=shape[0], root="here")
     data.prepare_data()
-    assert dataset.call_args_list == [call("here", train=t, download=True) for t in (True, False)]
+    assert dataset.call_args_list == [
+        call("here", train=t, download=True) for t in (True, False)
+    ]
     train, val, test = parts(data)
     assert (len(train.targets), len(val.targets)) == (36, 4)
     colours = images if images.ndim == 4 else images[..., None].expand(-1, -1, -1, 3)
@@ -384,12 +456,18 @@ def test_torchvision_refuses_sizes_that_the_images_do_not_have(monkeypatch, opti
     images = np.zeros((40, 8, 8), np.uint8)
     dataset = SimpleNamespace(data=images, targets=[*range(10)] * 4)
     monkeypatch.setattr(torchvision.datasets, "MNIST", lambda *_, **__: dataset)
-    data = Torchvision(**{"dataset": "MNIST", "num_classes": 10, "image_size": 8} | options)
-    with pytest.raises(UserError, match="MNIST has 10 classes and images of 8x8 pixels; got"):
+    data = Torchvision(
+        **{"dataset": "MNIST", "num_classes": 10, "image_size": 8} | options
+    )
+    with pytest.raises(
+        UserError, match="MNIST has 10 classes and images of 8x8 pixels; got"
+    ):
         data.setup("fit")
 
 
-@pytest.mark.parametrize("path", sorted(Path(CONFIGS, "data").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted(Path(CONFIGS, "data").glob("*.yaml")), ids=lambda p: p.stem
+)
 def test_configs_build_their_source(path, tree):
     cfg = composed(f"data={path.stem}", "seed=3")
     if path.stem == "image_folder":
@@ -418,11 +496,15 @@ class TestText:
         assert rows["val"] == list(range(80, 88))
         assert rows["test"] == list(range(90, 98))
         assert set(rows["train"]) < set(range(80))
-        assert len(rows["train"]) == 72  # of 19 blocks, the odd one is left for the next epoch
+        assert (
+            len(rows["train"]) == 72
+        )  # of 19 blocks, the odd one is left for the next epoch
         assert data.sizes == {"vocabulary": 256, "block_size": 4}
 
     @pytest.mark.parametrize(("character", "size"), [("a", 1), ("\u00e9", 2)])
-    def test_a_result_names_the_text_and_has_bits_by_character(self, tmp_path, character, size):
+    def test_a_result_names_the_text_and_has_bits_by_character(
+        self, tmp_path, character, size
+    ):
         text = (100 * character).encode()
         assert self.text(tmp_path, text).facts(1.0) == {
             "text_sha256": hashlib.sha256(text).hexdigest(),
@@ -438,7 +520,11 @@ class TestText:
     def test_what_cannot_be_a_text_is_refused(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="no.txt"):
             Text(path="no.txt")
-        with pytest.raises(UserError, match="longer than block_size=4; the smallest has 4 tokens"):
+        with pytest.raises(
+            UserError, match="longer than block_size=4; the smallest has 4 tokens"
+        ):
             self.text(tmp_path, b"a" * 40)
-        with pytest.raises(UserError, match="longer than block_size=4; the smallest has 0 tokens"):
+        with pytest.raises(
+            UserError, match="longer than block_size=4; the smallest has 0 tokens"
+        ):
             self.text(tmp_path, b"")

@@ -14,8 +14,8 @@ import graph_cases
 import normplug
 from accuracy import assert_same_bits
 from normplug import SyncBatchNorm
-from normplug._ops import peers
-from normplug._statistics import heat_map
+from normplug._ops import exchange
+from normplug._tools import heat_map
 from normplug.experiment.config import UserError
 from normplug.experiment.learner import GraphedLoss, refuse_graph
 from sync_cases import ran
@@ -78,10 +78,19 @@ def test_recording_leaves_running_statistics_and_random_numbers_as_they_were(rep
 
 
 def test_the_gradients_of_fused_optimizers_are_clipped_in_bfloat16(trains, tmp_path):
-    options = [*SMALL, "optimizer=sgd", "++optimizer.fused=true", "optimizer.weight_decay=0"]
+    options = [
+        *SMALL,
+        "optimizer=sgd",
+        "++optimizer.fused=true",
+        "optimizer.weight_decay=0",
+    ]
     options += ["trainer.precision=bf16-mixed", "callbacks.variance=null"]
     weights = []
-    for value in ("trainer.gradient_clip_val=1e-12", "optimizer.lr=1e-12", "optimizer.lr=1e-2"):
+    for value in (
+        "trainer.gradient_clip_val=1e-12",
+        "optimizer.lr=1e-12",
+        "optimizer.lr=1e-2",
+    ):
         run = tmp_path / value.replace("=", "_")
         trains(*options, value, f"hydra.run.dir={run}")
         checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
@@ -91,11 +100,17 @@ def test_the_gradients_of_fused_optimizers_are_clipped_in_bfloat16(trains, tmp_p
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
+@pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA"
+)
 def test_a_graphed_loss_has_the_gradients_and_statistics_of_the_loss():
     torch.manual_seed(0)
-    stock = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten())
-    net = normplug.fuse(normplug.swap(nn.Sequential(*stock, nn.Linear(576, 4)).to("cuda")))
+    stock = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten()
+    )
+    net = normplug.fuse(
+        normplug.swap(nn.Sequential(*stock, nn.Linear(576, 4)).to("cuda"))
+    )
     twin = copy.deepcopy(net)
 
     def loss(module, inputs, targets):
@@ -118,7 +133,9 @@ def test_a_graphed_loss_has_the_gradients_and_statistics_of_the_loss():
 def test_a_graph_is_refused_where_it_cannot_be(refuses):
     output = refuses(*SMALL, "graph=true", "trainer.accelerator=cpu")
     assert "graph=true needs an NVIDIA GPU" in output
-    assert "this run is on cpu, accumulates 1, and has SingleDeviceStrategy in 1." in output
+    assert (
+        "this run is on cpu, accumulates 1, and has SingleDeviceStrategy in 1." in output
+    )
     gpu = SimpleNamespace(root_device=torch.device("cuda", 0))
     ddp = DDPStrategy(parallel_devices=[torch.device("cuda", 0)])
     ddp.cluster_environment = SimpleNamespace(local_rank=lambda: 0)
@@ -138,7 +155,7 @@ def test_a_graph_is_refused_where_it_cannot_be(refuses):
 def joined_loss(monkeypatch, layer, agreed):
     """A loss of a net with a layer that two processes join by these peers, or by collectives."""
     monkeypatch.setattr(SyncBatchNorm, "group_to_join", lambda layer: "the group")
-    monkeypatch.setattr(peers, "_agreed", {("the group", torch.device("cpu")): agreed})
+    monkeypatch.setattr(exchange, "_agreed", {("the group", torch.device("cpu")): agreed})
     net = nn.Sequential(nn.Linear(3, 3), layer)
     return GraphedLoss(lambda x, y: (net[0](x).mean(1) - y).square().mean(), net)
 
@@ -175,12 +192,17 @@ def two_gpus(tmp_path_factory):
     ("precision", "rtol", "atol"), [("32-true", 1e-3, 1e-5), ("bf16-mixed", 2e-2, 2e-3)]
 )
 def test_two_gpus_train_with_graphs_as_without(precision, rtol, atol, two_gpus):
-    for graph, count in ((False, 0), (True, 7)):  # the first step is measured, without a graph
+    for graph, count in (
+        (False, 0),
+        (True, 7),
+    ):  # the first step is measured, without a graph
         steps, states = zip(
             *(result["trained"][precision, graph] for result in two_gpus), strict=True
         )
         assert steps == (count, count)
         assert_same_bits(*states)
     for result in two_gpus:
-        eager, graphed = (result["trained"][precision, graph][1] for graph in (False, True))
+        eager, graphed = (
+            result["trained"][precision, graph][1] for graph in (False, True)
+        )
         torch.testing.assert_close(graphed, eager, rtol=rtol, atol=atol)

@@ -27,7 +27,9 @@ SURVIVED = Mutation("another default", "largest.py", "default=0", "default=1", (
 STALE = Mutation("no such text", "largest.py", "sum(", "max(", (VALUES,))
 TWICE = Mutation("a text that is there twice", "largest.py", "values", "items", (VALUES,))
 UNCLEAR = Mutation("a broken import", "largest.py", "def ", "deff ", (VALUES,))
-VARIABLE = SURVIVED._replace(name="a variable", tests=(ENVIRONMENT,), environment={"LARGEST": "1"})
+VARIABLE = SURVIVED._replace(
+    name="a variable", tests=(ENVIRONMENT,), environment={"LARGEST": "1"}
+)
 
 
 @pytest.fixture
@@ -68,8 +70,13 @@ def test_a_mutation_is_killed_only_if_its_tests_fail(checkout, capsys):
 
 
 def test_words_choose_mutations_and_the_status_is_0_if_all_are_killed(checkout, capsys):
-    assert mutate.main(["smallest", "variable"], (KILLED, SURVIVED, VARIABLE), checkout) == 0
-    assert results(capsys.readouterr().out) == {"the smallest": "killed", "a variable": "killed"}
+    assert (
+        mutate.main(["smallest", "variable"], (KILLED, SURVIVED, VARIABLE), checkout) == 0
+    )
+    assert results(capsys.readouterr().out) == {
+        "the smallest": "killed",
+        "a variable": "killed",
+    }
     assert mutate.main(["nonsense"], (KILLED,), checkout) == 1
     assert "no mutation is named nonsense" in capsys.readouterr().err
 

@@ -41,7 +41,10 @@ from training import (
 )
 
 TINY = [*SMALL, "data.num_images=400", "trainer.max_epochs=2"]
-MODELS = {path.stem for path in Path(CONFIGS, "model").glob("*.yaml")} - {"timm", "hf_causal_lm"}
+MODELS = {path.stem for path in Path(CONFIGS, "model").glob("*.yaml")} - {
+    "timm",
+    "hf_causal_lm",
+}
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
@@ -57,16 +60,28 @@ def test_every_model_trains_a_step(model):
     assert y.shape == ((2, 5, 7) if "gpt" in model else (2, 7))
     y.square().sum().backward()
     instantiate(cfg.optimizer)(net.parameters()).step()
-    assert all(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert all(
+        not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True)
+    )
 
 
 def test_models_of_timm_and_transformers_train_from_their_names(trains, tmp_path):
     pytest.importorskip("timm")
     pytest.importorskip("transformers")
     small = ["trainer.max_epochs=1", "callbacks=minimal", "mode=golden"]
-    images = ["data=fake", "data.image_size=8", "data.num_images=100", "data.batch_size=36"]
+    images = [
+        "data=fake",
+        "data.image_size=8",
+        "data.num_images=100",
+        "data.batch_size=36",
+    ]
     trains("model=timm", "model.name=test_convnext", *images, *small)
-    text = ["data.block_size=8", "data.megabytes=0.004", "model.width=16", "model.depth=1"]
+    text = [
+        "data.block_size=8",
+        "data.megabytes=0.004",
+        "model.width=16",
+        "model.depth=1",
+    ]
     trains("model=hf_causal_lm", "model.name=llama", *text, *small)
     swapped = {r["model"]: list(r["target_variances"]) for r in results(tmp_path)}
     assert len(swapped["test_convnext"]) > 4
@@ -76,7 +91,9 @@ def test_models_of_timm_and_transformers_train_from_their_names(trains, tmp_path
 TINY_LM = {"vocabulary": 16, "block_size": 16, "width": 16, "depth": 2, "heads": 2}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "electra", "bart", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "bert", "electra", "bart", "qwen2_moe"]
+)
 def test_a_language_model_of_transformers_sees_no_later_token(name):
     pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -105,7 +122,11 @@ def test_the_check_for_later_tokens_draws_no_random_number_and_takes_one_attempt
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("t5", {}, "got 't5', which is unknown or another kind, such as an encoder-decoder"),
+        (
+            "t5",
+            {},
+            "got 't5', which is unknown or another kind, such as an encoder-decoder",
+        ),
         ("gpt3", {}, "got 'gpt3', which is unknown or .* Choose another, such as gpt2"),
         ("bert", {"is_decoder": False}, "its output for a token depends on later tokens"),
         ("gpt2", {"vocab_size": 20}, "must have logits for 16 tokens; got 20"),
@@ -134,8 +155,21 @@ def test_the_command_line_wins_over_what_a_model_or_an_experiment_chooses():
 def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     output = trains(*TINY, "mode=golden", "seed=0", "logger=tensorboard", draws=True)
     (result,) = results(tmp_path)
-    assert result.keys() >= {"hardware", "date", "commit", "norms_fused", "recompute", "graph"}
-    named = {"arm": "golden", "seed": 0, "model": "vit_tiny", "data": "fake", "status": "finished"}
+    assert result.keys() >= {
+        "hardware",
+        "date",
+        "commit",
+        "norms_fused",
+        "recompute",
+        "graph",
+    }
+    named = {
+        "arm": "golden",
+        "seed": 0,
+        "model": "vit_tiny",
+        "data": "fake",
+        "status": "finished",
+    }
     assert result.items() >= (named | {"norms_swapped": 9}).items()
     assert result["input_variances"].keys() == result["target_variances"].keys()
     assert all(variance > 0 for variance in result["input_variances"].values())
@@ -149,21 +183,36 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     logs = ("metrics.csv", "variance.csv", "variance.png", "tensorboard")
     for name in ("config.yaml", "checkpoints/last.ckpt", *logs):
         assert (directory / name).stat().st_size > 0, name
-    events = EventAccumulator(str(next(directory.rglob("events.out.tfevents.*")).parent)).Reload()
-    assert events.Scalars("test/accuracy")[-1].value == pytest.approx(result["test_accuracy"])
+    events = EventAccumulator(
+        str(next(directory.rglob("events.out.tfevents.*")).parent)
+    ).Reload()
+    assert events.Scalars("test/accuracy")[-1].value == pytest.approx(
+        result["test_accuracy"]
+    )
     assert events.Images("variance")
-    assert events.Scalars("hp/test_accuracy")[-1].value == pytest.approx(result["test_accuracy"])
+    assert events.Scalars("hp/test_accuracy")[-1].value == pytest.approx(
+        result["test_accuracy"]
+    )
     rows = rows_of(directory / "variance.csv")
     assert len({row["layer"] for row in rows}) == 9
     inner = [float(row["output_variance"]) for row in rows if row["depth"] != "8"]
     assert inner == pytest.approx(len(inner) * [0.618], abs=0.002)
     accuracy = f"{100 * result['test_accuracy']:.2f} %"
-    variances = ("norms' inputs", "farthest from its target", f"all in {directory}/variance.csv")
-    for words in (accuracy, "images/s", "9 swapped", "train.log, variance.csv", *variances):
-        assert words in output
-    line = (
-        r"epoch   1 of 2  training loss \d.\d{4}  validation accuracy .* %  lr .*  0:00:\d\d left"
+    variances = (
+        "norms' inputs",
+        "farthest from its target",
+        f"all in {directory}/variance.csv",
     )
+    for words in (
+        accuracy,
+        "images/s",
+        "9 swapped",
+        "train.log, variance.csv",
+        *variances,
+    ):
+        assert words in output
+    line = r"epoch   1 of 2  training loss \d.\d{4}  validation accuracy .* %  "
+    line += r"lr .*  0:00:\d\d left"
     assert re.search(line, output)
     assert len(output.splitlines()) < 20
     assert accuracy in (directory / "train.log").read_text()
@@ -176,7 +225,11 @@ def test_a_sweep_pairs_its_arms_and_compares_them(sweep):
     root = sweep.directory / "logs/sweeps/smoke"
     runs = [root / f"vit_tiny/fake/{arm}/seed_0" for arm in ("baseline", "standard")]
     baseline, golden, standard = results(root)
-    assert [r["arm"] for r in (baseline, golden, standard)] == ["baseline", "golden", "standard"]
+    assert [r["arm"] for r in (baseline, golden, standard)] == [
+        "baseline",
+        "golden",
+        "standard",
+    ]
     # The same weights, the same order, the same function: the same numbers.
     assert losses(runs[0]) == pytest.approx(losses(runs[1]))
     assert baseline["accuracy_by_epoch"] == standard["accuracy_by_epoch"]
@@ -189,7 +242,9 @@ def test_a_sweep_pairs_its_arms_and_compares_them(sweep):
 
 
 def test_a_sweep_skips_what_is_done_and_refuses_what_has_changed(sweep):
-    times = {path: path.stat().st_mtime_ns for path in sweep.directory.rglob("result.json")}
+    times = {
+        path: path.stat().st_mtime_ns for path in sweep.directory.rglob("result.json")
+    }
     again = partial(run_train, sweep.directory, *SWEEP, "mode=baseline,golden")
     code, output = again("-m")
     assert code == 0
@@ -197,7 +252,10 @@ def test_a_sweep_skips_what_is_done_and_refuses_what_has_changed(sweep):
     code, output = again("warmup=0.3", "-m")
     assert code == 1
     assert "skipped: " not in output
-    assert "seed_0 holds a finished run with another config.yaml. Name this one: study=" in output
+    assert (
+        "seed_0 holds a finished run with another config.yaml. Name this one: study="
+        in output
+    )
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
@@ -220,8 +278,12 @@ def test_a_run_of_a_sweep_frees_the_model_of_the_former_run(trains, monkeypatch)
     assert alive == [0, 0]
 
 
-def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(trains, tmp_path):
-    output = trains(*SMALL, PLAIN, "mode=inverse_depth,reversed_depth,mean_inverse_depth", "-m")
+def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(
+    trains, tmp_path
+):
+    output = trains(
+        *SMALL, PLAIN, "mode=inverse_depth,reversed_depth,mean_inverse_depth", "-m"
+    )
     falling = [1, 1 / 2, 1 / 3, 1 / 4]
     arms = {
         "inverse_depth": falling,
@@ -238,18 +300,34 @@ def test_a_sweep_over_schedules_by_depth_records_the_target_of_each_layer(trains
 
 
 def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path, monkeypatch):
-    options = ["experiment=[smoke,rates]", "model=vit_tiny", *SMALL[2:], "callbacks=minimal"]
+    options = [
+        "experiment=[smoke,rates]",
+        "model=vit_tiny",
+        *SMALL[2:],
+        "callbacks=minimal",
+    ]
     rates = ["optimizer.lr=1e-3,4e-3", "study=rates", "seed=1", "tag=t"]
     trains(*options, *rates, "mode=standard,golden", "-m")
-    sweeps, lines, runs = tmp_path / "logs/sweeps", tmp_path / "best.txt", tmp_path / "chosen.json"
+    sweeps, lines, runs = (
+        tmp_path / "logs/sweeps",
+        tmp_path / "best.txt",
+        tmp_path / "chosen.json",
+    )
     places = {path.parts[-3] for path in sweeps.rglob("result.json")}
     assert places == {"lr_0.001", "lr_0.004"}
     found = results(sweeps)
     assert compare_arms([str(sweeps / "rates"), "--best", str(lines)]) == 0
-    for arm, line in zip(("golden", "standard"), lines.read_text().splitlines(), strict=True):
+    for arm, line in zip(
+        ("golden", "standard"), lines.read_text().splitlines(), strict=True
+    ):
         of_arm = [result for result in found if result["arm"] == f"{arm}-t"]
         best = max(of_arm, key=lambda result: result["accuracy_by_epoch"][-1])
-        given = [*options, "tag=t", f"mode={arm}", f"optimizer.lr={best['learning_rate']}"]
+        given = [
+            *options,
+            "tag=t",
+            f"mode={arm}",
+            f"optimizer.lr={best['learning_rate']}",
+        ]
         assert sorted(shlex.split(line)) == sorted(given)
         trains("-m", "study=chosen", "seed=2,3", *shlex.split(line))
         (one, two) = (r for r in results(sweeps / "chosen") if r["arm"] == f"{arm}-t")
@@ -267,9 +345,22 @@ def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path, monk
 
 
 def test_an_experiment_of_the_study_is_one_command(trains, tmp_path):
-    images = ["data=fake", "~data.root", "~data.cache", "data.image_size=8", "data.num_images=100"]
-    fast = ["data.batch_size=16", "graph=false", "optimizer.fused=false", "trainer.max_epochs=1"]
-    output = trains("experiment=e1", *images, *fast, "arm=golden,golden_start", "seed=1", "-m")
+    images = [
+        "data=fake",
+        "~data.root",
+        "~data.cache",
+        "data.image_size=8",
+        "data.num_images=100",
+    ]
+    fast = [
+        "data.batch_size=16",
+        "graph=false",
+        "optimizer.fused=false",
+        "trainer.max_epochs=1",
+    ]
+    output = trains(
+        "experiment=e1", *images, *fast, "arm=golden,golden_start", "seed=1", "-m"
+    )
     found = {(result["arm"], result["learning_rate"]) for result in results(tmp_path)}
     assert found == set(product(("golden", "standard-gamma0_0.786"), (0.4, 0.8)))
     assert "| golden lr=0.4 " in output
@@ -291,14 +382,18 @@ def test_a_text_takes_a_language_model_and_a_sweep_compares_losses(trains, tmp_p
     assert len(drop["loss_without"]) == 1
     assert drop["loss_without"][0] != drop["loss"]
     bits = golden["test_bits_per_character"]
-    assert bits == pytest.approx(golden["test_loss"] / math.log(2), rel=0.01)  # nearly all ASCII
+    assert bits == pytest.approx(
+        golden["test_loss"] / math.log(2), rel=0.01
+    )  # nearly all ASCII
     assert golden["tokens_per_s"] == pytest.approx(16 * 16e3 / golden["step_ms"])
     assert (golden["norms_swapped"], golden["norms_fused"]) == (3, 2)
     shown = f"{golden['test_loss']:.4f} nats/byte"
     for words in (shown, "tokens/s", " test loss, nats/byte |"):
         assert words in output
     root = tmp_path / "logs/sweeps/default"
-    assert {"loss_gpt_tiny_text.png", "seeds_gpt_tiny_text.png"} < {p.name for p in root.iterdir()}
+    assert {"loss_gpt_tiny_text.png", "seeds_gpt_tiny_text.png"} < {
+        p.name for p in root.iterdir()
+    }
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -312,7 +407,9 @@ def test_a_gpt_sees_no_later_token_and_fuses_its_additions(norm):
     assert torch.equal(net(other)[:, :5], before[:, :5])
     assert not torch.equal(net(other)[:, 5:], before[:, 5:])
     normplug.fuse(normplug.swap(net, "standard"))
-    assert sum(row.label is not None for row in normplug.fusions(net)) == 4  # all but the first
+    assert (
+        sum(row.label is not None for row in normplug.fusions(net)) == 4
+    )  # all but the first
     torch.testing.assert_close(net(tokens), before)
 
 
@@ -336,7 +433,9 @@ def test_a_scaled_start_is_of_the_layers_that_write_to_the_residual_stream():
         for scaled in (False, True)
     )
     for path, ratio in {"attention.out": 4, "mlp.2": 4, "mlp.0": 1}.items():
-        stds = [block.get_submodule(path).weight.std().item() for block in (plain, scaled)]
+        stds = [
+            block.get_submodule(path).weight.std().item() for block in (plain, scaled)
+        ]
         assert stds[0] / stds[1] == pytest.approx(ratio, rel=0.05)
 
 
@@ -362,8 +461,16 @@ assert not first or os.waitpid(first, 0)[1] == 0
 
 def test_two_processes_train_the_model_that_one_trains(trains, tmp_path):
     options = [*TINY, "trainer.max_epochs=1", "data.augment=null", "optimizer=sgd"]
-    options += ["data.num_classes=9", "data.num_images=405"]  # an odd number for validation
-    halves = [*options, *TWO_PROCESSES, "data.batch_size=8", f"hydra.run.dir={tmp_path}/two"]
+    options += [
+        "data.num_classes=9",
+        "data.num_images=405",
+    ]  # an odd number for validation
+    halves = [
+        *options,
+        *TWO_PROCESSES,
+        "data.batch_size=8",
+        f"hydra.run.dir={tmp_path}/two",
+    ]
     done = program(BOTH, train.__file__, *halves, directory=tmp_path)
     assert done.returncode == 0, done.stderr
     (result,) = results(tmp_path / "two")
@@ -379,12 +486,20 @@ def test_two_processes_train_the_model_that_one_trains(trains, tmp_path):
 def optimizer_of(net, *overrides):
     """The optimizer of a command line, and id of a parameter -> (learning rate, weight decay)."""
     optimizer = make_optimizer(net, composed("optimizer.lr=0.5", *overrides))
-    groups = [(g["lr"], g["weight_decay"], p) for g in optimizer.param_groups for p in g["params"]]
+    groups = [
+        (g["lr"], g["weight_decay"], p)
+        for g in optimizer.param_groups
+        for p in g["params"]
+    ]
     return optimizer, {id(p): (rate, decay) for rate, decay, p in groups}
 
 
 def test_norms_and_biases_do_not_decay_and_what_is_frozen_is_left_out():
-    linear, norm, head = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2)
+    linear, norm, head = (
+        torch.nn.Linear(4, 4),
+        torch.nn.LayerNorm(4),
+        torch.nn.Linear(4, 2),
+    )
     net = torch.nn.Sequential(linear, norm, head)
     linear.bias.requires_grad_(False)
     _, found = optimizer_of(net, "optimizer.weight_decay=0.1")
@@ -414,7 +529,9 @@ def test_norms_and_the_head_have_factors_of_their_own(mode):
 def test_a_target_of_a_quarter_is_the_arm_of_biases_and_head():
     torch.manual_seed(0)
     stock = resnet("resnet18", num_classes=5, image_size=8).double()
-    for norm in (module for module in stock.modules() if isinstance(module, nn.BatchNorm2d)):
+    for norm in (
+        module for module in stock.modules() if isinstance(module, nn.BatchNorm2d)
+    ):
         norm.eps = 1e-12
     images, labels = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(5, (8,))
     logits = {}
@@ -473,7 +590,9 @@ def test_the_time_between_two_epochs_is_no_step():
 
 
 @pytest.mark.parametrize("mode", ["golden", *BY_DEPTH])
-@pytest.mark.parametrize("filters", [{}, {"include": "blocks.*", "exclude": ["*.norm_2"]}])
+@pytest.mark.parametrize(
+    "filters", [{}, {"include": "blocks.*", "exclude": ["*.norm_2"]}]
+)
 def test_gamma0_starts_as_the_mode_whose_root_it_is(mode, filters):
     torch.manual_seed(0)
     swapped = GPT(vocabulary=5, block_size=8, depth=3, width=16)
@@ -491,7 +610,9 @@ def test_gamma0_starts_as_the_mode_whose_root_it_is(mode, filters):
 def test_stems_and_patches_suit_the_image():
     assert resnet("resnet18", num_classes=2, image_size=32).conv1.stride == (1, 1)
     assert resnet("resnet18", num_classes=2, image_size=224).conv1.stride == (2, 2)
-    sizes = {size: vit(num_classes=2, image_size=size).patch_size for size in (8, 28, 32, 224)}
+    sizes = {
+        size: vit(num_classes=2, image_size=size).patch_size for size in (8, 28, 32, 224)
+    }
     assert sizes == {8: 2, 28: 4, 32: 4, 224: 28}
     with pytest.raises(AssertionError, match="indivisible by patch size"):
         vit(num_classes=2, image_size=8, patch_size=3)
@@ -500,7 +621,9 @@ def test_stems_and_patches_suit_the_image():
 
 
 @pytest.mark.parametrize(("model", "fused"), [("resnet18", 17), ("vit_tiny", 8)])
-def test_a_fused_run_in_channels_last_gives_the_same_accuracy(trains, tmp_path, model, fused):
+def test_a_fused_run_in_channels_last_gives_the_same_accuracy(
+    trains, tmp_path, model, fused
+):
     tiny = [*SMALL, f"model={model}", "channels_last=true", "callbacks=minimal"]
     curves = []
     for fuse in (True, False):
@@ -518,12 +641,16 @@ def test_outputs_are_recomputed_of_fused_norms_only(trains, refuses, tmp_path):
         assert "recompute needs torch 2.8" in refuses(*recomputed, "fuse=true")
         return
     trains(*recomputed, "fuse=true", "mode=baseline,golden", PLAIN, "-m")
-    found = [(result["norms_fused"] > 0, result["recompute"]) for result in results(tmp_path)]
+    found = [
+        (result["norms_fused"] > 0, result["recompute"]) for result in results(tmp_path)
+    ]
     assert found == [(False, False), (True, True)]
 
 
 def test_runs_of_a_sweep_side_by_side_are_compared_as_one_after_another(trains, tmp_path):
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs normplug[sweep]")
+    pytest.importorskip(
+        "hydra_plugins.hydra_joblib_launcher", reason="needs normplug[sweep]"
+    )
     both = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     output = trains(*SMALL, PLAIN, "mode=baseline,standard", *both, "-m")
     baseline, standard = results(tmp_path)

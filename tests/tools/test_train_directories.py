@@ -29,7 +29,9 @@ def contents(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in Path(folder).rglob("*")
-        if path.is_file() and ".hydra" not in path.parts and path.name not in ("train.log", LOCK)
+        if path.is_file()
+        and ".hydra" not in path.parts
+        and path.name not in ("train.log", LOCK)
     }
 
 
@@ -48,7 +50,10 @@ def test_a_directory_of_a_live_run_is_left_alone(refuses, trains, tmp_path):
         assert holder.stdout.readline() == "held\n"
         for line in ([f"hydra.run.dir={arm}"], ["mode=baseline,golden", "-m"]):
             output = refuses(*SMALL, *line)
-            assert f"{arm} belongs to a run that is still running, since 2026-11-22T16" in output
+            assert (
+                f"{arm} belongs to a run that is still running, since 2026-11-22T16"
+                in output
+            )
             assert "hydra.run.dir=DIR, or study=NAME" in output
             assert contents(arm) == before
         holder.kill()
@@ -72,7 +77,9 @@ def test_what_a_dead_run_left_is_kept_and_found_again(trains, tmp_path):
     assert (run / FORMER / "1" / LAST).read_bytes() == last
     assert (run / FORMER / "1/variance.csv").exists()
     (run / FORMER / "7").mkdir()  # the others between were removed
-    output = trains(*options, f"ckpt_path={run / FORMER / '1' / LAST}")  # goes on with the first
+    output = trains(
+        *options, f"ckpt_path={run / FORMER / '1' / LAST}"
+    )  # goes on with the first
     assert f"resuming: {run / FORMER / '1' / LAST}" in output
     assert (run / FORMER / "1" / LAST).read_bytes() == last
     assert (run / FORMER / "8" / LAST).exists()
@@ -83,7 +90,12 @@ def test_what_a_dead_run_left_is_kept_and_found_again(trains, tmp_path):
 def test_a_moved_run_is_skipped_or_goes_on(trains, tmp_path):
     trains(*SMALL, "mode=golden", "-m")
     (tmp_path / "logs").rename(tmp_path / "moved")
-    moved = [*SMALL, "mode=golden", f"hydra.sweep.dir={tmp_path}/moved/sweeps/smoke", "-m"]
+    moved = [
+        *SMALL,
+        "mode=golden",
+        f"hydra.sweep.dir={tmp_path}/moved/sweeps/smoke",
+        "-m",
+    ]
     assert "skipped: " in trains(*moved)
     run = tmp_path / "moved" / Path(*GOLDEN.parts[1:])
     record(run, status="running")
@@ -99,7 +111,10 @@ def test_a_mistaken_arm_fails_and_the_others_are_trained_and_compared(refuses, t
     assert len(lines) == 3
     assert "gold/seed_0: normplug: mode must be 'golden'" in lines[1]
     assert "gold, seed 0: failed: normplug: mode must be 'golden'" in output
-    assert "gold/seed_x: normplug.experiment: seed should be a valid integer; got 'x'" in lines[0]
+    assert (
+        "gold/seed_x: normplug.experiment: seed should be a valid integer; got 'x'"
+        in lines[0]
+    )
     root = tmp_path / GOLDEN.parents[1]
     for failed in ("gold/seed_x", "gold/seed_0", "golden/seed_x"):
         assert result_of(root / failed)["status"] == "failed"
@@ -107,13 +122,21 @@ def test_a_mistaken_arm_fails_and_the_others_are_trained_and_compared(refuses, t
 
 
 def test_a_folder_of_the_users_own_keeps_what_it_has(trains, refuses, tmp_path):
-    mine = {"checkpoints/best.ckpt": "weights", "former/a": "b", "metrics.csv": "c", "x.txt": "d"}
+    mine = {
+        "checkpoints/best.ckpt": "weights",
+        "former/a": "b",
+        "metrics.csv": "c",
+        "x.txt": "d",
+    }
     own = tmp_path / "own"
     for name, text in mine.items():
         (own / name).parent.mkdir(parents=True, exist_ok=True)
         (own / name).write_text(text)
     output = refuses(*SMALL, f"hydra.run.dir={own}")
-    assert f"{own} has metrics.csv, checkpoints, but not the result of a run, so they" in output
+    assert (
+        f"{own} has metrics.csv, checkpoints, but not the result of a run, so they"
+        in output
+    )
     assert {name: (own / name).read_text() for name in mine} == mine
     (own / "metrics.csv").unlink()
     (own / "checkpoints").rename(own / "weights")
@@ -121,10 +144,17 @@ def test_a_folder_of_the_users_own_keeps_what_it_has(trains, refuses, tmp_path):
     assert (own / "former/a").read_text() == "b"
 
 
-def test_a_sweep_over_models_of_timm_has_a_directory_and_a_table_for_each(trains, tmp_path):
+def test_a_sweep_over_models_of_timm_has_a_directory_and_a_table_for_each(
+    trains, tmp_path
+):
     pytest.importorskip("timm")
     models = ["model=timm", "model.name=test_convnext,test_vit"]
-    images = ["data=fake", "data.image_size=8", "data.num_images=100", "data.batch_size=36"]
+    images = [
+        "data=fake",
+        "data.image_size=8",
+        "data.num_images=100",
+        "data.batch_size=36",
+    ]
     output = trains(*models, *images, "trainer.max_epochs=1", "callbacks=minimal", "-m")
     for model in ("test_convnext", "test_vit"):
         run = tmp_path / f"logs/sweeps/default/{model}/fake/golden/seed_0"
@@ -133,7 +163,12 @@ def test_a_sweep_over_models_of_timm_has_a_directory_and_a_table_for_each(trains
 
 
 def test_a_model_is_named_by_what_is_trained(trains, tmp_path):
-    tiny = ["data=fake", "data.image_size=8", "data.num_images=100", "trainer.max_epochs=1"]
+    tiny = [
+        "data=fake",
+        "data.image_size=8",
+        "data.num_images=100",
+        "trainer.max_epochs=1",
+    ]
     trains("model=resnet18", "model.arch=resnet34", *tiny, "callbacks=minimal", "-m")
     run = tmp_path / "logs/sweeps/default/resnet34/fake/golden/seed_0"
     assert result_of(run)["model"] == "resnet34"
@@ -145,7 +180,11 @@ def test_a_model_is_named_by_what_is_trained(trains, tmp_path):
         ("model.depth=1,2", "model.depth", "${model.depth}"),
         ("optimizer=sgd,adamw", "optimizer", "${hydra:runtime.choices.optimizer}"),
         ("optimizer.lr=0.1,0.2 seed=0,1", "optimizer.lr", "${optimizer.lr}"),
-        ("++trainer.max_steps=1,2 study=a,b", "trainer.max_steps, study", "${trainer.max_steps}_"),
+        (
+            "++trainer.max_steps=1,2 study=a,b",
+            "trainer.max_steps, study",
+            "${trainer.max_steps}_",
+        ),
     ],
 )
 def test_a_sweep_whose_runs_would_share_a_directory_is_refused_before_the_first(
@@ -172,7 +211,9 @@ def test_a_tag_names_the_arms_of_a_sweep_over_other_keys(trains, tmp_path):
 def test_names_of_directories_leave_logs_by_no_way(trains, refuses, tmp_path):
     trains(*training.SMALL, "~callbacks")
     (run,) = (tmp_path / "logs/runs").iterdir()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_vit_tiny_golden_seed_0", run.name)
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_vit_tiny_golden_seed_0", run.name
+    )
     refuses(*SMALL, "mode=..", "+swap.foo='a/b=c'")
     refuses(*SMALL, "seed=/../../../z", "-m")
     trains(*SMALL, "study=../../y", "tag=../../x", "-m")
@@ -185,12 +226,17 @@ def test_a_result_that_is_damaged_or_not_a_runs_stays(refuses, tmp_path, text):
     path.parent.mkdir(parents=True)
     path.write_text(text)
     output = refuses(*SMALL, "mode=golden,baseline", "-m")
-    assert f"{path.parent} has result.json, but not the result of a run, so they stay" in output
+    assert (
+        f"{path.parent} has result.json, but not the result of a run, so they stay"
+        in output
+    )
     assert path.read_text() == text
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_a_disk_that_cannot_be_written_is_one_line(refuses, tmp_path, monkeypatch, single):
+def test_a_disk_that_cannot_be_written_is_one_line(
+    refuses, tmp_path, monkeypatch, single
+):
     real = os.mkdir
 
     def mkdir(path, *arguments, **options):

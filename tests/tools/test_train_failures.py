@@ -16,7 +16,9 @@ TINY = [*SWEEP, "trainer.max_epochs=1", PLAIN]
 HAS = "cannot be restored (ValueError: it has"
 
 
-def test_what_is_no_checkpoint_is_refused_before_anything_starts(refuses, sweep, tmp_path):
+def test_what_is_no_checkpoint_is_refused_before_anything_starts(
+    refuses, sweep, tmp_path
+):
     run = tmp_path / "run"
     advice = f"A run's checkpoint is {LAST} in its directory; ckpt_path=last looks in"
     for path in (tmp_path / "none.ckpt", sweep.golden, "last"):
@@ -49,7 +51,11 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_sentence(
         torch.save(content["state_dict"], path)
     else:
         torch.save(content | {"optimizer_states": []}, path)
-    more = [f"ckpt_path='{path}'", "trainer.max_epochs=4", f"hydra.run.dir={tmp_path}/run"]
+    more = [
+        f"ckpt_path='{path}'",
+        "trainer.max_epochs=4",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     output = refuses(*SWEEP, PLAIN, *more)
     (sentence,) = [line for line in output.splitlines() if line.startswith("normplug")]
     assert words in sentence
@@ -68,7 +74,9 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_sentence(
 )
 def test_another_runs_checkpoint_is_refused(refuses, sweep, tmp_path, options, sentence):
     path = sweep.golden / LAST
-    assert sentence in refuses(*options, f"ckpt_path={path}", f"hydra.run.dir={tmp_path}/run")
+    assert sentence in refuses(
+        *options, f"ckpt_path={path}", f"hydra.run.dir={tmp_path}/run"
+    )
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_recorded(refuses, tmp_path):
@@ -77,7 +85,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_recorded(refuses, tmp_pa
     result = result_of(run)
     assert result["status"] == "diverged"
     assert result["step"] == 1
-    assert "the training loss is nan at step 1 (epoch 1). Lower optimizer.lr" in result["error"]
+    assert (
+        "the training loss is nan at step 1 (epoch 1). Lower optimizer.lr"
+        in result["error"]
+    )
     assert result["error"] in output
     assert not (run / "checkpoints/last.ckpt").exists()
 
@@ -103,11 +114,16 @@ def test_a_sweep_with_a_diverged_arm_goes_on_and_leaves_it_out(refuses, tmp_path
     assert dict(zip(table.arm, table.n_finished, strict=True)) == {"0.5": 0, "golden": 1}
     found = {result["arm"]: result["status"] for result in results(tmp_path)}
     assert found == {"0.5": "diverged", "golden": "finished"}
-    assert "target 0.5, seed 0: diverged: normplug.experiment: the training loss is nan" in output
+    assert (
+        "target 0.5, seed 0: diverged: normplug.experiment: the training loss is nan"
+        in output
+    )
 
 
 @pytest.mark.parametrize("stage", ["validation", "test"])
-def test_an_evaluation_whose_loss_is_not_finite_is_no_result(refuses, tmp_path, spoil, stage):
+def test_an_evaluation_whose_loss_is_not_finite_is_no_result(
+    refuses, tmp_path, spoil, stage
+):
     doing = {"validation": "validating", "test": "testing"}[stage]
     spoil(lambda model: getattr(model.trainer, doing))
     run = tmp_path / "run"

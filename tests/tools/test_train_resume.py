@@ -32,7 +32,9 @@ def assert_same_run(run, whole):
     assert (run / "variance.csv").read_text() == (whole / "variance.csv").read_text()
     metrics, other = ((d / "metrics.csv").read_text().splitlines() for d in (run, whole))
     assert metrics == [other[0], *other[-len(metrics) + 1 :]]
-    ours, other = (torch.load(d / "checkpoints/last.ckpt", weights_only=True) for d in (run, whole))
+    ours, other = (
+        torch.load(d / "checkpoints/last.ckpt", weights_only=True) for d in (run, whole)
+    )
     for key, value in other["state_dict"].items():
         assert torch.equal(ours["state_dict"][key], value), key
     assert str(ours["optimizer_states"]) == str(other["optimizer_states"])
@@ -92,10 +94,16 @@ def test_a_sweep_that_is_interrupted_skips_and_resumes(command, trains, tmp_path
     assert result_of(tmp_path / GOLDEN)["status"] == "finished"
 
 
-def test_a_resumed_run_takes_rates_and_epochs_from_its_command(trains, tmp_path, sweep, more):
+def test_a_resumed_run_takes_rates_and_epochs_from_its_command(
+    trains, tmp_path, sweep, more
+):
     whole, lower = tmp_path / "whole", tmp_path / "lower"
     trains(*TINY, "trainer.max_epochs=4", "model.depth=1", f"hydra.run.dir={whole}")
-    options = ["trainer.max_epochs=4", f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={lower}"]
+    options = [
+        "trainer.max_epochs=4",
+        f"ckpt_path={sweep.golden / LAST}",
+        f"hydra.run.dir={lower}",
+    ]
     trains(*TINY, *options, "optimizer.lr=0.002")  # 0.02 in experiment=smoke
     found, one, other = (logged(run, "lr-AdamW/pg1") for run in (more, whole, lower))
     assert found == one[15:]
@@ -124,14 +132,20 @@ def test_an_interrupted_run_says_how_to_resume_and_resumes(
 def test_a_run_that_has_trained_all_epochs_is_only_evaluated(
     trains, refuses, tmp_path, sweep, more
 ):
-    trains(*SWEEP, f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={tmp_path / 'again'}")
+    trains(
+        *SWEEP, f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={tmp_path / 'again'}"
+    )
     for key in RESULTS:
         assert result_of(tmp_path / "again")[key] == result_of(sweep.golden)[key], key
-    output = refuses(*TINY, f"hydra.run.dir={tmp_path / 'fewer'}", f"ckpt_path={more / LAST}")
+    output = refuses(
+        *TINY, f"hydra.run.dir={tmp_path / 'fewer'}", f"ckpt_path={more / LAST}"
+    )
     assert "it has 4 epochs, more than trainer.max_epochs=3" in output
 
 
-def test_a_disk_that_fills_leaves_the_former_checkpoint_and_one_line(refuses, trains, tmp_path):
+def test_a_disk_that_fills_leaves_the_former_checkpoint_and_one_line(
+    refuses, trains, tmp_path
+):
     limits = pytest.importorskip("resource")
     run = tmp_path / "run"
     trains(*SMALL, PLAIN, f"hydra.run.dir={run}")
@@ -144,7 +158,9 @@ def test_a_disk_that_fills_leaves_the_former_checkpoint_and_one_line(refuses, tr
         output = refuses(*SMALL, PLAIN, *more)
     finally:
         limits.setrlimit(limits.RLIMIT_FSIZE, (soft, hard))
-    assert "cannot be written: File too large. Free up space or make it writable" in output
+    assert (
+        "cannot be written: File too large. Free up space or make it writable" in output
+    )
     assert "Traceback" not in output
     assert (run / LAST).read_bytes() == before
     assert result_of(run)["status"] == "failed"
@@ -166,4 +182,7 @@ def test_the_last_checkpoint_is_found_tested_and_the_best_one_kept(trains, tmp_p
     tested = ["train=false", "ckpt_path=last", f"hydra.run.dir={tmp_path}/runs/two"]
     output = trains(*SMALL, "trainer.max_epochs=2", PLAIN, *tested)
     assert f"testing: {tmp_path}/runs/one/{LAST}" in output
-    assert result_of(tmp_path / "runs/two")["accuracy_by_epoch"] == trained["accuracy_by_epoch"]
+    assert (
+        result_of(tmp_path / "runs/two")["accuracy_by_epoch"]
+        == trained["accuracy_by_epoch"]
+    )

@@ -28,13 +28,18 @@ def over(rates, *overrides):
 
 
 def best_of(tmp_path):
-    found = yaml.safe_load((tmp_path / "logs/sweeps/optuna/optimization_results.yaml").read_text())
+    found = yaml.safe_load(
+        (tmp_path / "logs/sweeps/optuna/optimization_results.yaml").read_text()
+    )
     return found["best_params"], found["best_value"]
 
 
 def test_a_search_minimises_a_loss_and_names_the_best_trial(trains, tmp_path):
     output = trains(*TEXT, *over("1e-6, 1e-2"))
-    losses = {result["learning_rate"]: result["loss_by_epoch"][-1] for result in results(tmp_path)}
+    losses = {
+        result["learning_rate"]: result["loss_by_epoch"][-1]
+        for result in results(tmp_path)
+    }
     assert losses[1e-2] < losses[1e-6]
     params, value = best_of(tmp_path)
     assert (params["optimizer.lr"], value) == (1e-2, losses[1e-2])
@@ -42,12 +47,16 @@ def test_a_search_minimises_a_loss_and_names_the_best_trial(trains, tmp_path):
     assert f", validation loss {losses[1e-2]:.4f} nats/byte" in output
 
 
-def test_a_search_maximises_an_accuracy_and_goes_on_after_a_trial_that_diverges(trains, tmp_path):
+def test_a_search_maximises_an_accuracy_and_goes_on_after_a_trial_that_diverges(
+    trains, tmp_path
+):
     output = trains(*IMAGES, "warmup=0", *over("1e10, 1e-2"))
     found = results(tmp_path)
     ended = {result["learning_rate"]: result["status"] for result in found}
     assert ended == {1e10: "diverged", 1e-2: "finished"}
-    (score,) = {result["accuracy_by_epoch"][-1] for result in found if "test_accuracy" in result}
+    (score,) = {
+        result["accuracy_by_epoch"][-1] for result in found if "test_accuracy" in result
+    }
     params, value = best_of(tmp_path)
     assert (params["optimizer.lr"], value) == (1e-2, score)
     assert ": 1 diverged, 1 finished\nbest: trial_" in output
@@ -58,10 +67,14 @@ def test_a_search_in_which_no_trial_finishes_says_so(trains, tmp_path, options, 
     output = trains(*options, "warmup=0", *over("1e10, 1e11"))
     assert {result["status"] for result in results(tmp_path)} == {"diverged"}
     assert best_of(tmp_path)[1] == worst
-    assert "2 diverged\nnormplug.experiment: no trial has a validation score, so" in output
+    assert (
+        "2 diverged\nnormplug.experiment: no trial has a validation score, so" in output
+    )
 
 
-def test_a_trial_that_fails_does_not_end_a_search_but_its_exit_status_is_1(refuses, tmp_path):
+def test_a_trial_that_fails_does_not_end_a_search_but_its_exit_status_is_1(
+    refuses, tmp_path
+):
     output = refuses(*IMAGES, *over("0.01", "mode=choice(gold,golden)"))
     assert {result["status"] for result in results(tmp_path)} == {"failed", "finished"}
     assert best_of(tmp_path)[0]["mode"] == "golden"
@@ -78,9 +91,14 @@ def test_trials_of_different_measures_have_no_best_one(tmp_path, capsys):
     sweep = {"sweep": {"dir": str(tmp_path)}, "sweeper": {"direction": "maximize"}}
     with pytest.raises(SystemExit, match="1"):
         ReportSearch().on_multirun_end(OmegaConf.create({"hydra": sweep}))
-    assert "the trials have different measures (accuracy, loss), so" in capsys.readouterr().out
+    assert (
+        "the trials have different measures (accuracy, loss), so"
+        in capsys.readouterr().out
+    )
 
 
 def test_data_without_a_measure_leave_the_direction_to_the_user():
-    with pytest.raises(UserError, match="must be a class with a measure; got math.sqrt. Or set"):
+    with pytest.raises(
+        UserError, match="must be a class with a measure; got math.sqrt. Or set"
+    ):
         direction_of("math.sqrt")

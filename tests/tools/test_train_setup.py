@@ -69,7 +69,11 @@ WRONG = [
     ("data.image_size", "a valid integer", "null 1.5"),
     ("+data.val_fraction", "less than 1", "1"),
     ("model.hidden_dim, model.depth, model.patch_size", "greater than 0", "0"),
-    ("model=gpt_tiny data.block_size, model=gpt_tiny data.megabytes", "greater than 0", "0 -1"),
+    (
+        "model=gpt_tiny data.block_size, model=gpt_tiny data.megabytes",
+        "greater than 0",
+        "0 -1",
+    ),
     ("gamma0", "greater than 0", "0 -1"),
     ("model=gpt_tiny model.norm", "'layer' or 'rms'", "'batch'"),
     (f"data.augment.pad, {FOLDER} data.memory_gib", "greater than or equal to 0", "-1"),
@@ -104,7 +108,9 @@ MISTAKES |= {
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_is_one_sentence_that_names_the_key_and_the_rule(checked, line):
     ruled = isinstance(MISTAKES[line], tuple) and "gpt" not in line
-    with pytest.raises((UserError, InstantiationException, OmegaConfBaseException)) as caught:
+    with pytest.raises(
+        (UserError, InstantiationException, OmegaConfBaseException)
+    ) as caught:
         checked(f"{' '.join(SMOKE)} {line}" if ruled else line, builds=True)
     sentence = user_sentence(caught.value)
     for words in [MISTAKES[line]] if isinstance(MISTAKES[line], str) else MISTAKES[line]:
@@ -158,7 +164,9 @@ def test_each_run_of_the_study_can_run(checked, line):
     words = shlex.split(line)
     assert len(runs_of(words)) >= 3
     # One seed is enough.
-    for run in runs_of([word.split(",")[0] if "seed=" in word else word for word in words]):
+    for run in runs_of(
+        [word.split(",")[0] if "seed=" in word else word for word in words]
+    ):
         checked(shlex.join(run))
 
 
@@ -179,12 +187,24 @@ def test_each_run_of_a_planned_experiment_can_run(checked, name, number):
     ("line", "sentence"),
     [
         ("trainer.devices=0", "Change the keys of trainer."),
-        ("trainer.accelerator=foo", "trainer cannot be built: You selected an invalid accelerator"),
-        ("model.heads=3", "embed_dim must be divisible by num_heads. Change the keys of model."),
-        ("model=resnet18 model.arch=resnet99", "model cannot be built: Unknown model resnet99"),
+        (
+            "trainer.accelerator=foo",
+            "trainer cannot be built: You selected an invalid accelerator",
+        ),
+        (
+            "model.heads=3",
+            "embed_dim must be divisible by num_heads. Change the keys of model.",
+        ),
+        (
+            "model=resnet18 model.arch=resnet99",
+            "model cannot be built: Unknown model resnet99",
+        ),
         ("data.num_images=5", "Use more images of each class."),
         ("callbacks.variance.every_n_steps=0", "every_n_steps must be at least 1; got 0"),
-        ("model.dept=2", "model.dept is not a key of the configuration. `python train.py --help`"),
+        (
+            "model.dept=2",
+            "model.dept is not a key of the configuration. `python train.py --help`",
+        ),
         ("mod=golden", "mod is not a key of the configuration. Did you mean mode?"),
         ("+logger.csv.foo=1", "logger.csv cannot be built: "),
         ("mode=true", "Or mode=baseline, which swaps nothing."),
@@ -199,7 +219,9 @@ def test_what_only_the_object_itself_can_tell_is_one_sentence_too(
     output = refuses(*SMALL, *line.split())
     (said,) = [line for line in output.splitlines() if line.startswith("normplug")]
     assert sentence in said
-    assert '"running"' not in "".join(p.read_text() for p in tmp_path.rglob("result.json"))
+    assert '"running"' not in "".join(
+        p.read_text() for p in tmp_path.rglob("result.json")
+    )
     assert not list(tmp_path.rglob(f".*.{os.getpid()}"))  # half-written files
 
 
@@ -208,7 +230,10 @@ def test_a_choice_that_no_file_of_configs_has_is_one_line_and_writes_nothing(
     refuses, tmp_path, model
 ):
     output = refuses(f"model={model}", "-m")
-    assert f"Could not find 'model/{model}' Available options in 'model': gpt_24x256" in output
+    assert (
+        f"Could not find 'model/{model}' Available options in 'model': gpt_24x256"
+        in output
+    )
     assert len(output.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
@@ -218,8 +243,14 @@ def test_an_image_folder_without_two_classes_is_refused(refuses, tmp_path):
     Image.new("L", (8, 8)).save(tmp_path / "photos/train/cat/a.png")
     for line, sentence in [
         ("", "Missing mandatory value: root (data.root). "),
-        ("data.root=/no data.image_size=8", "data cannot be built: [Errno 2] No such file or"),
-        ("data.root=photos data.image_size=8", f"{tmp_path}/photos must have a directory for each"),
+        (
+            "data.root=/no data.image_size=8",
+            "data cannot be built: [Errno 2] No such file or",
+        ),
+        (
+            "data.root=photos data.image_size=8",
+            f"{tmp_path}/photos must have a directory for each",
+        ),
     ]:
         output = refuses("data=image_folder", *line.split())
         assert f"\nnormplug.experiment: {sentence}" in f"\n{output}"
@@ -230,15 +261,26 @@ def test_a_run_says_which_directory_is_the_test(trains, tmp_path):
         for name in ("cat", "dog"):
             (tmp_path / "photos" / part / name).mkdir(parents=True)
             for number in range(10):
-                Image.new("L", (8, 8)).save(tmp_path / f"photos/{part}/{name}/{number}.png")
-    images = ["data=image_folder", "data.root=photos", "data.image_size=8", "data.batch_size=9"]
-    output = trains(*images, "model=vit_tiny", "trainer.max_epochs=1", "callbacks=minimal")
+                Image.new("L", (8, 8)).save(
+                    tmp_path / f"photos/{part}/{name}/{number}.png"
+                )
+    images = [
+        "data=image_folder",
+        "data.root=photos",
+        "data.image_size=8",
+        "data.batch_size=9",
+    ]
+    output = trains(
+        *images, "model=vit_tiny", "trainer.max_epochs=1", "callbacks=minimal"
+    )
     said = "data: training train/ (20 images), test valid/ (20 images), validation 10% of the train"
     assert f"\n{said}" in output
 
 
 def test_data_that_cannot_be_downloaded_are_one_sentence(refuses, monkeypatch):
-    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Mock(side_effect=OSError("no network")))
+    monkeypatch.setattr(
+        torchvision.datasets, "CIFAR10", Mock(side_effect=OSError("no network"))
+    )
     output = refuses("data=cifar10", "trainer.max_epochs=1")
     assert "CIFAR10 is not in data, and its download failed (no network). Check" in output
 
@@ -259,7 +301,10 @@ def test_groups_can_be_switched_off(trains, tmp_path, line, others):
 
 def test_a_sweep_that_would_start_itself_again_is_refused(refuses):
     output = refuses(*SMALL, "trainer.accelerator=cpu", "trainer.devices='2'", "-m")
-    assert "2 devices with DDPStrategy start each process by running the command again" in output
+    assert (
+        "2 devices with DDPStrategy start each process by running the command again"
+        in output
+    )
 
 
 def test_the_command_itself_prints_one_line(tmp_path):

@@ -44,7 +44,8 @@ def architectures(library):
 
 
 @pytest.mark.parametrize(
-    ("library", "name"), [(library, n) for library, names in NAMES.items() for n in names.split()]
+    ("library", "name"),
+    [(library, n) for library, names in NAMES.items() for n in names.split()],
 )
 def test_a_swapped_architecture_is_its_stock_self(library, name):
     row = check_one(architectures(library)[name], large=False, device=CPU)
@@ -54,8 +55,12 @@ def test_a_swapped_architecture_is_its_stock_self(library, name):
 
 def test_the_list_of_timm_covers_its_families():
     timm = pytest.importorskip("timm")
-    families = {timm.models._registry._model_to_module[name] for name in architectures("timm")}
-    assert families == {timm.models._registry._model_to_module[name] for name in timm.list_models()}
+    families = {
+        timm.models._registry._model_to_module[name] for name in architectures("timm")
+    }
+    assert families == {
+        timm.models._registry._model_to_module[name] for name in timm.list_models()
+    }
 
 
 class Net(nn.Module):
@@ -80,7 +85,9 @@ class ReadsTheWeight(Net):
         if self.training:
             return self.last(self.bn(x))
         bn = self.bn
-        return self.last(F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias))
+        return self.last(
+            F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias)
+        )
 
 
 class Cancelled(Net):
@@ -112,7 +119,10 @@ def test_a_sound_model_passes():
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (ReadsTheWeight, "golden is not the folded stock model: 1 of .* output in evaluation/0"),
+        (
+            ReadsTheWeight,
+            "golden is not the folded stock model: 1 of .* output in evaluation/0",
+        ),
         (Cancelled, "golden is the same function as standard"),
     ],
 )
@@ -132,7 +142,11 @@ def test_a_wrong_setting_is_seen(broken, said, monkeypatch):
     convert = _convert.convert
 
     def wrong(module, tv, **options):
-        convert(module, 1.01 * tv if broken == "target_variance" and tv != 1 else tv, **options)
+        convert(
+            module,
+            1.01 * tv if broken == "target_variance" and tv != 1 else tv,
+            **options,
+        )
         if broken != "target_variance":
             setattr(module, broken, 0.2)
 
@@ -162,7 +176,9 @@ def test_a_stock_model_that_rounding_moves_is_not_judged(monkeypatch):
     batch = {"x": torch.randn(2, 4).double()}
     weight = model[0].weight.sum().item()
     assert not check(model, batch).unsteady  # the same bits, so nothing looks for noise
-    monkeypatch.setattr(zoo.check, "_swapped", lambda model, mode: zoo.check._nudged(model))
+    monkeypatch.setattr(
+        zoo.check, "_swapped", lambda model, mode: zoo.check._nudged(model)
+    )
     assert "differs from itself in output" in check(model, batch).unsteady
 
 
@@ -174,7 +190,9 @@ def test_what_unswap_leaves_behind_is_seen(monkeypatch):
 
 def test_differences_are_relative_and_a_missing_value_is_infinite():
     theirs = {"output/0": torch.tensor([100.0]), "output/1": torch.tensor([1e-9])}
-    errors = compare({"output/0": torch.tensor([101.0]), "output/1": torch.zeros(1)}, theirs)
+    errors = compare(
+        {"output/0": torch.tensor([101.0]), "output/1": torch.zeros(1)}, theirs
+    )
     assert errors["output/0"] == pytest.approx(0.01)
     assert errors["output/1"] < 1e-7  # noise next to the other output
     assert compare({}, theirs)["output/0"] == float("inf")
@@ -186,10 +204,14 @@ def only(**models):
 
 
 def test_one_failing_architecture_does_not_stop_the_table(monkeypatch, capsys, tmp_path):
-    listed = only(sound=Net, raises=Raises, bypass=ReadsTheWeight, plain=lambda: nn.Linear(4, 4))
+    listed = only(
+        sound=Net, raises=Raises, bypass=ReadsTheWeight, plain=lambda: nn.Linear(4, 4)
+    )
     monkeypatch.setattr(run, "_architectures", lambda libraries, missing: listed)
     path = tmp_path / "zoo.json"
-    assert __main__.main(["--json", str(path), "--markdown", str(tmp_path / "zoo.md")]) == 1
+    assert (
+        __main__.main(["--json", str(path), "--markdown", str(tmp_path / "zoo.md")]) == 1
+    )
     rows = json.loads(path.read_text())
     results = {row["name"]: row["result"] for row in rows}
     assert results == {
@@ -218,7 +240,14 @@ def test_a_large_model_is_skipped_unless_all_are_asked_for(monkeypatch):
 def test_the_command_checks_what_it_is_asked_for(tmp_path, capsys):
     pytest.importorskip("torchvision")
     path = tmp_path / "zoo.json"
-    arguments = ["--library", "torchvision", "--only", "shufflenet_v2_x0_5", "--json", str(path)]
+    arguments = [
+        "--library",
+        "torchvision",
+        "--only",
+        "shufflenet_v2_x0_5",
+        "--json",
+        str(path),
+    ]
     assert __main__.main(arguments) == 0
     (row,) = json.loads(path.read_text())
     assert row["result"] == "ok"
@@ -232,7 +261,14 @@ def test_a_library_that_is_not_installed_is_passed_over(monkeypatch, capsys):
     pytest.importorskip("torchvision")
     monkeypatch.setitem(sys.modules, "timm", None)
     monkeypatch.delitem(sys.modules, "zoo.timm_models", raising=False)
-    arguments = ["--library", "timm", "--library", "torchvision", "--only", "shufflenet_v2_x0_5"]
+    arguments = [
+        "--library",
+        "timm",
+        "--library",
+        "torchvision",
+        "--only",
+        "shufflenet_v2_x0_5",
+    ]
     assert __main__.main(arguments) == 1  # timm was asked for
     said = capsys.readouterr()
     assert said.err == 'zoo --library timm needs timm: pip install "normplug[zoo]"\n'
@@ -241,13 +277,19 @@ def test_a_library_that_is_not_installed_is_passed_over(monkeypatch, capsys):
 
 @pytest.mark.gpu
 def test_an_architecture_on_the_gpu_is_compared_in_float64():
-    row = check_one(architectures("torchvision")["resnet18"], large=False, device=torch.device(0))
+    row = check_one(
+        architectures("torchvision")["resnet18"], large=False, device=torch.device(0)
+    )
     assert (row["result"], row["reason"]) == ("ok", "")
 
 
 def test_a_float32_difference_is_decided_in_float64(monkeypatch):
     def found(architecture, *, exact, **_):
-        return {"result": "unsteady", "reason": "it varies"} if exact else {"result": "failed"}
+        return (
+            {"result": "unsteady", "reason": "it varies"}
+            if exact
+            else {"result": "failed"}
+        )
 
     monkeypatch.setattr(run, "_check", found)
     (architecture,) = only(sound=Net)

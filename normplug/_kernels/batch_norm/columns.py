@@ -30,7 +30,13 @@ import triton.language as tl
 from normplug._kernels import activation, tiles
 from normplug._kernels.batch_norm.exchange import joined_moments, joined_sums
 from normplug._kernels.merging import after_parts, publish_part, ready_flag
-from normplug._kernels.primitives import is_finite, kernel, load_both, scalar, update_running
+from normplug._kernels.primitives import (
+    is_finite,
+    kernel,
+    load_both,
+    scalar,
+    update_running,
+)
 from normplug._kernels.tiles import STEP_AXIS, load_row, load_tile, write_tile
 from normplug._kernels.waiting import arrive, wait
 
@@ -103,7 +109,9 @@ def column_moments(x_ptr, area, start, T, ACC):
         x = load_tile(x_ptr, area, row, T, WHOLE=False, LAST=False).to(ACC) - top
         there = (tiles.tile_rows(row, U, BT) < end)[:, :, None]
         more = tiles.lane_counts(end - row, BT, ACC)
-        tile_mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / tl.maximum(more, 1.0)
+        tile_mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / tl.maximum(
+            more, 1.0
+        )
         x = tl.where(there, x - tl.expand_dims(tile_mean, STEP_AXIS), 0.0)
         difference = tile_mean - mean
         fraction = more / tl.maximum(n + more, 1.0)
@@ -236,7 +244,9 @@ def _normalise(x, tensors, area, row, norm, slabs, T, F, WHOLE):
     if F.bits:
         slab, SLABS = slabs
         columns = _bit_columns(slab, T.bc)
-        packed = tiles.as_tile(activation.pack_mask(z, T.bt * T.u * T.bc), T.bt, T.u, T.bc // 8)
+        packed = tiles.as_tile(
+            activation.pack_mask(z, T.bt * T.u * T.bc), T.bt, T.u, T.bc // 8
+        )
         bits_area = columns, columns >= 0, area[2], SLABS * (T.bc // 8)
         offsets, mask = tiles.places(bits_area, row, T)
         tiles.store(bits_ptr, offsets, packed, mask, WHOLE, LAST=True)
@@ -289,7 +299,9 @@ def batch_norm_columns_forward(
             if last:
                 sizes = C, ROWS, HW, CHANNELS
                 running = running_mean_ptr, running_var_ptr, tracked_ptr, momentum
-                finish_forward(mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, T.bch, F)
+                finish_forward(
+                    mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, T.bch, F
+                )
                 if F.normalize and not T.solo:
                     arrive(flag_ptr)
             if T.own and F.normalize:
@@ -317,7 +329,9 @@ def batch_norm_columns_forward(
             if F.training or F.given:
                 norm = coefficients(stats_ptr, vectors, channels, live, C, F)
             else:
-                average = tl.load(running_mean_ptr + channels, mask=live, other=0.0).to(ACC)
+                average = tl.load(running_mean_ptr + channels, mask=live, other=0.0).to(
+                    ACC
+                )
                 var = tl.load(running_var_ptr + channels, mask=live, other=1.0).to(ACC)
                 rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
                 if item == 0:
@@ -480,7 +494,16 @@ def batch_norm_columns_backward(
             for tile in tl.range(0, whole, num_stages=T.stages):
                 sums = sum_dz, sum_dz_centred
                 sum_dz, sum_dz_centred = _first_read(
-                    sums, tensors, results, area, start + tile * R, norm, slabs, T, F, WHOLE=True
+                    sums,
+                    tensors,
+                    results,
+                    area,
+                    start + tile * R,
+                    norm,
+                    slabs,
+                    T,
+                    F,
+                    WHOLE=True,
                 )
             row = start + whole * R
             if row < end:
@@ -498,12 +521,23 @@ def batch_norm_columns_backward(
                 scratch = partial_ptr, counters_ptr
                 parts = SLABS, GATHERS, ROWS, ROWS_EACH, HW
                 a, b, last = publish_part(
-                    a, b, scratch, slab, item, parts, T.bch, F.acc, MOMENTS=False, SINGLE=T.solo
+                    a,
+                    b,
+                    scratch,
+                    slab,
+                    item,
+                    parts,
+                    T.bch,
+                    F.acc,
+                    MOMENTS=False,
+                    SINGLE=T.solo,
                 )
                 if last:
                     sizes = C, ROWS, HW, CHANNELS
                     finished = dweight_ptr, dbias_ptr, means_ptr
-                    finish_backward(a, b, slab, sizes, stats_ptr, finished, root, PEERS, T.bch, F)
+                    finish_backward(
+                        a, b, slab, sizes, stats_ptr, finished, root, PEERS, T.bch, F
+                    )
                     if F.late and not T.solo:
                         arrive(flag_ptr)
             if T.own and F.late:
@@ -514,15 +548,23 @@ def batch_norm_columns_backward(
                 terms = load_both(means_ptr, channels, live, C)
                 row = start + whole * R
                 if row < end:
-                    _second_read(terms, tensors, results, area, row, norm, slabs, T, F, WHOLE=False)
+                    _second_read(
+                        terms, tensors, results, area, row, norm, slabs, T, F, WHOLE=False
+                    )
                 for tile in tl.range(0, whole, num_stages=T.stages):
                     row = start + (whole - 1 - tile) * R
-                    _second_read(terms, tensors, results, area, row, norm, slabs, T, F, WHOLE=True)
+                    _second_read(
+                        terms, tensors, results, area, row, norm, slabs, T, F, WHOLE=True
+                    )
         else:
             row = item * R
             area = columns, live, ROWS, W
-            loaded = _load_gradient(tensors, area, row, slabs, T, F, WHOLE=False, LAST=True)
+            loaded = _load_gradient(
+                tensors, area, row, slabs, T, F, WHOLE=False, LAST=True
+            )
             wait(flag_ptr, 1, WRITES)  # after the loads, which overlap with it
             stored = load_both(means_ptr, channels, live, C)
             dz, centred = _gradient(loaded, norm, T, F)
-            _write_gradients(dz, centred, stored, results, area, row, norm, T, F, WHOLE=False)
+            _write_gradients(
+                dz, centred, stored, results, area, row, norm, T, F, WHOLE=False
+            )

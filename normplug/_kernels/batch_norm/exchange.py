@@ -36,7 +36,9 @@ _LOW = tl.constexpr((1 << 32) - 1)
 # whether a wait ended so; the address of the host's mark; the addresses of all inboxes, in the
 # order of the ranks; and, for each channel, the number of exchanges so far, then the time.
 _INBOXES = tl.constexpr(4)
-_POLLS = tl.constexpr(1024)  # after which the threads of a program agree whether to wait on
+_POLLS = tl.constexpr(
+    1024
+)  # after which the threads of a program agree whether to wait on
 # The interpreter has no clock. A poll there takes about a millisecond.
 _CLOCK = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
 
@@ -56,7 +58,9 @@ def _write(message_ptr, word, value, flag, there, ACC):
     """Write a number of each channel."""
     if ACC == tl.float64:
         bits = value.to(tl.int64, bitcast=True)
-        tl.store(message_ptr + (word + 3) * CHANNELS, ((bits >> 32) & _LOW) | flag, mask=there)
+        tl.store(
+            message_ptr + (word + 3) * CHANNELS, ((bits >> 32) & _LOW) | flag, mask=there
+        )
     else:
         bits = value.to(tl.int32, bitcast=True).to(tl.int64)
     tl.store(message_ptr + word * CHANNELS, (bits & _LOW) | flag, mask=there)
@@ -65,9 +69,13 @@ def _write(message_ptr, word, value, flag, there, ACC):
 @triton.jit
 def _read(message_ptr, word, there, ACC):
     """Read what `_write` has written, once it has arrived."""
-    low = tl.load(message_ptr + word * CHANNELS, mask=there, other=0, volatile=True) & _LOW
+    low = (
+        tl.load(message_ptr + word * CHANNELS, mask=there, other=0, volatile=True) & _LOW
+    )
     if ACC == tl.float64:
-        high = tl.load(message_ptr + (word + 3) * CHANNELS, mask=there, other=0, volatile=True)
+        high = tl.load(
+            message_ptr + (word + 3) * CHANNELS, mask=there, other=0, volatile=True
+        )
         return (low | (high << 32)).to(tl.float64, bitcast=True)
     else:
         return low.to(tl.int32).to(tl.float32, bitcast=True)

@@ -76,7 +76,16 @@ def batch_norm_planes_forward(
                     )
                     running = running_mean_ptr, running_var_ptr, tracked_ptr, momentum
                     finish_forward(
-                        mean, m2, channel, (C, N, HW, 1), running, stats_ptr, eps, PEERS, 1, F
+                        mean,
+                        m2,
+                        channel,
+                        (C, N, HW, 1),
+                        running,
+                        stats_ptr,
+                        eps,
+                        PEERS,
+                        1,
+                        F,
                     )
                     arrive(counters_ptr + channel)
     u = t - LAG
@@ -95,7 +104,9 @@ def batch_norm_planes_forward(
             readers = TILES_A_CHANNEL if F.normalize else 1
             wait(counters_ptr + channel, TILES_A_CHANNEL, readers)
             parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
-            mean, m2 = merge_tile_moments(parts_ptr, TILES_A_CHANNEL, total, BLOCK, T.kp, ACC)
+            mean, m2 = merge_tile_moments(
+                parts_ptr, TILES_A_CHANNEL, total, BLOCK, T.kp, ACC
+            )
             n = total.to(ACC)
             var = m2 / n
             updated = is_finite(mean, m2) if F.safe else None
@@ -105,7 +116,9 @@ def batch_norm_planes_forward(
                     if F.cumulative:
                         step = 1.0 / tl.load(tracked_ptr).to(ACC)
                     old_mean = tl.load(running_mean_ptr + channel)
-                    update_running(running_mean_ptr + channel, old_mean, mean, step, updated)
+                    update_running(
+                        running_mean_ptr + channel, old_mean, mean, step, updated
+                    )
                     old_var = tl.load(running_var_ptr + channel)
                     var_ptr = running_var_ptr + channel
                     update_running(var_ptr, old_var, m2 / (n - 1.0), step, updated)
@@ -216,7 +229,16 @@ def batch_norm_planes_backward(
                     a, b = merge_tile_sums(parts_ptr, TILES_A_CHANNEL, T.kp, F.acc)
                     results = dweight_ptr, dbias_ptr, partial_ptr + 2 * TILES
                     finish_backward(
-                        a, b, channel, (C, N, HW, 1), stats_ptr, results, root, PEERS, 1, F
+                        a,
+                        b,
+                        channel,
+                        (C, N, HW, 1),
+                        stats_ptr,
+                        results,
+                        root,
+                        PEERS,
+                        1,
+                        F,
                     )
                     arrive(counters_ptr + channel)
         if not F.late:
@@ -230,7 +252,9 @@ def batch_norm_planes_backward(
             channel = u
             k = 0
             if F.late:
-                channel, k, offsets, inside, first = _tile(u, TILES_A_CHANNEL, N, C, HW, T)
+                channel, k, offsets, inside, first = _tile(
+                    u, TILES_A_CHANNEL, N, C, HW, T
+                )
                 tile = _load(tensors, offsets, inside, channel, k, total, T, F, LAST=True)
             if F.world > 1:
                 wait(counters_ptr + channel, TILES_A_CHANNEL + 1, TILES_A_CHANNEL)
@@ -241,16 +265,25 @@ def batch_norm_planes_backward(
             rstd = tl.load(stats_ptr + C + channel)
             if F.world > 1:
                 mean_dz = tl.load(partial_ptr + 2 * TILES + channel, cache_modifier=".cg")
-                slope = tl.load(partial_ptr + 2 * TILES + C + channel, cache_modifier=".cg")
+                slope = tl.load(
+                    partial_ptr + 2 * TILES + C + channel, cache_modifier=".cg"
+                )
             else:
                 parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
-                sum_dz, sum_dz_centred = merge_tile_sums(parts_ptr, TILES_A_CHANNEL, T.kp, F.acc)
+                sum_dz, sum_dz_centred = merge_tile_sums(
+                    parts_ptr, TILES_A_CHANNEL, T.kp, F.acc
+                )
                 if k == 0:
                     if F.dweight:
                         dweight = sum_dz_centred * rstd * scalar(root, F.acc)
-                        tl.store(dweight_ptr + channel, dweight.to(dweight_ptr.dtype.element_ty))
+                        tl.store(
+                            dweight_ptr + channel,
+                            dweight.to(dweight_ptr.dtype.element_ty),
+                        )
                     if F.dbias:
-                        tl.store(dbias_ptr + channel, sum_dz.to(dbias_ptr.dtype.element_ty))
+                        tl.store(
+                            dbias_ptr + channel, sum_dz.to(dbias_ptr.dtype.element_ty)
+                        )
                 n = total.to(F.acc)
                 mean_dz = sum_dz / n
                 slope = sum_dz_centred * rstd * rstd / n

@@ -22,12 +22,20 @@ from normplug._kernels import (
 from normplug._kernels.constants import KernelConstant, Work
 
 _SMALL_PLANE = 100  # values; contiguous planes of at most this size are columns
-_LAG_BYTES = 24 << 10  # read per multiprocessor between a tile's first read and its second
-_PHASED_SLAB = 64 << 20  # bytes from which items are faster than programs with rows of their own
+_LAG_BYTES = (
+    24 << 10
+)  # read per multiprocessor between a tile's first read and its second
+_PHASED_SLAB = (
+    64 << 20
+)  # bytes from which items are faster than programs with rows of their own
 _ITEM_BYTES = 128 << 10  # times the itemsize: bytes that an item gathers
-_SOLO_SLAB = 1 << 20  # bytes up to which one program is enough for a slab, if there are many
+_SOLO_SLAB = (
+    1 << 20
+)  # bytes up to which one program is enough for a slab, if there are many
 _SEGMENT_COLUMNS = 256  # most columns of a slab of small planes
-_GROUP_BYTES = 12 << 20  # of the slabs that are gathered before the first of them is written
+_GROUP_BYTES = (
+    12 << 20
+)  # of the slabs that are gathered before the first of them is written
 _FEW_ROWS = 2048  # up to which one program takes a slab, and slabs are narrow
 _MANY_ROWS = 1 << 17  # beyond which slabs of float32 are wide
 
@@ -160,7 +168,9 @@ class Columns:
         self.live = self.channels * self.hw  # columns of a slab without its padding
         self.width = self.c * self.hw  # columns of the tensor
         self.segments = self.hw > 1
-        self.bch = power_of_2(self.channels) if self.segments else self.bc  # channels, padded
+        self.bch = (
+            power_of_2(self.channels) if self.segments else self.bc
+        )  # channels, padded
         self.tile = self.u * self.bt  # rows of a tile
         # Programs that write a slab, a tile each, if other programs gather it.
         self.writes = -(-self.rows // self.tile)
@@ -168,7 +178,9 @@ class Columns:
         each = self.gather_rows or -(-self.writes // self.programs) * self.tile
         self.rows_each = max(each, 1)
         self.gathers = max(-(-self.rows // self.rows_each), 1)
-        self.solo = self.programs > 0 and self.gathers == 1  # a single program takes each slab
+        self.solo = (
+            self.programs > 0 and self.gathers == 1
+        )  # a single program takes each slab
         self.even = self.c % self.channels == 0 and self.live == self.bc
         self.wide = needs_int64(self.rows, self.width)
 

@@ -16,7 +16,9 @@ from normplug._kernels.batch_norm.columns import affine
 from normplug._kernels.primitives import kernel, load_both, scalar
 from normplug._kernels.tiles import load
 
-LARGEST_WINDOW = 25  # values: the loops over a window are unrolled, so all its loads are in flight
+LARGEST_WINDOW = (
+    25  # values: the loops over a window are unrolled, so all its loads are in flight
+)
 _NOWHERE = tl.constexpr(255)
 # H, W, OH, OW: height and width of the input and of the output. `schedule.PixelsTile` has the rest.
 
@@ -84,9 +86,19 @@ def batch_norm_pool_forward(
         y = activate(best, 1).to(y_ptr.dtype.element_ty)  # relu
         tl.store(y_ptr + first + offsets, y, mask=mask)
         if F.peaks:
-            tl.store(peaks_ptr + first + offsets, peak, mask=mask, eviction_policy="evict_first")
+            tl.store(
+                peaks_ptr + first + offsets,
+                peak,
+                mask=mask,
+                eviction_policy="evict_first",
+            )
             place = tl.where(best <= 0, _NOWHERE, place).to(tl.uint8)
-            tl.store(places_ptr + first + offsets, place, mask=mask, eviction_policy="evict_first")
+            tl.store(
+                places_ptr + first + offsets,
+                place,
+                mask=mask,
+                eviction_policy="evict_first",
+            )
 
 
 @kernel
@@ -153,9 +165,13 @@ def batch_norm_pool_backward(
                         there = (inside & (begin >= 0) & (begin < width))[:, None]
                         if not T.even:
                             there = there & live[None, :]
-                        place = tl.load(places_ptr + window + windows, mask=there, other=_NOWHERE)
+                        place = tl.load(
+                            places_ptr + window + windows, mask=there, other=_NOWHERE
+                        )
                         place = place.to(tl.int32)
-                        dy = tl.load(dy_ptr + window + windows, mask=there, other=0).to(ACC)
+                        dy = tl.load(dy_ptr + window + windows, mask=there, other=0).to(
+                            ACC
+                        )
                         dz += tl.where(place == below * T.kw + beside, dy, 0.0)
                 if F.training:
                     centred = x.to(ACC) - mean[None, :]

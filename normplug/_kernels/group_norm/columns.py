@@ -14,8 +14,17 @@ import triton.language as tl
 
 from normplug._kernels import tiles
 from normplug._kernels.activation import activate
-from normplug._kernels.group_norm.shared import gradient_before, load_vector, save_statistics
-from normplug._kernels.merging import after_parts, finish_gradients, publish_part, ready_flag
+from normplug._kernels.group_norm.shared import (
+    gradient_before,
+    load_vector,
+    save_statistics,
+)
+from normplug._kernels.merging import (
+    after_parts,
+    finish_gradients,
+    publish_part,
+    ready_flag,
+)
 from normplug._kernels.primitives import kernel, load_both, scalar
 from normplug._kernels.tiles import STEP_AXIS, load_tile, write_tile
 from normplug._kernels.waiting import arrive, wait
@@ -77,7 +86,9 @@ def _first_sums(x_ptr, area, row, T, ACC, WHOLE):
         mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / T.u)
     else:
         there = (tiles.tile_rows(row, T.u, T.bt) < end)[:, :, None]
-        count = tl.maximum(tiles.lane_counts(tl.minimum(end - row, T.u * T.bt), T.bt, ACC), 1.0)
+        count = tl.maximum(
+            tiles.lane_counts(tl.minimum(end - row, T.u * T.bt), T.bt, ACC), 1.0
+        )
         mean = tl.sum(tl.where(there, x, 0.0), axis=STEP_AXIS) / count
     a, b = _lane_sums(x, mean, row, end, T, WHOLE)
     return mean, a, b
@@ -216,7 +227,9 @@ def group_norm_columns_forward(
         item = item_of(t, SLABS, K, S, ROWS_EACH, C, T.bc, REVERSE=False)
         sample, slab, k, start, area = item
         columns, live, end, C = area
-        mean, m2 = item_moments(x_ptr + sample.to(tl.int64) * S * C, area, start, T, F.acc)
+        mean, m2 = item_moments(
+            x_ptr + sample.to(tl.int64) * S * C, area, start, T, F.acc
+        )
         scratch = partial_ptr, counters_ptr
         mean, m2, last = publish_part(
             mean, m2, scratch, sample * SLABS + slab, k, (UNITS, K, S, ROWS_EACH, 1), T.bc, F.acc,
@@ -262,7 +275,9 @@ def _write_dx(tensors, before, area, row, norm, terms, T, F, WHOLE):
     x_ptr += before
     dx_ptr += before
     dz, centred = _gradient((dy_ptr, x_ptr), area, row, norm, T, F, WHOLE, LAST=True)
-    dx = dz * scale[None, None, :] - (centred * slope[None, None, :] + constant[None, None, :])
+    dx = dz * scale[None, None, :] - (
+        centred * slope[None, None, :] + constant[None, None, :]
+    )
     write_tile(dx, dx_ptr, area, row, T, WHOLE)
 
 
@@ -300,7 +315,9 @@ def _write_item_dx(tensors, vectors, sums_ptr, before, item, sizes, norm, rstd, 
     R: tl.constexpr = T.u * T.bt
     whole = (end - start) // R
     if start + whole * R < end:
-        _write_dx(tensors, before, area, start + whole * R, norm, terms, T, F, WHOLE=False)
+        _write_dx(
+            tensors, before, area, start + whole * R, norm, terms, T, F, WHOLE=False
+        )
     for tile in tl.range(0, whole, num_stages=T.stages):
         row = start + (whole - 1 - tile) * R
         _write_dx(tensors, before, area, row, norm, terms, T, F, WHOLE=True)
@@ -343,13 +360,17 @@ def group_norm_columns_backward(
         for tile in tl.range(0, whole, num_stages=T.stages):
             inputs = dy_ptr + before, x_ptr + before
             row = start + tile * R
-            dz, centred = _gradient(inputs, area, row, norm, T, F, WHOLE=True, LAST=not DX)
+            dz, centred = _gradient(
+                inputs, area, row, norm, T, F, WHOLE=True, LAST=not DX
+            )
             sum_dz += tl.sum(dz, axis=STEP_AXIS)
             sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)
         if start + whole * R < end:
             inputs = dy_ptr + before, x_ptr + before
             row = start + whole * R
-            dz, centred = _gradient(inputs, area, row, norm, T, F, WHOLE=False, LAST=not DX)
+            dz, centred = _gradient(
+                inputs, area, row, norm, T, F, WHOLE=False, LAST=not DX
+            )
             sum_dz += tl.sum(dz, axis=STEP_AXIS)
             sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)
         dz = tl.sum(sum_dz, axis=0)
@@ -369,7 +390,9 @@ def group_norm_columns_backward(
                 arrive(done_ptr)
         if T.solo and DX:
             tl.debug_barrier()  # all threads see the sums just stored
-            _write_item_dx(tensors, vectors, own_ptr, before, item, sizes, norm, rstd, T, F)
+            _write_item_dx(
+                tensors, vectors, own_ptr, before, item, sizes, norm, rstd, T, F
+            )
     u = t - LAG
     if DX and not T.solo:
         if (u >= 0) & (u < UNITS * K):
@@ -382,7 +405,9 @@ def group_norm_columns_backward(
             wait(ready_flag(counters_ptr, sample, UNITS, K), SLABS, SLABS * K)
             own_ptr = sums_ptr + sample.to(tl.int64) * (2 * C)
             before = sample.to(tl.int64) * S * C
-            _write_item_dx(tensors, vectors, own_ptr, before, item, sizes, norm, rstd, T, F)
+            _write_item_dx(
+                tensors, vectors, own_ptr, before, item, sizes, norm, rstd, T, F
+            )
     if F.dweight or F.dbias:
         f = u - UNITS * K
         if f >= 0:

@@ -14,7 +14,11 @@ import triton.language as tl
 
 from normplug._kernels import merging
 from normplug._kernels.activation import activate
-from normplug._kernels.group_norm.shared import gradient_before, load_vector, save_statistics
+from normplug._kernels.group_norm.shared import (
+    gradient_before,
+    load_vector,
+    save_statistics,
+)
 from normplug._kernels.merging import ready_flag
 from normplug._kernels.primitives import kernel, load_both, scalar, sum_both
 from normplug._kernels.tiles import load, store
@@ -108,7 +112,9 @@ def group_norm_planes_forward(
             runs = _runs(groups, inside, k, sizes, T)
             x = load(x_ptr, runs[0], runs[1], T.even, LAST=False)
             count = merging.tile_counts(k, WIDTH, T.block, ACC)
-            mean, m2, d = _moments(x, x_ptr, groups, inside, k, count, WIDTH, runs[1], T, ACC)
+            mean, m2, d = _moments(
+                x, x_ptr, groups, inside, k, count, WIDTH, runs[1], T, ACC
+            )
             scratch = partial_ptr, counters_ptr
             mean, m2, last = merging.publish_part(
                 mean, m2, scratch, group, k, (GROUPS, K, WIDTH, T.block, 1), 1, ACC,
@@ -170,7 +176,9 @@ def group_norm_planes_solo_forward(
     mean = _sum(means * counts, 1) / n
     spread = means - mean[:, None, None]
     m2 = _sum(m2s + counts * spread * spread, 1)
-    rstd = save_statistics(stats_ptr, groups, inside, GROUPS, first + mean, m2, n, eps, ACC)
+    rstd = save_statistics(
+        stats_ptr, groups, inside, GROUPS, first + mean, m2, n, eps, ACC
+    )
     for turn in tl.range(0, K, num_stages=T.stages):
         k = K - 1 - turn
         runs = _runs(groups, inside, k, sizes, T)
@@ -306,7 +314,9 @@ def group_norm_planes_backward(
             mean, rstd = load_both(stats_ptr, groups, inside, GROUPS)
             dy = load(dy_ptr, offsets, mask, T.even, LAST=not DX)
             x = load(x_ptr, offsets, mask, T.even, LAST=not DX)
-            dz, centred, weight, scale = _gradient(dy, x, vectors, channels, live, mean, rstd, F)
+            dz, centred, weight, scale = _gradient(
+                dy, x, vectors, channels, live, mean, rstd, F
+            )
             sum_dz, sum_dz_xhat = sum_both(dz, dz * centred, 2)
             sum_dz_xhat *= rstd[:, None]
             if SUMS:
@@ -335,14 +345,18 @@ def group_norm_planes_backward(
                 kc = k // KS
                 groups = group + tl.arange(0, 1)
                 inside = groups < GROUPS
-                offsets, mask, own, live = _planes(groups, inside, kc, k - kc * KS, CHANNELS, HW, T)
+                offsets, mask, own, live = _planes(
+                    groups, inside, kc, k - kc * KS, CHANNELS, HW, T
+                )
                 channels = ((groups % G) * CHANNELS)[:, None] + own[None, :]
                 mean, rstd = load_both(stats_ptr, groups, inside, GROUPS)
                 dy = load(dy_ptr, offsets, mask, T.even, LAST=True)
                 x = load(x_ptr, offsets, mask, T.even, LAST=True)
                 wait(ready_flag(counters_ptr, group, GROUPS, K), 1, K)
                 means = load_both(means_ptr, groups, inside, GROUPS)
-                dz, centred, _, scale = _gradient(dy, x, vectors, channels, live, mean, rstd, F)
+                dz, centred, _, scale = _gradient(
+                    dy, x, vectors, channels, live, mean, rstd, F
+                )
                 area = offsets, mask
                 _write_dx(dx_ptr, area, dz, centred, scale, rstd, means, root, T, ACC)
         f = u - tiles

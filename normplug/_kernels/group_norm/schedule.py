@@ -23,7 +23,9 @@ from normplug._kernels.constants import KernelConstant, Work
 # many as LayerNorm. Backward there are two tensors.
 _HELD_FORWARD, _HELD_BACKWARD = 128 << 10, 64 << 10
 _HELD_HALF_EMPTY = 64 << 10  # bytes up to which a group is held however much is padding
-_HELD_BY_FEW = 16 << 10  # bytes up to which a group is held even if few programs have work
+_HELD_BY_FEW = (
+    16 << 10
+)  # bytes up to which a group is held even if few programs have work
 # Bytes, counted likewise with padding, of a group that one program reads twice; half as many if
 # padding would be a fifth of what it holds.
 _SOLO_GROUP = 128 << 10
@@ -34,12 +36,20 @@ _LAG_FORWARD, _LAG_BACKWARD = 48 << 10, 24 << 10
 # chose half the tile that two tensors would get.
 _TENSORS_BACKWARD = 4
 _TILE_COST = 512  # the overhead of a tile, in values
-_SHORTEST_RUN = 64  # fewest adjacent values of a plane in a tile that does not span the plane
+_SHORTEST_RUN = (
+    64  # fewest adjacent values of a plane in a tile that does not span the plane
+)
 # For columns: chosen by sweeps over tile, warps and lag on an H100.
-_SEGMENT_BYTES = 128  # of a row that a tile reads; rows of up to twice that are read whole
-_CACHED_TENSOR = 64 << 20  # bytes up to which most of a tensor is cached at its second read
+_SEGMENT_BYTES = (
+    128  # of a row that a tile reads; rows of up to twice that are read whole
+)
+_CACHED_TENSOR = (
+    64 << 20
+)  # bytes up to which most of a tensor is cached at its second read
 _LAG_COLUMNS = 192 << 10  # read before a write, where programs wait for whole samples
-_SOLO_SAMPLE = 64 << 10  # bytes of a sample that one program takes, if there are many samples
+_SOLO_SAMPLE = (
+    64 << 10
+)  # bytes of a sample that one program takes, if there are many samples
 _MERGED = 1024  # channels, at most, whose moments a program merges at a time
 _FINISH = 64  # channels of a gradient that one program adds up
 
@@ -201,7 +211,10 @@ class PlanesBackward(_Planes):
         # Programs that read tiles for the first time, and parts of the sums for the gradients of
         # weight and bias.
         if self.held:
-            self.programs, self.parts = -(-self.groups // self.r) * self.splits, self.splits
+            self.programs, self.parts = (
+                -(-self.groups // self.r) * self.splits,
+                self.splits,
+            )
         else:
             self.programs, self.parts = self.n * self.groups * self.k, self.n * self.ks
         whole = self.channels % self.cb == 0 and self.hw % self.sb == 0
@@ -333,7 +346,13 @@ class Columns:
 
 
 def group_norm_forward(
-    n: int, groups: int, channels: int, space: int, channels_last: bool, itemsize: int, sms: int
+    n: int,
+    groups: int,
+    channels: int,
+    space: int,
+    channels_last: bool,
+    itemsize: int,
+    sms: int,
 ) -> PlanesForward | Columns:
     """Choose how the forward kernels cut (N, groups * channels, *space), of `space` values.
 
@@ -368,7 +387,13 @@ def group_norm_forward(
 
 
 def group_norm_backward(
-    n: int, groups: int, channels: int, space: int, channels_last: bool, itemsize: int, sms: int
+    n: int,
+    groups: int,
+    channels: int,
+    space: int,
+    channels_last: bool,
+    itemsize: int,
+    sms: int,
 ) -> PlanesBackward | Columns:
     """Choose how the backward kernels cut x, from the arguments of `group_norm_forward`."""
     if channels_last:
@@ -417,8 +442,15 @@ def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:
         return -(-channels // cb) * -(-space // sb) * (cb * sb + _TILE_COST)
 
     longest = min(power_of_2(space), block)
-    lengths = [longest >> i for i in range(8) if longest >> i >= min(longest, _SHORTEST_RUN)]
-    sizes = [(block // half // sb, sb) for half in (1, 2) for sb in lengths if half * sb <= block]
+    lengths = [
+        longest >> i for i in range(8) if longest >> i >= min(longest, _SHORTEST_RUN)
+    ]
+    sizes = [
+        (block // half // sb, sb)
+        for half in (1, 2)
+        for sb in lengths
+        if half * sb <= block
+    ]
     return min(((min(cb, power_of_2(channels)), sb) for cb, sb in sizes), key=cost)
 
 

@@ -29,7 +29,9 @@ def _columns(start, WIDTH, T):
     differ in dtype, it would give a thread more adjacent values of the narrow tensor than of the
     wide one, and move values between threads to match them.
     """
-    if T.u == 1:  # the same, by an operation that the compiler does not fold away with the hint
+    if (
+        T.u == 1
+    ):  # the same, by an operation that the compiler does not fold away with the hint
         columns = tl.expand_dims(start + tl.arange(0, T.bc), 0)
     else:
         columns = start + tl.arange(0, T.u)[:, None] * T.bc + tl.arange(0, T.bc)[None, :]
@@ -140,7 +142,9 @@ def layer_norm_rows_forward(
                 places = row_places(rows, residual_strides, T.residual_middle, T)
                 h += _load(residual_ptr, places, inside, columns, live, T, False).to(ACC)
                 if CENTRED:
-                    first += tl.load(residual_ptr + places, mask=inside, other=0.0).to(ACC)
+                    first += tl.load(residual_ptr + places, mask=inside, other=0.0).to(
+                        ACC
+                    )
                 h = as_stored(h, total_ptr)
                 _store(total_ptr, h, rows * DENSE, inside, columns, live, T)
                 h = h.to(ACC)
@@ -153,7 +157,9 @@ def layer_norm_rows_forward(
             # Distances from one of the values, whose sums do not round at the size of the mean.
             d = h - _each(first) if CENTRED else h
             if F.given:
-                mean, rstd = shared.load_statistics(stats_ptr, rows, inside, ROWS, CENTRED)
+                mean, rstd = shared.load_statistics(
+                    stats_ptr, rows, inside, ROWS, CENTRED
+                )
                 if CENTRED:
                     d -= _each(mean - first)
             else:
@@ -189,7 +195,9 @@ def layer_norm_rows_forward(
     elif F.running:
         running = running_mean_ptr, running_var_ptr, tracked_ptr, momentum
         f = program - programs
-        shared.finish_running(running, counters_ptr, f, FINISHERS, programs, ROWS, T.fan_in, F)
+        shared.finish_running(
+            running, counters_ptr, f, FINISHERS, programs, ROWS, T.fan_in, F
+        )
 
 
 @triton.jit
@@ -203,8 +211,12 @@ def _share_sums(partial_ptr, counters_ptr, tile, k, a, b, T):
     tl.store(tile_ptr + k * (2 * R) + R + rows, b)
     meet(counters_ptr + tile, T.k)
     all_ptr = tile_ptr + shares * (2 * R) + rows[:, None]
-    a = tl.sum(tl.load(all_ptr, mask=shares < T.k, other=0.0, cache_modifier=".cg"), axis=1)
-    b = tl.sum(tl.load(all_ptr + R, mask=shares < T.k, other=0.0, cache_modifier=".cg"), axis=1)
+    a = tl.sum(
+        tl.load(all_ptr, mask=shares < T.k, other=0.0, cache_modifier=".cg"), axis=1
+    )
+    b = tl.sum(
+        tl.load(all_ptr + R, mask=shares < T.k, other=0.0, cache_modifier=".cg"), axis=1
+    )
     return a, b
 
 
@@ -269,7 +281,9 @@ def layer_norm_rows_backward(
                 if ROOT:
                     dweight += _folded(dy * _each(rstd) * d, LANES)
                 else:
-                    rounded = as_dtype(d * _each(rstd * scalar(root, ACC)), F.rounded).to(ACC)
+                    rounded = as_dtype(d * _each(rstd * scalar(root, ACC)), F.rounded).to(
+                        ACC
+                    )
                     dweight += _folded(dy * rounded, LANES)
             if F.dbias:
                 dbias += _folded(dy, LANES)
@@ -281,7 +295,9 @@ def layer_norm_rows_backward(
                     g *= shared.factor_of(weight, F)
                 if F.centred:
                     gd = g * d
-                    sum_g, sum_gd = sum_both(tl.sum(g, STEP_AXIS), tl.sum(gd, STEP_AXIS), 1)
+                    sum_g, sum_gd = sum_both(
+                        tl.sum(g, STEP_AXIS), tl.sum(gd, STEP_AXIS), 1
+                    )
                 else:
                     sum_gd = _sum(g * d)
                     sum_g = sum_gd
@@ -292,15 +308,21 @@ def layer_norm_rows_backward(
                 scale = rstd * scalar(root, ACC)
                 slope = scale * rstd * rstd * (sum_gd / n)
                 if F.centred:
-                    dx = g * _each(scale) - (d * _each(slope) + _each(scale * (sum_g / n)))
+                    dx = g * _each(scale) - (
+                        d * _each(slope) + _each(scale * (sum_g / n))
+                    )
                 else:
                     dx = g * _each(scale) - d * _each(slope)
                 if F.dtotal:
                     places = row_places(rows, dtotal_strides, T.dtotal_middle, T)
-                    dx += _load(dtotal_ptr, places, inside, columns, live, T, LAST).to(ACC)
+                    dx += _load(dtotal_ptr, places, inside, columns, live, T, LAST).to(
+                        ACC
+                    )
                 if F.dinput_bias:
                     exists = _each(inside) & _all_rows(live)
-                    dinput_bias += _folded(dx if T.even else tl.where(exists, dx, 0.0), LANES)
+                    dinput_bias += _folded(
+                        dx if T.even else tl.where(exists, dx, 0.0), LANES
+                    )
                 if F.dx:
                     places = x_places if F.dx_as_x else rows * DENSE
                     _store(dx_ptr, dx, places, inside, columns, live, T)
@@ -313,7 +335,9 @@ def layer_norm_rows_backward(
                 tl.store(part_ptr + columns, tl.sum(dbias, axis=LANE_AXIS), mask=live)
                 part_ptr += WIDTH
             if F.dinput_bias:
-                tl.store(part_ptr + columns, tl.sum(dinput_bias, axis=LANE_AXIS), mask=live)
+                tl.store(
+                    part_ptr + columns, tl.sum(dinput_bias, axis=LANE_AXIS), mask=live
+                )
             arrive(counters_ptr)
     if SUMS > 0:
         stretches = tl.cdiv(WIDTH, T.finish)
@@ -322,7 +346,11 @@ def layer_norm_rows_backward(
         c = program if K > 1 else program - PROGRAMS
         step = PROGRAMS if K > 1 else stretches
         if (c >= 0) & (c < stretches):
-            wait(counters_ptr, PROGRAMS, tl.minimum(stretches, PROGRAMS) if K > 1 else stretches)
+            wait(
+                counters_ptr,
+                PROGRAMS,
+                tl.minimum(stretches, PROGRAMS) if K > 1 else stretches,
+            )
             for stretch in range(c, stretches, step):
                 gradients = dweight_ptr, dbias_ptr, dinput_bias_ptr
                 parts = parts_ptr, stretch, WIDTH, groups

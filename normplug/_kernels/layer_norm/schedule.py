@@ -9,14 +9,18 @@ from typing import Any
 from normplug._kernels import at_once, power_of_2
 from normplug._kernels.constants import KernelConstant, Work
 
-_HELD_BYTES = 128 << 10  # most bytes of a row, as float32 or wider, that a program holds forward
+_HELD_BYTES = (
+    128 << 10
+)  # most bytes of a row, as float32 or wider, that a program holds forward
 _SUMMED_BYTES = 32 << 10  # the same backward, beside the sums for weight and bias
 _SHARED_WIDTH = 65536  # values up to which programs share rows backward, where they can
 # Bytes per multiprocessor that are read between a wide row's first read and its second.
 _WIDE_FORWARD_LAG, _WIDE_BACKWARD_LAG = 24 << 10, 32 << 10
 _MANY_ROWS_EACH = 128  # rows per multiprocessor, above which two programs on it beat one
 _MOST_PROGRAMS = 1 << 17  # with running statistics each has two words of its own
-_FAN_IN = 64  # parts of the running statistics that a program adds at a time, for each warp
+_FAN_IN = (
+    64  # parts of the running statistics that a program adds at a time, for each warp
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +108,9 @@ class Rows:
 
     def __post_init__(self) -> None:
         self.tiles = -(-self.rows // self.r)
-        self.groups = self.programs // self.k  # groups of `k` programs that take tiles in turn
+        self.groups = (
+            self.programs // self.k
+        )  # groups of `k` programs that take tiles in turn
         self.parts = self.programs  # from which the running statistics are added up
         self.even = self.k * self.u * self.bc == self.width and self.rows % self.r == 0
 
@@ -126,7 +132,9 @@ class Rows:
         tile = self._tile(layout, fan_in=_FAN_IN * self.warps)
         return Work(self.programs + finishers, self.warps, tile, sizes)
 
-    def backward(self, strides: dict[str, int], layout: RowLayout, late: bool, sums: int) -> Work:
+    def backward(
+        self, strides: dict[str, int], layout: RowLayout, late: bool, sums: int
+    ) -> Work:
         """The launch of a backward that computes so many sums over the rows."""
         finishers = -(-self.width // self.finish) if sums and self.k == 1 else 0
         sizes = {"ROWS": self.rows, **strides, "PROGRAMS": self.programs}
@@ -138,7 +146,9 @@ class Rows:
             k_padded=power_of_2(self.k),
             finish=self.finish,
         )
-        return Work(self.programs + finishers, self.warps, tile, sizes, cooperative=self.k > 1)
+        return Work(
+            self.programs + finishers, self.warps, tile, sizes, cooperative=self.k > 1
+        )
 
     def _tile(self, layout: RowLayout, **more: Any) -> RowsTile:
         return RowsTile(
@@ -193,7 +203,13 @@ class Wide:
         """
         lag = 0 if given else self.lag
         finishers = _finishers(self) if running else 0
-        sizes = {"ROWS": self.rows, **strides, "K": self.k, "LAG": lag, "FINISHERS": finishers}
+        sizes = {
+            "ROWS": self.rows,
+            **strides,
+            "K": self.k,
+            "LAG": lag,
+            "FINISHERS": finishers,
+        }
         tile = WideTile(
             **asdict(layout),
             cw=self.cw,
@@ -203,7 +219,9 @@ class Wide:
         )
         return Work(self.rows * self.k + lag + finishers, self.warps, tile, sizes)
 
-    def backward(self, strides: dict[str, int], layout: RowLayout, late: bool, sums: int) -> Work:
+    def backward(
+        self, strides: dict[str, int], layout: RowLayout, late: bool, sums: int
+    ) -> Work:
         """The launch of a backward that computes so many sums over the rows.
 
         late: it writes what depends on sums over each row.
@@ -241,14 +259,18 @@ def layer_norm_forward(
     on the number of rows.
     """
     padded = power_of_2(width)
-    if padded > _HELD_BYTES // max(itemsize, 4) or (width > 8192 and 5 * width <= 4 * padded):
+    if padded > _HELD_BYTES // max(itemsize, 4) or (
+        width > 8192 and 5 * width <= 4 * padded
+    ):
         block = 4096 if itemsize <= 4 else 2048
         k = -(-width // block)
         lag = min(max(sms * _WIDE_FORWARD_LAG // (block * itemsize), k), rows * k)
         return Wide(rows, width, 1, block, 4, lag)
     if padded == 1024 and itemsize <= 4:
         # A row has a warp of its own. Programs of one warp were slower at 4,096 rows of halves.
-        warps = 4 if running and itemsize == 2 else 1 if rows > _MANY_ROWS_EACH * sms else 2
+        warps = (
+            4 if running and itemsize == 2 else 1 if rows > _MANY_ROWS_EACH * sms else 2
+        )
         shape = _row_tile(rows, width, unit, itemsize, warps, 1, 32)
         return replace(shape, keep=itemsize == 4)
     few = itemsize == 8 or padded <= (2048 if itemsize == 4 else 4096)
@@ -297,7 +319,9 @@ def layer_norm_backward(
     if cooperative and itemsize <= 4 and rows >= sms and width <= _SHARED_WIDTH:
         share, r, warps = 4096, 4, 8
         if padded > 16384:
-            share, r, warps = (4096, 2, 4) if itemsize == 4 else (padded // 32, 2**18 // padded, 4)
+            share, r, warps = (
+                (4096, 2, 4) if itemsize == 4 else (padded // 32, 2**18 // padded, 4)
+            )
         k = -(-width // share)
         # Programs of 4 warps run two at a time on any multiprocessor.
         if (programs := (8 // warps) * sms // k * k) > 0:

@@ -81,7 +81,9 @@ def layer_norm_wide_forward(
         if F.residual:
             wait(counters_ptr + row, K, K)  # another program stores the total
             place = row * DENSE
-            h = tl.load(total_ptr + place + columns, mask=live, other=0.0, cache_modifier=".cg")
+            h = tl.load(
+                total_ptr + place + columns, mask=live, other=0.0, cache_modifier=".cg"
+            )
         else:
             place = row_places(row, x_strides, T.x_middle, T)
             h = tl.load(x_ptr + place + columns, mask=live, other=0.0)
@@ -123,7 +125,9 @@ def layer_norm_wide_forward(
         if f >= 0:
             running = running_mean_ptr, running_var_ptr, tracked_ptr, momentum
             words_ptr = counters_ptr + ROWS
-            shared.finish_running(running, words_ptr, f, FINISHERS, ROWS, ROWS, T.fan_in, F)
+            shared.finish_running(
+                running, words_ptr, f, FINISHERS, ROWS, ROWS, T.fan_in, F
+            )
 
 
 @triton.jit
@@ -247,8 +251,12 @@ def layer_norm_wide_backward(
         if LATE:
             wait(ready_ptr + block, 1, K)
             if CENTRED:
-                mean_g = tl.load(sums_ptr + block * (2 * RB) + lanes, cache_modifier=".cg")
-            mean_gx = tl.load(sums_ptr + block * (2 * RB) + RB + lanes, cache_modifier=".cg")
+                mean_g = tl.load(
+                    sums_ptr + block * (2 * RB) + lanes, cache_modifier=".cg"
+                )
+            mean_gx = tl.load(
+                sums_ptr + block * (2 * RB) + RB + lanes, cache_modifier=".cg"
+            )
             g = dy
             if F.weight:
                 weight = load(weight_ptr, columns, live, EVEN, False)
@@ -268,12 +276,16 @@ def layer_norm_wide_backward(
             if F.dinput_bias:
                 masked = dx if EVEN else tl.where(mask, dx, 0.0)
                 which: tl.constexpr = F.dweight + F.dbias
-                _columns_gradient(masked, dinput_bias_ptr, parts, which, area, SUMS, 1.0, SINGLE)
+                _columns_gradient(
+                    masked, dinput_bias_ptr, parts, which, area, SUMS, 1.0, SINGLE
+                )
         if F.dweight:
             if ROOT:
                 terms = dy * rstd[:, None] * d
             else:
-                terms = dy * as_dtype(d * (rstd * scalar(root, ACC))[:, None], F.rounded).to(ACC)
+                terms = dy * as_dtype(
+                    d * (rstd * scalar(root, ACC))[:, None], F.rounded
+                ).to(ACC)
             factor = scalar(root, ACC) if ROOT else 1.0
             _columns_gradient(terms, dweight_ptr, parts, 0, area, SUMS, factor, SINGLE)
         if F.dbias:

@@ -42,7 +42,11 @@ def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
     keep: whether calls save tensors for a backward. Without it there are no backwards.
     """
     forwards, backwards, known = list["Job"](), list["Job"](), set[Any]()
-    dtype = t.x.dtype if t.residual is None else torch.promote_types(t.x.dtype, t.residual.dtype)
+    dtype = (
+        t.x.dtype
+        if t.residual is None
+        else torch.promote_types(t.x.dtype, t.residual.dtype)
+    )
     kind = (type(plan.spec), dtype, keep)
     for reference in _layers.keyrefs():
         layer = reference()
@@ -67,7 +71,9 @@ def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
     return sorted(jobs, key=lambda job: times[job.key] == 1)
 
 
-def _calls(layer: Any, label: str, t: Tensors, spec: Any) -> Iterator[tuple[Tensors, Any]]:
+def _calls(
+    layer: Any, label: str, t: Tensors, spec: Any
+) -> Iterator[tuple[Tensors, Any]]:
     """The likely calls of a layer after a first call of `spec` with t; none for another norm.
 
     Under autocast the branches of a model have autocast's dtype. The stream to which they are added
@@ -78,8 +84,12 @@ def _calls(layer: Any, label: str, t: Tensors, spec: Any) -> Iterator[tuple[Tens
     words, known = label.replace(",", "").split(), _activations.ACTIVATIONS.values()
     names = (each.name for each in known if each.module.__name__ in words)
     activation = _activations.joined(next(names, None), _activations.SLOPE)
-    shared = {name: getattr(spec, name) for name in ("autocast", "join") if hasattr(spec, name)}
-    statistics = {name: getattr(t, name) for name in ("running_mean", "running_var", "tracked")}
+    shared = {
+        name: getattr(spec, name) for name in ("autocast", "join") if hasattr(spec, name)
+    }
+    statistics = {
+        name: getattr(t, name) for name in ("running_mean", "running_var", "tracked")
+    }
     branch = shared.get("autocast") or t.x.dtype
     only_branch = adds_bias or t.residual is not None
     dtypes = [branch] if only_branch else list(dict.fromkeys((t.x.dtype, branch)))
@@ -90,7 +100,9 @@ def _calls(layer: Any, label: str, t: Tensors, spec: Any) -> Iterator[tuple[Tens
         for pair in pairs:
             # They require gradients, as the layers in between have parameters that do.
             x, residual = (
-                None if dtype is None else torch.empty_like(like, dtype=dtype, requires_grad=True)
+                None
+                if dtype is None
+                else torch.empty_like(like, dtype=dtype, requires_grad=True)
                 for dtype in pair
             )
             dtype = (t.x if t.weight is None else t.weight).dtype
@@ -109,7 +121,9 @@ def _inputs(x: Tensor, row: Sequence[int], first_row: Sequence[int]) -> Iterator
 
     first_row: the shape of the rows of x; () if x has channels at dimension 1.
     """
-    outer = x.shape[: x.dim() - len(first_row)] if first_row else x.shape[:1] + x.shape[2:]
+    outer = (
+        x.shape[: x.dim() - len(first_row)] if first_row else x.shape[:1] + x.shape[2:]
+    )
     batch, space = outer[:1], list(outer[1:])
     smallest = _SMALLEST_VOLUME if len(space) == 3 else _SMALLEST
     while min(space, default=1) > 0:

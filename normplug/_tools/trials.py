@@ -77,7 +77,9 @@ class Trials:
     def swapped_by_depth(self) -> nn.Module | None:
         """Another copy, swapped by depth; None if the model has no such depth."""
         model = duplicate(self._reader.model)
-        for module, twin in zip(self._reader.model.modules(), model.modules(), strict=True):
+        for module, twin in zip(
+            self._reader.model.modules(), model.modules(), strict=True
+        ):
             twin.training = self._modes[module]
         try:
             return swap(model, by_depth("1/l"), preserve_output=False, backend="torch")

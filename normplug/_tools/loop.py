@@ -60,7 +60,9 @@ class Loop:
     def begin(self) -> None:
         """Follow the loop from now on."""
         if self.is_followed:
-            raise RuntimeError("normplug.watch: this watch already runs; call watch again.")
+            raise RuntimeError(
+                "normplug.watch: this watch already runs; call watch again."
+            )
         before, after = _Hook(self, self._before), _Hook(self, self._after)
         self._hooks = [
             self.model.register_forward_pre_hook(before),
@@ -160,7 +162,9 @@ class _Optimizers:
         self._model = model
         self._trains: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._first: ref[Optimizer] | None = None
-        self._since: WeakSet[Optimizer] = WeakSet()  # others that have stepped since the first
+        self._since: WeakSet[Optimizer] = (
+            WeakSet()
+        )  # others that have stepped since the first
 
     def ends_step(self, optimizer: Optimizer) -> bool:
         """Whether this step of an optimizer ends a step of the loop."""
@@ -181,7 +185,9 @@ class _Optimizers:
             parameters = set(self._model.parameters())
             groups = optimizer.param_groups
             trained = (parameter for group in groups for parameter in group["params"])
-            self._trains[optimizer] = any(parameter in parameters for parameter in trained)
+            self._trains[optimizer] = any(
+                parameter in parameters for parameter in trained
+            )
         return self._trains[optimizer]
 
 

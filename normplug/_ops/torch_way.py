@@ -34,10 +34,16 @@ def scaled(
     if target_variance == 1.0:
         return weight
     root = math.sqrt(target_variance)
-    return torch.full(shape, root, dtype=dtype, device=device) if weight is None else weight * root
+    return (
+        torch.full(shape, root, dtype=dtype, device=device)
+        if weight is None
+        else weight * root
+    )
 
 
-def scaled_channels(t: Tensors, target_variance: float, like: Tensor | None) -> Tensor | None:
+def scaled_channels(
+    t: Tensors, target_variance: float, like: Tensor | None
+) -> Tensor | None:
     """The weight of each channel times sqrt(target_variance).
 
     like: gives the dtype if there is neither weight nor bias; None for the accumulator dtype.
@@ -68,7 +74,9 @@ def prepared(
             if v is not None and v.dtype != dtype:
                 dtype = torch.promote_types(dtype, v.dtype)
         h = h if h.dtype == dtype else h.to(dtype)
-        weight, bias = (v if v is None or v.dtype == dtype else v.to(dtype) for v in (weight, bias))
+        weight, bias = (
+            v if v is None or v.dtype == dtype else v.to(dtype) for v in (weight, bias)
+        )
     dtype = h.dtype if bias is None else bias.dtype
     return h, scaled(weight, target_variance, shape, dtype, h.device), bias
 
@@ -84,7 +92,9 @@ def mixes_dtypes(h: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     return weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32)
 
 
-def cast(y: Tensor, dtype: torch.dtype, autocast: torch.dtype | None, output: str) -> Tensor:
+def cast(
+    y: Tensor, dtype: torch.dtype, autocast: torch.dtype | None, output: str
+) -> Tensor:
     """Cast the result of a stock norm. dtype: of its input; the others: see `LayerNormSpec`."""
     if autocast is None:
         return y if y.dtype == dtype else y.to(dtype)

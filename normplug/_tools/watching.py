@@ -15,12 +15,18 @@ from torch import Tensor, nn
 
 from normplug import _checks, _convert
 from normplug._checks import needs
-from normplug._ops import parts
-from normplug._results import write_file
-from normplug._statistics.loop import Loop
+from normplug._files import write_file
+from normplug._ops import subclasses
 from normplug._table import table
+from normplug._tools.loop import Loop
 from normplug.modules import TargetVarianceNorm
-from normplug.modules.probe import Measured, Probe, SharedProbe, averages, is_only_measured
+from normplug.modules.probe import (
+    Measured,
+    Probe,
+    SharedProbe,
+    averages,
+    is_only_measured,
+)
 from normplug.modules.row_norms import RowNorm
 from normplug.reference import channel_dims
 
@@ -89,7 +95,9 @@ class _DetailedProbe(Probe):
         super().__init__(model)
         self.details = torch.full((len(DETAILS),), math.nan)
 
-    def store(self, layer: TargetVarianceNorm, x: Tensor, y: Tensor, measured: Measured) -> None:
+    def store(
+        self, layer: TargetVarianceNorm, x: Tensor, y: Tensor, measured: Measured
+    ) -> None:
         """Measure the channels of input and output, and, in the backward, the gradient of y."""
         super().store(layer, x, y, measured)
         with torch.no_grad():
@@ -101,14 +109,16 @@ class _DetailedProbe(Probe):
             y.register_hook(self._add_gradient)
 
     def _add_gradient(self, gradient: Tensor) -> None:
-        self.details[-1] = parts.own_part(gradient.detach()).float().square().mean()
+        self.details[-1] = subclasses.own_part(gradient.detach()).float().square().mean()
 
 
-def _details(layer: TargetVarianceNorm, x: Tensor, y: Tensor, measured: Measured) -> Tensor:
+def _details(
+    layer: TargetVarianceNorm, x: Tensor, y: Tensor, measured: Measured
+) -> Tensor:
     """The `DETAILS` of a call but for the gradient."""
     variances = measured.input.flatten().sort().values
     places = [round(share * (len(variances) - 1)) for share in (0.1, 0.5, 0.9)]
-    local = parts.own_part(y.detach())
+    local = subclasses.own_part(y.detach())
     dims = channel_dims(local)
     if isinstance(layer, RowNorm):
         dims = tuple(range(local.dim() - len(layer._affine_shape())))
@@ -160,14 +170,18 @@ class _Step(NamedTuple):
 
     known: list[dict[str, Any]]  # of each row, the columns that were not measured
     values: Tensor  # `MEASURED`, (rows, 4), on the device
-    probes: list[Probe]  # with details: those of the rows; a backward adds the gradient to them
+    probes: list[
+        Probe
+    ]  # with details: those of the rows; a backward adds the gradient to them
 
     def table(self) -> Tensor:
         """What was measured, a row for each layer."""
         details = [p.details for p in self.probes if isinstance(p, _DetailedProbe)]
         if not details:
             return self.values
-        return torch.cat([self.values, torch.stack([t.to(self.values) for t in details])], 1)
+        return torch.cat(
+            [self.values, torch.stack([t.to(self.values) for t in details])], 1
+        )
 
 
 class Watch:
@@ -227,7 +241,9 @@ class Watch:
             known.append(row)
         probes = [each.probe for each in self._measuring]
         with _lock:
-            self._pending.append(_Step(known, averages(probes), probes if self._details else []))
+            self._pending.append(
+                _Step(known, averages(probes), probes if self._details else [])
+            )
         self.release(swapped=False)
 
     def release(self, swapped: bool = True) -> None:
@@ -282,7 +298,11 @@ class Watch:
             for row in rows
         ]
         step, processes = rows[0].step, rows[0].world_size
-        part = "" if processes == 1 else f", rank {rows[0].rank} of {processes}'s part of the batch"
+        part = (
+            ""
+            if processes == 1
+            else f", rank {rows[0].rank} of {processes}'s part of the batch"
+        )
         return f"variance at step {step}{part}\n{table([tuple(COLUMNS), *cells])}"
 
     def to_csv(self, path: str | Path) -> None:
@@ -312,7 +332,7 @@ class Watch:
                 "measured yet. Call it after the first step in training."
             )
         with needs("normplug.watch: plot", "train"):
-            from normplug._statistics.heat_map import draw_heat_map
+            from normplug._tools.heat_map import draw_heat_map
         draw_heat_map(io.StringIO(self._csv()), Path(path), type(self._model).__name__)
 
 

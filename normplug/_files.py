@@ -64,14 +64,18 @@ def stamp(gpu: bool, *packages: str, gpus: int = 1) -> dict[str, str]:
 
 def _commit() -> str:
     """The commit of the checkout that holds this package; `NORMPLUG_COMMIT` overrides it."""
-    if given := os.environ.get("NORMPLUG_COMMIT"):  # for a copy of the checkout without .git
+    if given := os.environ.get(
+        "NORMPLUG_COMMIT"
+    ):  # for a copy of the checkout without .git
         return given
     checkout = Path(__file__).parents[1]
     if not (checkout / ".git").exists():  # installed: a repository around it is not ours
         return "unknown"
     describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
-        found = subprocess.run(["git", "-C", checkout, *describe], capture_output=True, text=True)
+        found = subprocess.run(
+            ["git", "-C", checkout, *describe], capture_output=True, text=True
+        )
     except OSError:  # no git
         return "unknown"
     return found.stdout.strip() or "unknown"
@@ -82,5 +86,7 @@ def processor() -> str:
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line for line in lines if line.startswith("model name")).split(": ", 1)[1]
+        name = next(line for line in lines if line.startswith("model name")).split(
+            ": ", 1
+        )[1]
     return f"CPU, {os.cpu_count()} x {name}"

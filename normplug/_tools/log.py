@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from normplug._results import write_file
+from normplug._files import write_file
 
 
 def start_log(path: Path) -> None:

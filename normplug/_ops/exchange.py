@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from normplug import _checks, native
-from normplug._ops import eligible
+from normplug._ops import can_run
 from normplug._torch import group_of_name, symmetric_memory
 
 NO_SECOND_DERIVATIVE = (
@@ -69,7 +69,12 @@ class Peers:
     """
 
     def __init__(
-        self, rank: int, inboxes: Sequence[int], device: torch.device, timeout: float, keep: Any
+        self,
+        rank: int,
+        inboxes: Sequence[int],
+        device: torch.device,
+        timeout: float,
+        keep: Any,
     ) -> None:
         from normplug._kernels.batch_norm.exchange import table
 
@@ -191,7 +196,9 @@ def _agree(group: Any, device: torch.device) -> tuple[Peers | None, str]:
         return None, "the group's backend is gloo"
     facts = (_host(), str(torch.cuda.get_device_properties(device).uuid))
     facts_of_all = _gather(group, (_refusal(group), *facts))
-    why = next((each for each, *_ in facts_of_all if each), None) or _apart(facts_of_all, device)
+    why = next((each for each, *_ in facts_of_all if each), None) or _apart(
+        facts_of_all, device
+    )
     peers = None
     if not any(_gather(group, why)):
         try:
@@ -206,7 +213,7 @@ def _agree(group: Any, device: torch.device) -> tuple[Peers | None, str]:
 
 def _refusal(group: Any) -> str | None:
     """Why the kernels of this process cannot join the group; None if they can."""
-    if (why := eligible.refusal_now()) is not None:
+    if (why := can_run.refusal_now()) is not None:
         return why
     from normplug._kernels.launch import BUILDS, INTERPRETED
 
@@ -237,7 +244,10 @@ def _apart(facts: list[Any], device: torch.device) -> str | None:
     if len(set(gpus)) < len(gpus):
         return "two processes use one GPU"
     for other in range(torch.cuda.device_count()):
-        beside = other != device.index and str(torch.cuda.get_device_properties(other).uuid) in gpus
+        beside = (
+            other != device.index
+            and str(torch.cuda.get_device_properties(other).uuid) in gpus
+        )
         if beside and not torch.cuda.can_device_access_peer(device, other):
             return f"{device} cannot read the memory of cuda:{other}"
     return None

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from normplug import _checks
 from normplug._batches import Reader
-from normplug._ops import parts
+from normplug._ops import subclasses
 from normplug._ops.batch_norm import channel_stats
-from normplug._ops.peers import group_to_join
-from normplug._statistics import runs
+from normplug._ops.exchange import group_to_join
 from normplug._swap.fold import write
 from normplug._table import Rows, shown
+from normplug._tools import runs
 from normplug._torch import InstanceNormBase
 
 _NO_COUNT = 1e-30
@@ -132,12 +132,16 @@ def recalibrate(model: nn.Module, loader: Any, steps: int | None = None) -> Reca
         for one in measured.values():
             one.layer.training = True
         for batch in reader.batches(loader, steps):
-            call = reader.call(batch)  # it may try some: not below, where they would count
+            call = reader.call(
+                batch
+            )  # it may try some: not below, where they would count
             with ExitStack() as hooks:
                 for one in measured.values():
                     hooks.callback(one.layer.register_forward_pre_hook(one.add).remove)
                 reader.apply(reader.model, call)
-    _merge_processes([moments for one in measured.values() for moments in (one.values, one.calls)])
+    _merge_processes(
+        [moments for one in measured.values() for moments in (one.values, one.calls)]
+    )
     _refuse_infinite(measured)
     return Recalibration(tuple(one.assign(path) for path, one in measured.items()))
 
@@ -176,7 +180,7 @@ class _Measured:
 
     def add(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Add the input of one call; a hook."""
-        x = parts.own_part(inputs[0].detach())
+        x = subclasses.own_part(inputs[0].detach())
         if x.numel() == 0:
             return
         if isinstance(layer, InstanceNormBase):
@@ -267,7 +271,9 @@ def sync_buffers(model: nn.Module) -> nn.Module:
         own = _Moments(layer.running_mean.numel(), layer.running_mean.device)
         counter = layer.num_batches_tracked
         # Where no process has counted, all shares are equal.
-        count = own.count + _NO_COUNT + (0.0 if counter is None else counter.to(own.count))
+        count = (
+            own.count + _NO_COUNT + (0.0 if counter is None else counter.to(own.count))
+        )
         own.add(count, layer.running_mean, layer.running_var.to(own.m2) * count)
         moments.append(own)
     _merge_processes(moments)
@@ -275,5 +281,7 @@ def sync_buffers(model: nn.Module) -> nn.Module:
         write(layer.running_mean, merged.mean)
         write(layer.running_var, merged.m2 / merged.count)
         if layer.num_batches_tracked is not None:
-            write(layer.num_batches_tracked, (merged.count / dist.get_world_size()).round())
+            write(
+                layer.num_batches_tracked, (merged.count / dist.get_world_size()).round()
+            )
     return model

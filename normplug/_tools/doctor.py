@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from normplug import _checks, _convert, modules
 from normplug._batches import Reader, runnable
-from normplug._ops.peers import group_to_join
+from normplug._ops.exchange import group_to_join
 from normplug._restore import duplicate
-from normplug._statistics import groups, runs
-from normplug._statistics.trials import Trials
 from normplug._swap.inventory import Inventory
 from normplug._table import Rows
+from normplug._tools import groups, runs
+from normplug._tools.trials import Trials
 from normplug._torch import BatchNormBase, InstanceNormBase, in_backward, tree_leaves
 from normplug.modules import TargetVarianceNorm
 from normplug.reference import channel_dims
@@ -152,7 +152,9 @@ class _Seen:
     trains: bool = False  # whether it normalised by its batch in the first forward
     x: Any = None  # the last input, without values
     trained: list[_Moments] = field(default_factory=list)  # of its inputs in training
-    evaluated: _Moments | None = None  # of its first input in evaluation, of the first batch
+    evaluated: _Moments | None = (
+        None  # of its first input in evaluation, of the first batch
+    )
 
 
 class _Examination(TorchFunctionMode):
@@ -168,7 +170,9 @@ class _Examination(TorchFunctionMode):
     def __init__(self, model: nn.Module, reader: Reader) -> None:
         super().__init__()
         self.reader = reader
-        self.seen = {names[0]: _Seen(layer) for layer, names in Inventory(model).norms.items()}
+        self.seen = {
+            names[0]: _Seen(layer) for layer, names in Inventory(model).norms.items()
+        }
         self.running = runs.running_layers(model)
         self.phase = "first"  # then "training" and "evaluation"
         self.inside = 0  # how many norms are running
@@ -177,7 +181,9 @@ class _Examination(TorchFunctionMode):
         self.pairs: list[tuple[Any, str, str, Any]] = []
         self.neighbours: list[tuple[Any, ...]] = []  # what `_of_neighbours` has found
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self.inside and isinstance(result, (Tensor, tuple, list)):
             for each in tree_leaves((args, kwargs)):
@@ -372,7 +378,9 @@ def _of_calls(seen: _Seen) -> _Rows:
 def _of_input(seen: _Seen) -> _Rows:
     layer, shape, (mean, var, count, _) = seen.layer, tuple(seen.x.shape), seen.trained[0]
     eps_name = getattr(_convert.declared(layer), "_eps_name", "eps")
-    eps = getattr(layer, "_eps", getattr(layer, eps_name, None)) or 0.0  # None: an RMSNorm's
+    eps = (
+        getattr(layer, "_eps", getattr(layer, eps_name, None)) or 0.0
+    )  # None: an RMSNorm's
     is_batch_norm = _is_batch_norm(layer)
     joins = hasattr(layer, "process_group") and group_to_join(None) is not None
     if is_batch_norm and count < _FEW and seen.trains and not joins:
@@ -380,7 +388,9 @@ def _of_input(seen: _Seen) -> _Rows:
     dead = int((var <= _DEAD * eps).sum())
     if is_batch_norm and dead and count > 1:
         yield "dead channels", f"{dead} of {len(var)} channels have variance 0"
-    elif 0 < var.median() < _DOMINATED * eps and count > 1:  # 0: such as queries that start at 0
+    elif (
+        0 < var.median() < _DOMINATED * eps and count > 1
+    ):  # 0: such as queries that start at 0
         text = f"the median variance is {var.median():.2g}, and eps={eps:g}"
         yield "eps dominates the variance", text, eps_name, var.median().item() / 100
     far = float((mean.abs() > _FAR * var.sqrt()).float().mean())
@@ -419,7 +429,9 @@ def _of_neighbours(found: _Examination) -> _Rows:
                 yield path, "LayerNorm over the wrong axis", text
             bias, kind = made.bias, type(made).__name__
             if alone and _is_batch_norm(norm) and bias is not None and bias.any():
-                text = f"{path} subtracts the mean; the bias has {bias.numel()} parameters"
+                text = (
+                    f"{path} subtracts the mean; the bias has {bias.numel()} parameters"
+                )
                 yield before, _BIAS, text, kind, path
         elif alone and made is not norm:
             yield before, _IDENTITY, f"{path} normalises its output at once", path
@@ -519,7 +531,9 @@ def _staleness(seen: _Seen) -> tuple[float, float]:
     return min(data[0], mixed[0]), min(data[1], mixed[1])
 
 
-def _distance(mean: Tensor, var: Tensor, to: Tensor, scale: Tensor) -> tuple[float, float]:
+def _distance(
+    mean: Tensor, var: Tensor, to: Tensor, scale: Tensor
+) -> tuple[float, float]:
     """How far a mean is, in standard deviations, and a log variance: root mean squares."""
     scale = scale.clamp(min=1e-30)
     off, ratio = (mean - to) / scale.sqrt(), (var.clamp(min=1e-30) / scale).log()
@@ -620,9 +634,13 @@ def _with_fix(
     layer = f'model.get_submodule("{path}")'
     recalibrate = "normplug.recalibrate(model, loader)"
     if runs.is_frozen(model.get_submodule(path)):
-        weight_trains = any(p.requires_grad for p in model.get_submodule(path).parameters())
+        weight_trains = any(
+            p.requires_grad for p in model.get_submodule(path).parameters()
+        )
         affine = ", affine=False" if weight_trains else ""
-        recalibrate = f"normplug.thaw({layer}); {recalibrate}; normplug.freeze({layer}{affine})"
+        recalibrate = (
+            f"normplug.thaw({layer}); {recalibrate}; normplug.freeze({layer}{affine})"
+        )
     names = {
         "path": path,
         "layer": layer,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from normplug._ops import parts
-from normplug._ops.peers import group_to_join
+from normplug._ops import subclasses
+from normplug._ops.exchange import group_to_join
 from normplug._restore import generators_kept
 from normplug._swap.fold import write
 from normplug._torch import NormBase
@@ -27,7 +27,8 @@ def running_layers(model: nn.Module) -> dict[str, Any]:
     return {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, NormBase) and getattr(module, "running_mean", None) is not None
+        if isinstance(module, NormBase)
+        and getattr(module, "running_mean", None) is not None
     }
 
 
@@ -120,16 +121,16 @@ class _Table:
         self.tensors = tensors
         self.before = dict(tensors.items())
         present = [t for t in tensors.values() if t is not None and _has_values(t)]
-        self.values = [(t, parts.own_part(t.detach()).clone()) for t in present]
+        self.values = [(t, subclasses.own_part(t.detach()).clone()) for t in present]
 
     def restore(self) -> None:
         if _identities(self.tensors) != _identities(self.before):
             self.tensors.clear()
             self.tensors.update(self.before)
         for tensor, value in self.values:
-            now = parts.own_part(tensor.detach())
+            now = subclasses.own_part(tensor.detach())
             if now.shape == value.shape and not _has_same_bits(now, value):
-                write(parts.own_part(tensor), value)
+                write(subclasses.own_part(tensor), value)
 
 
 def _identities(tensors: dict[str, Any]) -> dict[str, int]:

@@ -97,7 +97,9 @@ def _joined(y: Tensor, x: Any, placements: Placements) -> Tensor:
     for d in sorted(range(len(shape)), key=lambda d: (y.stride(d), -d)):  # in y's order
         stride[d], step = step, step * max(shape[d], 1)
     layout: Any = {"shape": torch.Size(shape), "stride": tuple(stride)}
-    return DTensor.from_local(_waited(y), x.device_mesh, placements, run_check=False, **layout)
+    return DTensor.from_local(
+        _waited(y), x.device_mesh, placements, run_check=False, **layout
+    )
 
 
 class _Waited(torch.autograd.Function):
@@ -136,7 +138,9 @@ def rows(x: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.cat([component.reshape(-1, *shape) for component in x.unbind()])
 
 
-def run_nested(t: Tensors, shape: Sequence[int], call: Callable[[Tensors], Tensor]) -> Any:
+def run_nested(
+    t: Tensors, shape: Sequence[int], call: Callable[[Tensors], Tensor]
+) -> Any:
     """Run a call whose x is a nested tensor of the older layout, as one call on all its rows."""
     total = t.x if t.residual is None else t.x + t.residual
     all_rows = call(t.reading(rows(total, shape), None))

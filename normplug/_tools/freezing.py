@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from normplug import _checks, _convert
-from normplug._statistics.runs import is_frozen, running_layers
 from normplug._swap.inventory import Filters, Inventory, matching
 from normplug._table import shown, some
+from normplug._tools.runs import is_frozen, running_layers
 from normplug.modules.frozen import RECORD
 
 
@@ -28,7 +28,10 @@ class _StayInEvaluation:
 
 
 def freeze(
-    model: nn.Module, include: Filters = None, exclude: Filters = None, affine: bool = True
+    model: nn.Module,
+    include: Filters = None,
+    exclude: Filters = None,
+    affine: bool = True,
 ) -> nn.Module:
     """Keep norms on their running statistics, unchanged, whatever `model.train()` says.
 
@@ -72,7 +75,9 @@ def freeze(
             f"normplug.freeze: {type(model).__name__} has no BatchNorm or InstanceNorm with "
             "running statistics."
         )
-    chosen: set[Any] = set(norms) if include is None else matching("include", include, norms)
+    chosen: set[Any] = (
+        set(norms) if include is None else matching("include", include, norms)
+    )
     chosen -= matching("exclude", exclude, norms)
     lazy = [shown(norms[layer][0]) for layer in chosen if is_lazy(layer.running_mean)]
     if lazy:

@@ -74,7 +74,9 @@ def refusal_of_device(x: Tensor, *others: Tensor) -> str | None:
     return refusal_of_capability(capability, [each.dtype for each in (x, *others)])
 
 
-def refusal_of_capability(capability: tuple[int, int], dtypes: Sequence[torch.dtype]) -> str | None:
+def refusal_of_capability(
+    capability: tuple[int, int], dtypes: Sequence[torch.dtype]
+) -> str | None:
     """Why a GPU of this compute capability cannot run kernels on these dtypes; None if it can."""
     if capability < (7, 5):
         return "the kernels need a GPU of compute capability 7.5 or more"
