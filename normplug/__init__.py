@@ -29,6 +29,7 @@ from normplug.modules import (
 
 if TYPE_CHECKING:
     from normplug import bench as bench
+    from normplug import callbacks as callbacks
     from normplug import compare as compare
     from normplug import lightning as lightning
     from normplug import transformers as transformers
@@ -61,7 +62,7 @@ _LATE = {
     "watch": "_tools.watching",
 }
 # Modules that are imported on first use, since they need more packages than torch.
-_LATE_MODULES = ("bench", "compare", "lightning", "transformers")
+_LATE_MODULES = ("bench", "callbacks", "compare", "lightning", "transformers")
 
 
 def __getattr__(name: str) -> Any:

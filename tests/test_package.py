@@ -37,7 +37,7 @@ LAYERS = [
     {"_convert"},
     {"_fuse", "_swap"},
     {"_tools"},
-    {"lightning", "normplug", "transformers"},
+    {"callbacks", "lightning", "normplug", "transformers"},
     {"__main__", "bench", "experiment"},
 ]
 
@@ -119,7 +119,7 @@ assert not new & tools, new
 late = {"_fuse.fuse", "_kernels", "_tools", "adapters", "lightning", "bench"}
 assert not {f"normplug.{part}" for part in late} & set(sys.modules)
 assert normplug.fuse.__name__ == "fuse" and "unfuse" in dir(normplug)
-modules = {"bench", "compare", "lightning", "transformers"}
+modules = {"bench", "callbacks", "compare", "lightning", "transformers"}
 assert modules < set(dir(normplug))
 assert not {f"normplug.{name}" for name in modules} & set(sys.modules)
 normplug.swap(torch.nn.LayerNorm(4))

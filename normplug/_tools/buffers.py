@@ -115,11 +115,7 @@ def recalibrate(model: nn.Module, loader: Any, steps: int | None = None) -> Reca
     _checks.module("recalibrate", model)
     if steps is not None:
         _checks.count("recalibrate", "steps", steps)
-    measured = {
-        path: _Measured(layer)
-        for path, layer in runs.running_layers(model).items()
-        if not runs.is_frozen(layer)
-    }
+    measured = {path: _Measured(layer) for path, layer in _unfrozen(model).items()}
     if not measured:
         raise ValueError(
             f"normplug.recalibrate: {type(model).__name__} has no BatchNorm or InstanceNorm with "
@@ -132,35 +128,56 @@ def recalibrate(model: nn.Module, loader: Any, steps: int | None = None) -> Reca
         for one in measured.values():
             one.layer.training = True
         for batch in reader.batches(loader, steps):
-            call = reader.call(
-                batch
-            )  # it may try some: not below, where they would count
+            # Not below: it may try some calls, which would count.
+            call = reader.call(batch)
             with ExitStack() as hooks:
                 for one in measured.values():
                     hooks.callback(one.layer.register_forward_pre_hook(one.add).remove)
                 reader.apply(reader.model, call)
-    _merge_processes(
-        [moments for one in measured.values() for moments in (one.values, one.calls)]
+    layers = list(measured.values())
+    _merge_processes([one.values for one in layers] + [one.calls for one in layers])
+    statistics = {p: one.statistics() for p, one in measured.items() if one.calls.count}
+    _refuse_infinite(
+        "recalibrate",
+        model,
+        statistics,
+        "the batches give a mean or variance that is not",
+        "Leave out the batches with inf or nan, or run the model in float32.",
     )
-    _refuse_infinite(measured)
     return Recalibration(tuple(one.assign(path) for path, one in measured.items()))
 
 
-def _refuse_infinite(measured: dict[str, _Measured]) -> None:
-    """Refuse statistics that are not finite: they would spoil every later evaluation.
+def _unfrozen(model: nn.Module) -> dict[str, Any]:
+    """Path -> layer of each layer with running statistics that is not frozen."""
+    layers = runs.running_layers(model)
+    return {path: layer for path, layer in layers.items() if not runs.is_frozen(layer)}
 
-    All processes have the same statistics by now, so all refuse them.
+
+def _refuse_infinite(
+    caller: str,
+    model: nn.Module,
+    statistics: dict[str, tuple[Tensor, Tensor]],
+    cause: str,
+    way_out: str,
+) -> None:
+    """Refuse new statistics that are not finite in the dtype of a layer's buffers.
+
+    They would spoil every later evaluation. All processes have the same ones by now, so all refuse.
+
+    statistics: path -> mean and variance.
     """
     bad = []
-    for path, one in measured.items():
-        count = one.infinite_channels()
+    for path, (mean, variance) in statistics.items():
+        layer: Any = model.get_submodule(path)
+        finite = mean.to(layer.running_mean.dtype).isfinite()
+        finite &= variance.to(layer.running_var.dtype).isfinite()
+        count = int((~finite).sum())
         if count > 0:
-            bad.append(f"{shown(path)} ({count} of {one.layer.num_features} channels)")
+            bad.append(f"{shown(path)} ({count} of {len(finite)} channels)")
     if bad:
         raise ValueError(
-            "normplug.recalibrate: running statistics must be finite; the batches give a mean "
-            f"or variance that is not in {', '.join(bad)}. All statistics are as before. Leave "
-            "out the batches with inf or nan, or run the model in float32."
+            f"normplug.{caller}: running statistics must be finite; {cause} in "
+            f"{', '.join(bad)}. All statistics are as before. {way_out}"
         )
 
 
@@ -175,8 +192,9 @@ class _Measured:
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        size, device = layer.running_mean.numel(), layer.running_mean.device
-        self.values, self.calls = _Moments(size, device), _Moments(2 * size, device)
+        size = layer.running_mean.numel()
+        self.values = _Moments(size, layer.running_mean.device)
+        self.calls = _Moments(2 * size, layer.running_mean.device)
 
     def add(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Add the input of one call; a hook."""
@@ -185,13 +203,14 @@ class _Measured:
             return
         if isinstance(layer, InstanceNormBase):
             x = x.unsqueeze(0) if x.dim() == layer._get_no_batch_dim() else x
-            variance, mean = torch.var_mean(x.float().flatten(2), 2)
+            variances, means = torch.var_mean(x.float().flatten(2), 2)
         else:
-            biased, mean = channel_stats(x)[::-1]
-            n = x.numel() // x.shape[1]
-            self.values.add(n, mean, biased * n)
-            variance, mean = biased[None] * (n / max(n - 1, 1)), mean[None]
-        rows = torch.cat([mean, variance], 1).double()
+            mean, biased = channel_stats(x)
+            count = x.numel() // x.shape[1]
+            self.values.add(count, mean, biased * count)
+            means = mean[None]
+            variances = biased[None] * (count / max(count - 1, 1))
+        rows = torch.cat([means, variances], 1).double()
         spread, center = torch.var_mean(rows, 0, correction=0)
         self.calls.add(len(rows), center, spread * len(rows))
 
@@ -202,25 +221,15 @@ class _Measured:
             return mean, variance
         return self.values.mean, self.values.variance
 
-    def infinite_channels(self) -> int:
-        """How many channels have statistics that are not finite in the dtype of their buffers."""
-        if self.calls.count == 0:
-            return 0
-        mean, variance = self.statistics()
-        finite = mean.to(self.layer.running_mean.dtype).isfinite()
-        finite &= variance.to(self.layer.running_var.dtype).isfinite()
-        return int((~finite).sum())
-
     def assign(self, path: str) -> Recalibrated:
         """Write the layer's new statistics; return by how much they differ from the old ones."""
         calls = int(self.calls.count)
         if calls == 0:
             return Recalibrated(path, 0, math.nan, math.nan)
         buffers = self.layer.running_mean, self.layer.running_var
-        new = self.statistics()
         errors = (self.calls.variance / calls).sqrt().chunk(2)
         moved = []
-        for buffer, value, error in zip(buffers, new, errors, strict=True):
+        for buffer, value, error in zip(buffers, self.statistics(), errors, strict=True):
             distance = (buffer.to(value) - value) / error.clamp(min=_NO_COUNT)
             moved.append(distance.square().mean().sqrt().item())
             write(buffer, value)
@@ -229,15 +238,14 @@ class _Measured:
 
 def _merge_processes(moments: list[_Moments]) -> None:
     """Merge moments over all processes, by one collective; all get the same bits."""
-    processes = runs.gathered(
-        torch.cat([torch.cat([m.count[None], m.mean, m.m2]) for m in moments])
-    )
-    sizes = [1 + 2 * m.mean.numel() for m in moments]
+    vectors = [torch.cat([m.count[None], m.mean, m.m2]) for m in moments]
+    processes = runs.gathered(torch.cat(vectors))
     for m in moments:
         m.count, m.mean, m.m2 = (torch.zeros_like(t) for t in (m.count, m.mean, m.m2))
     for process in processes:
-        for m, packed in zip(moments, process.split(sizes), strict=True):
-            m.add(packed[0], *packed[1:].chunk(2))
+        parts = process.split([len(vector) for vector in vectors])
+        for m, part in zip(moments, parts, strict=True):
+            m.add(part[0], *part[1:].chunk(2))
 
 
 def sync_buffers(model: nn.Module) -> nn.Module:
@@ -258,30 +266,41 @@ def sync_buffers(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: `model` is not a module.
+        ValueError: the merged mean or variance of a channel is not finite in the dtype of its
+            buffer, in every process. The statistics stay as they were.
 
     Examples:
         >>> model = sync_buffers(nn.BatchNorm2d(4))
     """
     _checks.module("sync_buffers", model)
-    layers = [m for m in runs.running_layers(model).values() if not runs.is_frozen(m)]
+    layers = _unfrozen(model)
     if not layers or group_to_join(None) is None:
         return model
-    moments = []
-    for layer in layers:  # as the moments of as many values as it has counted batches
-        own = _Moments(layer.running_mean.numel(), layer.running_mean.device)
-        counter = layer.num_batches_tracked
-        # Where no process has counted, all shares are equal.
-        count = (
-            own.count + _NO_COUNT + (0.0 if counter is None else counter.to(own.count))
-        )
-        own.add(count, layer.running_mean, layer.running_var.to(own.m2) * count)
-        moments.append(own)
-    _merge_processes(moments)
-    for layer, merged in zip(layers, moments, strict=True):
-        write(layer.running_mean, merged.mean)
-        write(layer.running_var, merged.m2 / merged.count)
+    merged = {path: _as_counted(layer) for path, layer in layers.items()}
+    _merge_processes(list(merged.values()))
+    _refuse_infinite(
+        "sync_buffers",
+        model,
+        {path: (m.mean, m.m2 / m.count) for path, m in merged.items()},
+        "the merged mean or variance is not",
+        "Call normplug.recalibrate(model, loader) in every process, which measures them anew.",
+    )
+    for path, layer in layers.items():
+        moments = merged[path]
+        write(layer.running_mean, moments.mean)
+        write(layer.running_var, moments.m2 / moments.count)
         if layer.num_batches_tracked is not None:
-            write(
-                layer.num_batches_tracked, (merged.count / dist.get_world_size()).round()
-            )
+            count = (moments.count / dist.get_world_size()).round()
+            write(layer.num_batches_tracked, count)
     return model
+
+
+def _as_counted(layer: Any) -> _Moments:
+    """A layer's statistics as the moments of as many values as it has counted batches."""
+    moments = _Moments(layer.running_mean.numel(), layer.running_mean.device)
+    # Where no process has counted, all shares are equal.
+    count = moments.count + _NO_COUNT
+    if layer.num_batches_tracked is not None:
+        count += layer.num_batches_tracked.to(count)
+    moments.add(count, layer.running_mean, layer.running_var.to(moments.m2) * count)
+    return moments

@@ -18,6 +18,7 @@ from normplug import target_variance
 from normplug._convert import fused_modules
 from normplug.lightning import SwapNorms, VarianceLogger
 from normplug.modules.probe import Probe, averages
+from programs import program
 from statistics_cases import rows_of
 
 STEPS = 6
@@ -43,6 +44,34 @@ Module = partial(lightning_cases.Module, make_net)
 
 def loader():
     return DataLoader(TensorDataset(IMAGES, LABELS), 8)
+
+
+def test_callbacks_gathers_those_of_lightning_and_of_transformers():
+    from normplug import callbacks
+
+    pytest.importorskip("transformers")
+    assert callbacks.SwapNorms is SwapNorms
+    assert callbacks.NormCallback is normplug.transformers.NormCallback
+    assert {"NormCallback", "SwapNorms", "SyncNorms", "VarianceLogger"} < set(
+        dir(callbacks)
+    )
+    with pytest.raises(AttributeError, match="callbacks' has no attribute 'Swap'"):
+        _ = callbacks.Swap
+
+
+def test_callbacks_names_the_extra_of_a_library_that_is_not_installed():
+    code = """
+import normplug
+assert "NormCallback" in dir(normplug.callbacks)
+assert "SwapNorms" not in dir(normplug.callbacks)
+try:
+    from normplug.callbacks import SwapNorms
+except ImportError as error:
+    print(error)
+"""
+    done = program(code, hidden=["lightning"])
+    expected = 'normplug.lightning needs lightning.pytorch: pip install "normplug[lightning]"'
+    assert done.stdout.strip() == expected, done.stderr
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -213,11 +213,18 @@ def test_bad_arguments_are_refused():
         recalibrate(net(), [])
 
 
+BAD = {
+    "recalibrated_with_a_bad_batch": "the batches give a mean or variance that is not in 1 (4 of 4",
+    "synchronised_with_bad_statistics": "the merged mean or variance is not in 4 (1 of 6 channels)",
+}
+
+
 def test_two_processes_get_the_statistics_of_all_their_data(tmp_path):
     cases = statistics_cases
     checks = [
         cases.recalibrated,
         cases.recalibrated_with_a_bad_batch,
+        cases.synchronised_with_bad_statistics,
         cases.synchronised,
         cases.rounded,
     ]
@@ -230,9 +237,8 @@ def test_two_processes_get_the_statistics_of_all_their_data(tmp_path):
         assert torch.equal(first[key], second[key])
         torch.testing.assert_close(first[key], value)
     for result in results:
-        error, unchanged = result["recalibrated_with_a_bad_batch"]
-        assert "running statistics must be finite" in error
-        assert unchanged
+        for name, bad in BAD.items():
+            assert f"running statistics must be finite; {bad}" in result[name]
         merged = result["synchronised"]
         assert (merged["1.running_mean"] == 3.0).all()
         assert (merged["4.running_var"] == 1.75 + 3.0).all()

@@ -138,18 +138,33 @@ def recalibrated(rank, world, device):
     return statistics(model), [row.calls for row in rows]
 
 
-def recalibrated_with_a_bad_batch(rank, world, device):
-    """Process 1 has an inf. The error of each process, and whether its statistics are as before."""
-    model = net()
+def refused(use, model, *args):
+    """The error of a use, which leaves the statistics of the model as they were."""
     before = statistics(model)
+    try:
+        use(model, *args)
+    except ValueError as error:
+        after = statistics(model)
+        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+        return str(error)
+    return "no error"
+
+
+def recalibrated_with_a_bad_batch(rank, world, device):
+    """Process 1 has an inf."""
     data = images(4)
     if rank == 1:
         data[0, 0, 4, 4] = float("inf")
-    try:
-        recalibrate(model, [data])
-    except ValueError as error:
-        return str(error), equal(before, statistics(model))
-    return "no error", False
+    return refused(recalibrate, net(), [data])
+
+
+def synchronised_with_bad_statistics(rank, world, device):
+    """Process 1 has nan in one channel."""
+    model = net()
+    model[1].running_mean.fill_(rank)
+    if rank == 1:
+        model[4].running_var[2] = float("nan")
+    return refused(sync_buffers, model)
 
 
 def synchronised(rank, world, device):
