@@ -679,7 +679,7 @@ MUTATIONS = (
     Mutation(
         "doctor: tensors are not restored",
         "normplug/_tools/runs.py",
-        "                write(parts.own_part(tensor), value)\n",
+        "                write(subclasses.own_part(tensor), value)\n",
         "                pass\n",
         tests_of(BUFFERS, "test_buffers_and_parameters_are_left_by_name_and_bit_for_bit"),
     ),

@@ -25,6 +25,7 @@ _PACKAGES = (
     "torchvision",
     "diffusers",
 )
+# How the names of environment variables begin.
 _VARIABLES = (
     "NORMPLUG_",
     "TRITON_",
@@ -56,7 +57,9 @@ def report() -> str:
     except (ImportError, OSError, RuntimeError) as error:
         rows.append(("host path", str(error).partition("\n")[0]))
     rows.append(("status", str(native.status())))
-    rows += [(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_VARIABLES)]
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(_VARIABLES):
+            rows.append((name, value))
     return table(rows)
 
 

@@ -18,7 +18,7 @@ import copy
 import inspect
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -67,6 +67,7 @@ class Call(NamedTuple):
         return f"model({', '.join(shown)})"
 
 
+_SHOWN = 8  # entries of a batch in an error
 # A call that a model refused, and its error.
 _Refusal: TypeAlias = tuple[Call, Exception]
 
@@ -96,15 +97,13 @@ class Reader:
         if not (_is_loader(data) or _is_batch(data)):
             rule = "an iterable of batches, such as a DataLoader, or a batch"
             raise TypeError(must(self.caller, "loader", rule, type(data).__name__))
-        series: Iterable[Any] = data
-        if _is_batch(data) and not self._is_series(data):
-            series = [data]
+        is_loader = _is_loader(data) or self._is_series(data)
         count = 0
-        for batch in itertools.islice(series, most):
+        for batch in itertools.islice(data if is_loader else [data], most):
             count += 1
             yield batch
         if count == 0:
-            raise ValueError(f"normplug.{self.caller}: the loader gave no batch.")
+            raise self._no_batch()
 
     def first(self, data: Any) -> Any:
         """The batch itself, or the first batch of a loader."""
@@ -113,7 +112,10 @@ class Reader:
         with generators_kept():
             for batch in data:
                 return batch
-        raise ValueError(f"normplug.{self.caller}: the loader gave no batch.")
+        raise self._no_batch()
+
+    def _no_batch(self) -> ValueError:
+        return ValueError(f"normplug.{self.caller}: the loader gave no batch.")
 
     def prepared(self, batch: Any) -> Any:
         """A copy of a batch on the model's device, without arrays of numpy.
@@ -182,15 +184,14 @@ class Reader:
         first = data[0]
         if not _is_batch(first) or not self._forward.calls(first):
             return False
-        if any(_kind(each) != _kind(first) for each in data):
+        if any(_kind(other) != _kind(first) for other in data):
             return False
-        sizes = _kind(first, sizes=True)
-        others = [each for each in data if _kind(each, sizes=True) != sizes]
-        return not others or self._takes(others[0])
-
-    def _takes(self, batch: Any) -> bool:
-        names = self._forward.calls(self.prepared(batch))
-        return any(self._refusal(name, batch) is None for name in names)
+        # Of other sizes, such as a target of another width than the input, it may be no batch.
+        for other in data:
+            if _kind(other, sizes=True) != _kind(first, sizes=True):
+                names = self._forward.calls(self.prepared(other))
+                return any(self._refusal(name, other) is None for name in names)
+        return True
 
     def _error(self, what: str, refusals: list[_Refusal]) -> RuntimeError:
         """The error for what the model refuses, with every call that was tried."""
@@ -200,7 +201,8 @@ class Reader:
             text = str(error).partition("\n")[0]
             lines.append(f"  {call} raised {type(error).__name__}: {text}")
         refused = RuntimeError("\n".join([*lines, _WAY_OUT]))
-        refused.__cause__ = refusals[-1][1] if refusals else None
+        if refusals:
+            refused.__cause__ = refusals[-1][1]
         return refused
 
 
@@ -214,26 +216,24 @@ class _Forward:
             self._signature = inspect.signature(forward)
         except (TypeError, ValueError):  # a function without one
             self._signature = inspect.signature(lambda *args, **keywords: None)
-        parameters = self._signature.parameters.values()
-        places = (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        )
-        required = [p for p in parameters if p.kind in places and p.default is p.empty]
-        self._required = len([p for p in required if p.name not in extra])
-        self._takes_all_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._required = 0  # inputs by position
+        self._takes_all_keywords = False
+        for p in self._signature.parameters.values():
+            if p.kind is p.VAR_KEYWORD:
+                self._takes_all_keywords = True
+            elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+                self._required += p.default is p.empty and p.name not in extra
 
     def __str__(self) -> str:
         return str(self._signature)
 
     def calls(self, batch: Any) -> dict[str, Call]:
         """The readings of a batch that the signature allows, in order: name -> call."""
-        calls: dict[str, Call] = {}
         if isinstance(batch, Mapping):
             call = self._keywords(batch)
             if call.keywords and self._allows(call):
                 return {"keywords": call}
-        calls["whole"] = Call((batch,), self._extra)
+        calls = {"whole": Call((batch,), self._extra)}
         if isinstance(batch, (tuple, list)) and batch:
             count = self._required
             if 1 < count <= len(batch):
@@ -246,12 +246,11 @@ class _Forward:
 
     def _keywords(self, batch: Mapping[Any, Any]) -> Call:
         names = self._signature.parameters
-        takes = {
-            key: value
-            for key, value in batch.items()
-            if isinstance(key, str) and (key in names or self._takes_all_keywords)
-        }
-        return Call((), takes | self._extra)
+        entries = {}
+        for key, value in batch.items():
+            if isinstance(key, str) and (key in names or self._takes_all_keywords):
+                entries[key] = value
+        return Call((), entries | self._extra)
 
     def _allows(self, call: Call) -> bool:
         try:
@@ -310,12 +309,11 @@ def _copied(value: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
         return torch.tensor(value, device=device, dtype=floating)
     if isinstance(value, Mapping):
         return _copied_mapping(value, device, dtype)
-    if callable(
-        getattr(value, "to", None)
-    ):  # such as a PackedSequence, or a batch of graphs
+    # Such as a PackedSequence, or a batch of graphs.
+    if callable(getattr(value, "to", None)):
         return copy.copy(value) if device is None else copy.copy(value).to(device)
     if isinstance(value, (tuple, list)):
-        elements = [_copied(each, device, dtype) for each in value]
+        elements = [_copied(element, device, dtype) for element in value]
         if hasattr(value, "_fields"):  # a named tuple
             return type(value)(*elements)
         return elements if isinstance(value, list) else tuple(elements)
@@ -326,12 +324,12 @@ def _copied_mapping(
     value: Mapping[Any, Any], device: torch.device | None, dtype: torch.dtype
 ) -> Mapping[Any, Any]:
     """A copy of a mapping; of the same class, such as BatchEncoding, if it is mutable."""
-    entries = {key: _copied(each, device, dtype) for key, each in value.items()}
+    entries = {key: _copied(entry, device, dtype) for key, entry in value.items()}
     if not isinstance(value, MutableMapping):
         return entries
     copied = copy.copy(value)
-    for key, each in entries.items():
-        copied[key] = each
+    for key, entry in entries.items():
+        copied[key] = entry
     return copied
 
 
@@ -340,14 +338,10 @@ def _described(value: Any) -> str:
     if isinstance(value, Tensor) or _is_array(value):
         return f"{type(value).__name__} {tuple(value.shape)}"
     if isinstance(value, Mapping):
-        entries = [f"{key}: {_described(each)}" for key, each in _some(value.items())]
+        some = itertools.islice(value.items(), _SHOWN)
+        entries = [f"{key}: {_described(entry)}" for key, entry in some]
         return f"{type(value).__name__} {{{', '.join(entries)}}}"
     if isinstance(value, (tuple, list)):
-        elements = ", ".join(_described(each) for each in _some(value))
+        elements = ", ".join(map(_described, value[:_SHOWN]))
         return f"[{elements}]" if isinstance(value, list) else f"({elements})"
     return type(value).__name__
-
-
-def _some(values: Iterable[Any]) -> list[Any]:
-    """The first eight values."""
-    return list(itertools.islice(values, 8))

@@ -47,7 +47,7 @@ def stamp(gpu: bool, *packages: str, gpus: int = 1) -> dict[str, str]:
     differ from it; "unknown" outside a checkout), `device` (the GPUs or the processor in words),
     and the versions of Python, torch, normplug and installed packages, by their names on PyPI.
     """
-    found = {
+    facts = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
         "device": f"{gpus} x {torch.cuda.get_device_name()}" if gpu else processor(),
@@ -58,27 +58,25 @@ def stamp(gpu: bool, *packages: str, gpus: int = 1) -> dict[str, str]:
     }
     for package in (*_PACKAGES, *packages):
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            facts[package] = version(package)
+    return facts
 
 
 def _commit() -> str:
     """The commit of the checkout that holds this package; `NORMPLUG_COMMIT` overrides it."""
-    if given := os.environ.get(
-        "NORMPLUG_COMMIT"
-    ):  # for a copy of the checkout without .git
-        return given
+    override = os.environ.get("NORMPLUG_COMMIT")
+    if override:  # for a copy of the checkout without .git
+        return override
     checkout = Path(__file__).parents[1]
     if not (checkout / ".git").exists():  # installed: a repository around it is not ours
         return "unknown"
-    describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    command = ["git", "-C", str(checkout), "describe"]
+    options = ["--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        found = subprocess.run(
-            ["git", "-C", checkout, *describe], capture_output=True, text=True
-        )
+        done = subprocess.run(command + options, capture_output=True, text=True)
     except OSError:  # no git
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def processor() -> str:
@@ -86,7 +84,6 @@ def processor() -> str:
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line for line in lines if line.startswith("model name")).split(
-            ": ", 1
-        )[1]
+        model = next(line for line in lines if line.startswith("model name"))
+        name = model.partition(": ")[2]
     return f"CPU, {os.cpu_count()} x {name}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import html
-import itertools
 import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -49,10 +48,9 @@ class Rows(Generic[Row]):
 
     def __str__(self) -> str:
         columns = self.columns()
-        rows = folded([*zip(*columns.values(), strict=True)])
-        return f"{table([tuple(columns), *rows])}\n" + "\n".join(
-            _wrap(self.summary(), _WIDTH)
-        )
+        rows = folded(list(zip(*columns.values(), strict=True)))
+        summary = "\n".join(_wrap(self.summary(), _WIDTH))
+        return f"{table([tuple(columns), *rows])}\n{summary}"
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -71,71 +69,83 @@ def _cell(value: Any) -> str:
 def folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Write three rows or more that differ in a number as one, such as `layers.{0..79}.norm x80`.
 
-    The path is the first cell; the others may contain it. What saves most rows is folded first.
+    The path is the first cell; the others may contain it. The last number of a path is folded
+    first.
     """
-    found = [(cells, 1) for cells in rows]
-    places = range(max((path.count(".") + 1 for path, *_ in rows), default=0))
-    while len(
-        best := min((_fold(found, at) for at in places), key=len, default=[])
-    ) < len(found):
-        found = best
-    return [
-        (f"{path} x{count}" if count > 1 else path, *cells)
-        for (path, *cells), count in found
-    ]
+    groups: list[tuple[Any, int]] = [(cells, 1) for cells in rows]
+    dots = [path.count(".") for path, *_ in rows]
+    for place in range(max(dots, default=-1), -1, -1):
+        groups = _fold(groups, place)
+    lines = []
+    for (path, *cells), count in groups:
+        lines.append((f"{path} x{count}" if count > 1 else path, *cells))
+    return lines
 
 
-def _fold(found: list[tuple[Any, int]], place: int) -> list[tuple[Any, int]]:
-    """Fold one number of the paths, by its place; found: the cells, and how many rows they are."""
-    alike: dict[
-        Any, list[tuple[int, int]]
-    ] = {}  # cells without a number -> (number, row)
-    for index, (cells, count) in enumerate(found):
-        numbers = [*_NUMBER.finditer(cells[0])]
-        if place < len(numbers):
-            head, number = cells[0][: numbers[place].end()], numbers[place][0]
-            blank, pattern = (
-                head.removesuffix(number) + "{}",
-                rf"(?<![\w.]){re.escape(head)}(?!\w)",
-            )
-            key = (
-                count,
-                *(
-                    re.sub(pattern, blank, cell) if head in cell else cell
-                    for cell in cells
-                ),
-            )
-            alike.setdefault(key, []).append((int(number), index))
-    joined = dict(enumerate(found))
-    for (count, *blanks), members in alike.items():
-        for _, run in itertools.groupby(
-            enumerate(members), lambda each: each[1][0] - each[0]
-        ):
-            (_, (low, first)), *others = run
-            if len(others) >= 2:
-                span = f"{{{low}..{low + len(others)}}}"
-                cells = tuple(cell.replace("{}", span) for cell in blanks)
-                joined[first] = cells, count * (1 + len(others))
-                for _, (_, index) in others:
-                    del joined[index]
-    return list(joined.values())
+@dataclass
+class _Run:
+    """Groups of rows that differ in one number, which rises by one."""
+
+    low: int
+    blanks: tuple[str, ...]  # their cells, with {} for the number
+    groups: list[int] = field(default_factory=list)
+
+
+def _fold(groups: list[tuple[Any, int]], place: int) -> list[tuple[Any, int]]:
+    """Fold one number of the paths, by its place; groups: cells, and how many rows they are."""
+    runs: list[_Run] = []
+    latest: dict[Any, _Run] = {}
+    for index, (cells, count) in enumerate(groups):
+        numbers = list(_NUMBER.finditer(cells[0]))
+        if place >= len(numbers):
+            continue
+        number = int(numbers[place][0])
+        blanks = _without(numbers[place], cells)
+        run = latest.get((count, blanks))
+        if run is None or number != run.low + len(run.groups):
+            run = _Run(number, blanks)
+            runs.append(run)
+            latest[count, blanks] = run
+        run.groups.append(index)
+    result = dict(enumerate(groups))
+    for run in runs:
+        size = len(run.groups)
+        if size < 3:
+            continue
+        span = f"{{{run.low}..{run.low + size - 1}}}"
+        first, *others = run.groups
+        joined = tuple(cell.replace("{}", span) for cell in run.blanks)
+        result[first] = joined, size * groups[first][1]
+        for index in others:
+            del result[index]
+    return list(result.values())
+
+
+def _without(number: re.Match[str], cells: Sequence[str]) -> tuple[str, ...]:
+    """Cells with {} for a number of the first one, wherever they have the path up to it."""
+    head = number.string[: number.end()]
+    blank = number.string[: number.start()] + "{}"
+    pattern = rf"(?<![\w.]){re.escape(head)}(?!\w)"
+    return tuple(re.sub(pattern, blank, cell) if head in cell else cell for cell in cells)
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Text with aligned columns, the header first; a long last cell takes several lines."""
     *widths, longest = (max(map(len, column)) for column in zip(*rows, strict=True))
     start = sum(width + 2 for width in widths)
-    below = longest > 24 > _WIDTH - start  # the last cell has no room beside the others
-    left, width = " " * (4 if below else start), max(_WIDTH, 0 if below else start + 24)
+    # Whether the last cell has no room beside the others.
+    below = longest > 24 > _WIDTH - start
+    indent = " " * (4 if below else start)
+    width = _WIDTH if below else max(_WIDTH, start + 24)
     lines = []
     for *cells, last in rows:
-        line = "".join(
-            cell.ljust(size + 2) for cell, size in zip(cells, widths, strict=True)
-        )
-        parts = _wrap(
-            last, width, initial_indent=left if below else line, subsequent_indent=left
-        )
-        lines += [line.rstrip()] * (below or not parts) + parts
+        padded = [cell.ljust(size + 2) for cell, size in zip(cells, widths, strict=True)]
+        line = "".join(padded)
+        first = indent if below else line
+        parts = _wrap(last, width, initial_indent=first, subsequent_indent=indent)
+        if below or not parts:
+            lines.append(line.rstrip())
+        lines += parts
     return "\n".join(lines)
 
 

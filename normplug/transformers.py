@@ -45,7 +45,8 @@ class NormCallback(TrainerCallback, ExportableState):
         if every is not None:
             _checks.count("transformers.NormCallback", "every", every)
         _checks.path("transformers.NormCallback", "publish", publish)
-        self.every, self.publish = every, publish
+        self.every = every
+        self.publish = publish
         self._measuring: Watch | None = None
         self._modes: dict[str, float] = {}
 

@@ -1,6 +1,6 @@
 """`doctor`: what is wrong with a model's norms, by evidence, and how to fix it.
 
-Hooks measure some batches in training and one in evaluation; the rules then judge what was seen.
+An `Examination` measures; the rules then judge what it has seen.
 """
 
 from __future__ import annotations
@@ -8,32 +8,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from normplug import _checks, _convert, modules
+from normplug import _checks, _convert
 from normplug._batches import Reader, runnable
 from normplug._ops.exchange import group_to_join
 from normplug._restore import duplicate
-from normplug._swap.inventory import Inventory
 from normplug._table import Rows
 from normplug._tools import groups, runs
+from normplug._tools.examination import (
+    LINEAR,
+    OF_ROWS,
+    Examination,
+    Seen,
+    is_batch_norm,
+)
 from normplug._tools.trials import Trials
-from normplug._torch import BatchNormBase, InstanceNormBase, in_backward, tree_leaves
-from normplug.modules import TargetVarianceNorm
-from normplug.reference import channel_dims
+from normplug._torch import BatchNormBase, InstanceNormBase
 
-_BATCHES = 4
 _HALF = (torch.float16, torch.bfloat16)
-# Subclasses may permute their input.
-_OF_ROWS = (nn.LayerNorm, nn.RMSNorm, modules.LayerNorm, modules.RMSNorm)
-_LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 # Thresholds. Healthy models are inside all of them, at their start and after some training.
 _FEW = 16  # values of a channel
@@ -41,10 +37,12 @@ _DEAD = 1e-9  # variance of a channel, in units of eps
 _DOMINATED = 0.1  # median variance, in units of eps
 _FAR = 64  # mean, in standard deviations
 _START = 0.25  # share that the start of running statistics has in them
-_OFF = 1.0, math.log(2)  # means in standard deviations, and log variances
+_OFF_MEAN = 1.0  # in standard deviations
+_OFF_LOG_VARIANCE = math.log(2)
 _ERRORS = 4  # standard errors beyond that
 _LAST = 0.9  # momentum: the share of the last batch
-_GROWTH = 1.5, 300  # of the variance: in a block, and in all
+_GROWTH_A_BLOCK = 1.5  # of the variance
+_GROWTH = 300  # in all blocks
 
 _DEPTH = 'normplug.swap(model, normplug.by_depth("1/l"))'
 _BIAS = "a bias before a BatchNorm, which has no effect"
@@ -112,174 +110,44 @@ class Diagnosis(Rows[Finding]):
         return super().__str__() if self.rows else "no findings"
 
 
-def _is_batch_norm(layer: nn.Module) -> bool:
-    """Whether a layer is a BatchNorm, frozen or not."""
-    return issubclass(_convert.plain_class(layer), BatchNormBase)
+class _Claim(NamedTuple):
+    """What a rule says of a layer."""
+
+    path: str
+    finding: str
+    evidence: str
+    values: tuple[Any, ...] = ()  # that the fix names
 
 
-class _Moments(NamedTuple):
-    """Mean and variance of each channel or row of an input, and how many values and samples."""
+class _Distance(NamedTuple):
+    """How far a mean is, in standard deviations, and a log variance: root mean squares."""
 
-    mean: Tensor
-    var: Tensor
-    values: int  # of each channel or row
-    samples: int
+    mean: float
+    log_variance: float
 
+    def __str__(self) -> str:
+        factor = math.exp(min(self.log_variance, 99))
+        off = f"the mean is off by {self.mean:.2g} deviations"
+        return f"{off}, the variance by a factor of {factor:.3g}"
 
-def _moments(layer: Any, x: Tensor) -> _Moments | None:
-    """The moments over which a layer normalises its input; None if they are not known."""
-    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    samples = len(x)
-    if _is_batch_norm(layer):
-        dims = channel_dims(x)
-    elif isinstance(layer, nn.GroupNorm) and x.dim() > 1:
-        x, dims = x.reshape(samples * layer.num_groups, -1), (1,)
-    elif _convert.plain_class(layer) in _OF_ROWS:
-        dims = tuple(range(-len(layer.normalized_shape), 0))
-    else:
-        return None
-    var, mean = torch.var_mean(x, dims, correction=0)
-    return _Moments(mean.flatten(), var.flatten(), x.numel() // mean.numel(), samples)
+    def is_far(self, samples: float = math.inf) -> bool:
+        """Whether it is more than healthy training and sampling explain.
 
-
-@dataclass
-class _Seen:
-    """What was seen of one norm layer."""
-
-    layer: Any  # in the model itself, while a copy may have run
-    calls: int = 0  # in the first forward
-    repeats: int = 0  # calls inside a backward
-    trains: bool = False  # whether it normalised by its batch in the first forward
-    x: Any = None  # the last input, without values
-    trained: list[_Moments] = field(default_factory=list)  # of its inputs in training
-    evaluated: _Moments | None = (
-        None  # of its first input in evaluation, of the first batch
-    )
-
-
-class _Examination(TorchFunctionMode):
-    """Runs a model, or a copy of it, under hooks, and keeps what they see.
-
-    As a mode, it marks outputs of layers that operations outside norms read.
-
-    Args:
-        model: the model itself, without wrappers.
-        reader: reads for the module that runs.
-    """
-
-    def __init__(self, model: nn.Module, reader: Reader) -> None:
-        super().__init__()
-        self.reader = reader
-        self.seen = {
-            names[0]: _Seen(layer) for layer, names in Inventory(model).norms.items()
-        }
-        self.running = runs.running_layers(model)
-        self.phase = "first"  # then "training" and "evaluation"
-        self.inside = 0  # how many norms are running
-        self.modes: dict[nn.Module, bool] = {}  # in training
-        # (the module before a norm, its path, the norm's path, the tensor between)
-        self.pairs: list[tuple[Any, str, str, Any]] = []
-        self.neighbours: list[tuple[Any, ...]] = []  # what `_of_neighbours` has found
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self.inside and isinstance(result, (Tensor, tuple, list)):
-            for each in tree_leaves((args, kwargs)):
-                if isinstance(each, Tensor) and hasattr(each, "_normplug_made"):
-                    each._normplug_read = True  # type: ignore[attr-defined]
-        return result
-
-    def run(self, loader: Any, loss: Any) -> list[Any]:
-        """Run the batches in training, the first with a backward, and again in evaluation.
-
-        Returns the batches.
+        Training moves weights, so small differences are healthy. A sample is one observation, as
+        its values depend on each other.
         """
-        modules = dict(self.reader.model.named_modules())
-        self._set_modes(modules.values())
-        with ExitStack() as undo:
-            for module in modules.values():
-                if isinstance(module, TargetVarianceNorm):  # nothing to compile
-                    undo.callback(setattr, module, "backend", module.backend)
-                    module.backend = "torch"
-            data = list(self.reader.batches(loader, _BATCHES))
-            self.reader.call(data[0])  # before the hooks, since it may try some calls
-            self._hook(modules, undo)
-            with torch.enable_grad():
-                self._first_batch(data[0], loss)
-            with torch.no_grad():
-                for batch in data[1:]:
-                    self.reader.run(batch)
-                self.phase = "evaluation"  # of all but the norms
-                norms = {modules[path] for path in self.seen}
-                for module in modules.values():
-                    module.training = module.training and module in norms
-                self.reader.run(data[0])
-        return data
+        error = _ERRORS * samples**-0.5
+        if self.mean > _OFF_MEAN + error:
+            return True
+        return self.log_variance > _OFF_LOG_VARIANCE + math.sqrt(2) * error
 
-    def _set_modes(self, modules: Iterable[nn.Module]) -> None:
-        if not self.reader.model.training:
-            for module in modules:
-                module.training = not runs.is_frozen(module)
-        self.modes = {module: module.training for module in modules}
 
-    def _hook(self, modules: dict[str, nn.Module], undo: ExitStack) -> None:
-        for path, module in modules.items():
-            if isinstance(module, torch.jit.ScriptModule):  # it has no hooks
-                continue
-            before, after = partial(self._before, path), partial(self._after, path)
-            if path in self.seen:
-                undo.callback(module.register_forward_pre_hook(before).remove)
-            if path in self.seen or isinstance(module, _LINEAR):
-                undo.callback(module.register_forward_hook(after).remove)
-
-    def _first_batch(self, batch: Any, loss: Any) -> None:
-        for parameter in self.reader.model.parameters():
-            parameter.grad = None
-        with self:
-            output = self.reader.run(batch)
-        self.phase = "training"
-        self.neighbours, self.pairs = list(_of_neighbours(self)), []
-        if loss is None:
-            outputs = (t for t in tree_leaves(output) if isinstance(t, Tensor))
-            value = sum(t.float().square().mean() for t in outputs if t.requires_grad)
-        else:
-            value = loss(output, self.reader.prepared(batch))
-        if isinstance(value, Tensor) and value.requires_grad:
-            value.backward()
-        for parameter in self.reader.model.parameters():
-            parameter.grad = None
-
-    def _before(self, path: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        seen = self.seen[path]
-        x: Any = inputs[0] if inputs else None
-        if in_backward():
-            seen.repeats += 1
-            return
-        if self.phase == "first":
-            self.inside += 1
-            seen.calls += 1
-            seen.trains = layer.training
-            if hasattr(x, "_normplug_made"):
-                self.pairs.append((*x._normplug_made, path, x))
-        if not isinstance(x, Tensor) or x.numel() == 0:
-            return
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            moments = _moments(layer, x)
-        seen.x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        if self.phase == "evaluation":
-            seen.evaluated = seen.evaluated or moments
-        elif moments is not None:
-            seen.trained.append(moments)
-
-    def _after(self, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self.phase != "first" or in_backward():
-            return
-        if path in self.seen:
-            self.inside -= 1
-        if isinstance(output, Tensor):
-            output._normplug_made = (module, path)  # type: ignore[attr-defined]
+def _distance(mean: Tensor, var: Tensor, to_mean: Tensor, to_var: Tensor) -> _Distance:
+    scale = to_var.clamp(min=1e-30)
+    off = (mean - to_mean) / scale.sqrt()
+    ratio = (var.clamp(min=1e-30) / scale).log()
+    off_rms, ratio_rms = (each.square().mean().sqrt().item() for each in (off, ratio))
+    return _Distance(off_rms, ratio_rms)
 
 
 def _is_at_start(layer: Any) -> bool:
@@ -305,216 +173,230 @@ def _share_of_start(layer: Any) -> float:
     return (1 - layer.momentum) ** int(layer.num_batches_tracked)
 
 
-# Rules of one layer yield the finding, the evidence, and values that the fix names; the others
-# yield the layer's path before that.
-_Rows = Iterator[tuple[Any, ...]]
+_Claims = Iterator[_Claim]
 
 
-def _of_statistics(seen: _Seen, started: int) -> _Rows:
+def _of_statistics(seen: Seen, started: int) -> _Claims:
     layer = seen.layer
+    path = seen.path
     values = torch.stack([layer.running_mean.float(), layer.running_var.float()])
-    if bad := int((~values.isfinite()).any(0).sum()):
+    bad = int((~values.isfinite()).any(0).sum())
+    if bad:
         text = f"{bad} of {len(values[0])} channels have nan or inf"
-        yield "poisoned running statistics", text
+        yield _Claim(path, "poisoned running statistics", text)
     if layer.running_var.dtype in _HALF:
-        yield "statistics in half precision", f"they are {layer.running_var.dtype}"
+        text = f"they are {layer.running_var.dtype}"
+        yield _Claim(path, "statistics in half precision", text)
     if _is_at_start(layer) and seen.trains and started:
         text = f"mean 0, variance 1, and {started} other layers have statistics"
-        yield "running statistics at their start", text
+        yield _Claim(path, "running statistics at their start", text)
     if _is_at_start(layer) and seen.calls and not seen.trains and _is_identity(layer):
         text = "mean 0, variance 1, and in evaluation they stay"
-        yield "running statistics at their start", text
+        yield _Claim(path, "running statistics at their start", text)
     if seen.trains:
         yield from _of_momentum(seen)
     first, *others = runs.gathered(values)
-    off = max(((each - first).abs().max().item() for each in others), default=0.0)
+    off = max(((other - first).abs().max().item() for other in others), default=0.0)
     if off > 0:
         text = f"by up to {off:.3g} over {1 + len(others)} processes"
-        yield "statistics that differ between ranks", text
+        yield _Claim(path, "statistics that differ between ranks", text)
 
 
-def _of_momentum(seen: _Seen) -> _Rows:
+def _of_momentum(seen: Seen) -> _Claims:
     layer = seen.layer
     if layer.momentum is not None and layer.momentum >= _LAST:
         text = f"momentum={layer.momentum:g}, where PyTorch's default is 0.1"
-        yield "a momentum that keeps only the last batch", text
+        yield _Claim(seen.path, "a momentum that keeps only the last batch", text)
     rest = _share_of_start(layer)
-    if rest < 1 and rest > _START and seen.trained and not _is_at_start(layer):
+    if _START < rest < 1 and seen.trained and not _is_at_start(layer):
         data, mixed = _distances(seen)
-        is_mixed = mixed[0] < _OFF[0] and mixed[1] < _OFF[1]
-        if is_mixed and 2 * math.hypot(*mixed) < math.hypot(*data):  # else from elsewhere
+        # Statistics that are as far from the mixture as from the data come from elsewhere.
+        if not mixed.is_far() and 2 * math.hypot(*mixed) < math.hypot(*data):
             steps = int(layer.num_batches_tracked)
             text = f"after {steps} batches {rest:.0%} of the statistics is their start"
-            yield "a momentum too slow for the steps trained", text, min(0.5, 3 / steps)
+            finding = "a momentum too slow for the steps trained"
+            yield _Claim(seen.path, finding, text, (min(0.5, 3 / steps),))
 
 
-def _of_modes(seen: _Seen, model: nn.Module) -> _Rows:
-    layer, own = seen.layer, list(seen.layer.parameters(recurse=False))
-    trains = any(p.requires_grad for p in own)
-    if own and layer.training and not trains:
+def _of_modes(seen: Seen, model: nn.Module) -> _Claims:
+    layer = seen.layer
+    parameters = list(layer.parameters(recurse=False))
+    trains = any(p.requires_grad for p in parameters)
+    if parameters and layer.training and not trains:
         text = "requires_grad is False, training is True"
-        yield "a frozen weight, and statistics that move", text
+        yield _Claim(seen.path, "a frozen weight, and statistics that move", text)
     if trains and model.training and not layer.training and not runs.is_frozen(layer):
         text = "requires_grad is True, training is False; of the model, it is True"
-        yield "a norm in evaluation, whose weight trains", text
+        yield _Claim(seen.path, "a norm in evaluation, whose weight trains", text)
     if seen.trains and seen.repeats and getattr(layer, "statistics", "torch") != "safe":
         text = f"{seen.repeats} call(s) in the backward: each batch counts again"
-        yield "a BatchNorm under activation checkpointing", text
+        yield _Claim(seen.path, "a BatchNorm under activation checkpointing", text)
     if seen.trains and seen.calls > 1 and len(seen.trained) >= seen.calls:
         yield from _of_calls(seen)
 
 
-def _of_calls(seen: _Seen) -> _Rows:
+def _of_calls(seen: Seen) -> _Claims:
     """Calls in one forward whose inputs differ: no running statistics describe both."""
     first, *others = seen.trained[: seen.calls]
     for other in others:
-        far = _distance(*other[:2], *first[:2])
-        if _is_far(far, min(first.samples, other.samples)):
-            text = f"{seen.calls} calls in one forward; between two of them, {_described(*far)}"
-            yield "a BatchNorm that is called on different inputs", text
+        distance = _distance(other.mean, other.var, first.mean, first.var)
+        if distance.is_far(min(first.samples, other.samples)):
+            text = f"{seen.calls} calls in one forward; between two of them, {distance}"
+            finding = "a BatchNorm that is called on different inputs"
+            yield _Claim(seen.path, finding, text)
             return
 
 
-def _of_input(seen: _Seen) -> _Rows:
-    layer, shape, (mean, var, count, _) = seen.layer, tuple(seen.x.shape), seen.trained[0]
+def _of_input(seen: Seen) -> _Claims:
+    layer = seen.layer
+    path = seen.path
+    mean, var, count, _ = seen.trained[0]
+    if is_batch_norm(layer):
+        joins = hasattr(layer, "process_group") and group_to_join(None) is not None
+        if count < _FEW and seen.trains and not joins:
+            text = f"{count} for input of shape {seen.shape}"
+            yield _Claim(path, "too few values a channel", text)
     eps_name = getattr(_convert.declared(layer), "_eps_name", "eps")
-    eps = (
-        getattr(layer, "_eps", getattr(layer, eps_name, None)) or 0.0
-    )  # None: an RMSNorm's
-    is_batch_norm = _is_batch_norm(layer)
-    joins = hasattr(layer, "process_group") and group_to_join(None) is not None
-    if is_batch_norm and count < _FEW and seen.trains and not joins:
-        yield "too few values a channel", f"{count} for input of shape {shape}"
+    # None: the eps of an RMSNorm depends on the dtype.
+    eps = getattr(layer, "_eps", getattr(layer, eps_name, None)) or 0.0
     dead = int((var <= _DEAD * eps).sum())
-    if is_batch_norm and dead and count > 1:
-        yield "dead channels", f"{dead} of {len(var)} channels have variance 0"
-    elif (
-        0 < var.median() < _DOMINATED * eps and count > 1
-    ):  # 0: such as queries that start at 0
-        text = f"the median variance is {var.median():.2g}, and eps={eps:g}"
-        yield "eps dominates the variance", text, eps_name, var.median().item() / 100
+    median = var.median().item()
+    if is_batch_norm(layer) and dead and count > 1:
+        yield _Claim(
+            path, "dead channels", f"{dead} of {len(var)} channels have variance 0"
+        )
+    # 0: such as queries that start at 0.
+    elif 0 < median < _DOMINATED * eps and count > 1:
+        text = f"the median variance is {median:.2g}, and eps={eps:g}"
+        yield _Claim(path, "eps dominates the variance", text, (eps_name, median / 100))
     far = float((mean.abs() > _FAR * var.sqrt()).float().mean())
-    if seen.x.dtype in _HALF and far > 0.01 and dead == 0:
+    if seen.dtype in _HALF and far > 0.01 and dead == 0:
         ratio = (mean.abs() / var.sqrt()).max()
-        text = f"|mean| is up to {ratio:.3g} standard deviations in {seen.x.dtype}"
-        yield "cancellation: a mean far above the deviation", text
+        text = f"|mean| is up to {ratio:.3g} standard deviations in {seen.dtype}"
+        yield _Claim(path, "cancellation: a mean far above the deviation", text)
     if isinstance(layer, nn.GroupNorm) and count == 1:
-        text = f"input of shape {shape} in {layer.num_groups} groups"
-        yield "one value a group: the output is the bias", text, layer.num_channels
+        text = f"input of shape {seen.shape} in {layer.num_groups} groups"
+        finding = "one value a group: the output is the bias"
+        yield _Claim(path, finding, text, (layer.num_channels,))
 
 
-def _of_decay(seen: _Seen, decays: dict[int, float]) -> _Rows:
+def _of_decay(seen: Seen, decays: dict[int, float]) -> _Claims:
     norms = groups.norm_parameters(seen.layer)
-    if decay := max((decays.get(id(p), 0) for p in norms), default=0):
-        yield "norm parameters that decay", f"weight_decay={decay:g}", decay
+    decay = max((decays.get(id(p), 0) for p in norms), default=0)
+    if decay:
+        text = f"weight_decay={decay:g}"
+        yield _Claim(seen.path, "norm parameters that decay", text, (decay,))
 
 
-def _of_missing_statistics(seen: _Seen) -> _Rows:
+def _of_missing_statistics(seen: Seen) -> _Claims:
     layer = seen.layer
     if not isinstance(layer, (BatchNormBase, InstanceNormBase)):
         return
     if layer.track_running_stats and layer.running_mean is None:
         text = f"track_running_stats=True, and the {layer.num_features} channels have no mean"
-        yield "running statistics that are missing", text
+        yield _Claim(seen.path, "running statistics that are missing", text)
 
 
-def _of_neighbours(found: _Examination) -> _Rows:
-    """What stands before a norm. `_tried` decides on findings that claim an effect."""
-    for made, before, path, x in found.pairs:
-        norm, alone = found.seen[path].layer, not hasattr(x, "_normplug_read")
-        if isinstance(made, _LINEAR):
-            rows = _convert.plain_class(norm) in _OF_ROWS
-            if rows and x.dim() == 4 and not isinstance(made, nn.Linear):
-                text = f"it normalises the width of input (N, C, H, W) = {tuple(x.shape)}"
-                yield path, "LayerNorm over the wrong axis", text
-            bias, kind = made.bias, type(made).__name__
-            if alone and _is_batch_norm(norm) and bias is not None and bias.any():
+def _of_neighbours(examination: Examination) -> _Claims:
+    """What stands before a norm. `_tried` decides on claims of an effect."""
+    for before, path in examination.pairs:
+        norm = examination.seen[path].layer
+        shape = examination.seen[path].shape
+        layer = before.layer
+        if isinstance(layer, LINEAR):
+            of_rows = _convert.plain_class(norm) in OF_ROWS
+            if of_rows and len(shape) == 4 and not isinstance(layer, nn.Linear):
+                text = f"it normalises the width of input (N, C, H, W) = {shape}"
+                yield _Claim(path, "LayerNorm over the wrong axis", text)
+            bias = layer.bias
+            if (
+                not before.is_read
+                and is_batch_norm(norm)
+                and bias is not None
+                and bias.any()
+            ):
                 text = (
                     f"{path} subtracts the mean; the bias has {bias.numel()} parameters"
                 )
-                yield before, _BIAS, text, kind, path
-        elif alone and made is not norm:
-            yield before, _IDENTITY, f"{path} normalises its output at once", path
+                yield _Claim(before.path, _BIAS, text, (type(layer).__name__, path))
+        elif not before.is_read and layer is not norm:
+            text = f"{path} normalises its output at once"
+            yield _Claim(before.path, _IDENTITY, text, (path,))
 
 
-def _tried(rows: Iterable[tuple[Any, ...]], trials: Trials | None) -> _Rows:
-    """The rows whose claims of an effect hold on a copy of the model; no claim without a copy."""
-    for row in rows:
-        path, finding, _, *values = row
-        if finding == _BIAS:
-            holds = trials is not None and trials.is_bias_without_effect(path, values[-1])
-        elif finding == _IDENTITY:
-            holds = trials is not None and trials.is_norm_without_effect(path, values[-1])
-        else:
-            holds = True
+def _tried(claims: Iterable[_Claim], trials: Trials | None) -> _Claims:
+    """The claims of an effect that hold on a copy of the model, and all other claims.
+
+    Without a copy, no claim of an effect holds.
+    """
+    for claim in claims:
+        holds = claim.finding not in (_BIAS, _IDENTITY)
+        if trials is not None and claim.finding == _BIAS:
+            holds = trials.is_bias_without_effect(claim.path, claim.values[-1])
+        if trials is not None and claim.finding == _IDENTITY:
+            holds = trials.is_norm_without_effect(claim.path, claim.values[-1])
         if holds:
-            yield row
+            yield claim
 
 
-def _of_growth(found: _Examination) -> _Rows:
+def _of_growth(examination: Examination) -> _Claims:
     """Variances of like norms in numbered blocks of one width."""
     series: dict[tuple[Any, ...], list[tuple[str, float]]] = {}
-    for path, seen in found.seen.items():
+    for path, seen in examination.seen.items():
         numbered = re.match(r"(.*?)\.?\b\d+\.(.+)$", path)
         if numbered and seen.trained:
-            variance, weight = seen.trained[0].var.mean().item(), seen.layer.weight
+            weight = seen.layer.weight
             like = (*numbered.groups(), None if weight is None else weight.shape)
+            variance = seen.trained[0].var.mean().item()
             series.setdefault(like, []).append((path, variance))
     for blocks in series.values():
-        (_, first), (path, last) = blocks[0], blocks[-1]
-        if len(blocks) < 4 or not 0 < _GROWTH[1] * first < last < math.inf:
+        first = blocks[0][1]
+        path, last = blocks[-1]
+        if len(blocks) < 4 or not 0 < _GROWTH * first < last < math.inf:
             continue
         rate = (last / first) ** (1 / (len(blocks) - 1))
-        if rate > _GROWTH[0]:
+        if rate > _GROWTH_A_BLOCK:
             text = f"from {first:.3g} to {last:.3g} over {len(blocks)} blocks: {rate:.2f} each"
-            yield path, _GROWS, text
+            yield _Claim(path, _GROWS, text)
 
 
 def _fix_of_growth(trials: Trials | None, batch: Any) -> str:
     """`by_depth`, if it ends the growth in a copy of the model."""
     model = None if trials is None else trials.swapped_by_depth()
     if model is not None:
-        found = _Examination(model, Reader("doctor", model))
-        found.run([batch], None)
-        if not list(_of_growth(found)):
+        examination = Examination(model, Reader("doctor", model))
+        examination.run([batch], None)
+        if not list(_of_growth(examination)):
             return _DEPTH
     return "smaller weights at the end of each block, or a smaller factor of the block's input"
 
 
-def _of_evaluation(found: _Examination) -> _Rows:
+def _of_evaluation(examination: Examination) -> _Claims:
     """Statistics that do not describe the data, and the first input that evaluation changes."""
     changed = False
-    for path, seen in found.seen.items():
-        if not (_is_batch_norm(seen.layer) and seen.trained):
+    for path, seen in examination.seen.items():
+        if not (is_batch_norm(seen.layer) and seen.trained):
             continue
         if seen.evaluated is not None and seen.trains and not changed:
-            far = _distance(*seen.evaluated[:2], *seen.trained[0][:2])
-            changed = far[0] > _OFF[0] or far[1] > _OFF[1]
+            trained = seen.trained[0]
+            evaluated = seen.evaluated
+            gap = _distance(evaluated.mean, evaluated.var, trained.mean, trained.var)
+            changed = gap.is_far()
             if changed:
-                text = f"the same batch in evaluation: {_described(*far)}"
-                yield path, "a gap between training and evaluation", text
+                text = f"the same batch in evaluation: {gap}"
+                yield _Claim(path, "a gap between training and evaluation", text)
         if seen.layer.running_mean is not None and not _is_at_start(seen.layer):
-            far, samples = _staleness(seen), sum(call.samples for call in seen.trained)
+            # From the data, or from what the start of the statistics leaves of them.
+            data, mixed = _distances(seen)
+            nearest = _Distance(*map(min, data, mixed))
+            samples = sum(call.samples for call in seen.trained)
             # Another rule finds inf and nan.
-            if math.isfinite(sum(far)) and _is_far(far, samples):
-                text = f"{_described(*far)}, in {samples} samples"
-                yield path, "running statistics stale, or of other data", text
+            if math.isfinite(sum(nearest)) and nearest.is_far(samples):
+                text = f"{nearest}, in {samples} samples"
+                yield _Claim(path, "running statistics stale, or of other data", text)
 
 
-def _is_far(far: tuple[float, float], samples: int) -> bool:
-    """Whether a distance is more than healthy training and sampling explain.
-
-    Training moves weights, so small differences are healthy. A sample is one observation, as its
-    values depend on each other.
-    """
-    mean, log_variance = far
-    error = samples**-0.5
-    if mean > _OFF[0] + _ERRORS * error:
-        return True
-    return log_variance > _OFF[1] + _ERRORS * math.sqrt(2) * error
-
-
-def _distances(seen: _Seen) -> tuple[tuple[float, float], tuple[float, float]]:
+def _distances(seen: Seen) -> tuple[_Distance, _Distance]:
     """How far running statistics are from the data's, and from those mixed with their start."""
     layer = seen.layer
     mean = torch.stack([call.mean for call in seen.trained]).mean(0)
@@ -523,26 +405,6 @@ def _distances(seen: _Seen) -> tuple[tuple[float, float], tuple[float, float]]:
     running = layer.running_mean.to(mean), layer.running_var.to(var)
     mixed = mean * (1 - start), var * (1 - start) + start
     return _distance(*running, mean, var), _distance(*running, *mixed)
-
-
-def _staleness(seen: _Seen) -> tuple[float, float]:
-    """How far running statistics are from the data's, or from what their start leaves of them."""
-    data, mixed = _distances(seen)
-    return min(data[0], mixed[0]), min(data[1], mixed[1])
-
-
-def _distance(
-    mean: Tensor, var: Tensor, to: Tensor, scale: Tensor
-) -> tuple[float, float]:
-    """How far a mean is, in standard deviations, and a log variance: root mean squares."""
-    scale = scale.clamp(min=1e-30)
-    off, ratio = (mean - to) / scale.sqrt(), (var.clamp(min=1e-30) / scale).log()
-    return off.square().mean().sqrt().item(), ratio.square().mean().sqrt().item()
-
-
-def _described(off: float, ratio: float) -> str:
-    factor = math.exp(min(ratio, 99))
-    return f"the mean is off by {off:.2g} deviations, the variance by a factor of {factor:.3g}"
 
 
 def doctor(
@@ -585,25 +447,27 @@ def doctor(
     inner = runnable(model)
     twin = _copy_of(inner)
     reader = Reader("doctor", inner if twin is None else twin)
-    found = _Examination(inner, reader)
+    examination = Examination(inner, reader)
     with runs.untouched(inner) if twin is None else runs.uncompiled():
-        data = found.run(loader_or_batch, loss)
-        trials = None if twin is None else Trials(reader, data[0], found.modes)
-        rows = list(_tried(found.neighbours, trials))
-        for path, finding, evidence in _of_growth(found):
-            rows.append((path, finding, evidence, _fix_of_growth(trials, data[0])))
-    started = sum(not _is_at_start(layer) for layer in found.running.values())
+        data = examination.run(loader_or_batch, loss)
+        trials = None if twin is None else Trials(reader, data[0], examination.modes)
+        claims = list(_tried(_of_neighbours(examination), trials))
+        for claim in _of_growth(examination):
+            claims.append(claim._replace(values=(_fix_of_growth(trials, data[0]),)))
+    running = runs.running_layers(inner)
+    started = sum(not _is_at_start(layer) for layer in running.values())
     decays = _decays(optimizer)
-    for path, seen in found.seen.items():
-        own = [*_of_decay(seen, decays), *_of_missing_statistics(seen)]
+    for path, seen in examination.seen.items():
+        claims += _of_decay(seen, decays)
+        claims += _of_missing_statistics(seen)
         if seen.trained:
-            own += _of_input(seen)
-        if path in found.running:
-            own += [*_of_statistics(seen, started), *_of_modes(seen, inner)]
-        rows += [(path, *row) for row in own]
-    rows += _of_evaluation(found)
+            claims += _of_input(seen)
+        if path in running:
+            claims += _of_statistics(seen, started)
+            claims += _of_modes(seen, inner)
+    claims += _of_evaluation(examination)
     prefix = next(name for name, m in model.named_modules() if m is inner)
-    return Diagnosis(tuple(_with_fix(model, prefix, *row) for row in rows))
+    return Diagnosis(tuple(_with_fix(model, prefix, claim) for claim in claims))
 
 
 def _copy_of(model: nn.Module) -> nn.Module | None:
@@ -627,24 +491,20 @@ def _decays(optimizer: torch.optim.Optimizer | None) -> dict[int, float]:
     return decays
 
 
-def _with_fix(
-    model: nn.Module, prefix: str, path: str, finding: str, evidence: str, *values: Any
-) -> Finding:
-    path = ".".join(filter(None, [prefix, path]))
+def _with_fix(model: nn.Module, prefix: str, claim: _Claim) -> Finding:
+    path = ".".join(filter(None, [prefix, claim.path]))
     layer = f'model.get_submodule("{path}")'
     recalibrate = "normplug.recalibrate(model, loader)"
-    if runs.is_frozen(model.get_submodule(path)):
-        weight_trains = any(
-            p.requires_grad for p in model.get_submodule(path).parameters()
-        )
-        affine = ", affine=False" if weight_trains else ""
-        recalibrate = (
-            f"normplug.thaw({layer}); {recalibrate}; normplug.freeze({layer}{affine})"
-        )
-    names = {
-        "path": path,
-        "layer": layer,
-        "recalibrate": recalibrate,
-        "safe": 'normplug.swap(model, statistics="safe")',
-    }
-    return Finding(path, finding, evidence, _FIXES[finding].format(*values, **names))
+    module = model.get_submodule(path)
+    if runs.is_frozen(module):
+        trains = any(p.requires_grad for p in module.parameters())
+        refreeze = f"normplug.freeze({layer}{', affine=False' if trains else ''})"
+        recalibrate = f"normplug.thaw({layer}); {recalibrate}; {refreeze}"
+    fix = _FIXES[claim.finding].format(
+        *claim.values,
+        path=path,
+        layer=layer,
+        recalibrate=recalibrate,
+        safe='normplug.swap(model, statistics="safe")',
+    )
+    return Finding(path, claim.finding, claim.evidence, fix)

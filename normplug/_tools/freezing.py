@@ -139,9 +139,12 @@ def _train_again(layer: nn.Module, names: list[str]) -> None:
     """Let parameters train again, even if one has been parametrized since."""
     parameters = _affine(layer)
     for name in names:
-        now = [other for other in parameters if _attribute(other) == _attribute(name)]
-        for other in [name] if name in parameters else now:
-            parameters[other].requires_grad_(True)
+        if name in parameters:
+            parameters[name].requires_grad_(True)
+            continue
+        for other, parameter in parameters.items():
+            if _attribute(other) == _attribute(name):
+                parameter.requires_grad_(True)
 
 
 def _attribute(name: str) -> str:

@@ -25,11 +25,10 @@ def draw_heat_map(log: Any, picture: Path, model: str) -> None:
     """
     rows = pd.read_csv(log, dtype={"layer": str})
     values = rows.pivot(index=["depth", "layer"], columns="step", values=list(PANELS))
-    layers, steps = values.index.get_level_values("layer"), sorted(set(rows.step))
-    width, height = (
-        12 + 0.065 * max(map(len, layers)),
-        min(max(0.17 * len(layers), 2), 40),
-    )
+    layers = values.index.get_level_values("layer")
+    steps = sorted(set(rows.step))
+    width = 12 + 0.065 * max(map(len, layers))
+    height = min(max(0.17 * len(layers), 2), 40)
     figure = Figure(figsize=(width, height + 1.5), layout="constrained")
     title = f"{model}, run {'/'.join(picture.resolve().parent.parts[1:][-4:])}"
     title = f"{textwrap.fill(title, int(11 * width))}\nvariance at each norm"
@@ -41,9 +40,8 @@ def draw_heat_map(log: Any, picture: Path, model: str) -> None:
         panel = values[name].to_numpy()
         shown = panel[np.isfinite(panel) & (panel > 0)]
         low, high = (shown.min(), shown.max()) if shown.size else (1.0, 1.0)
-        widen = (
-            max(1, 1.2 * low / high) ** 0.5
-        )  # so that rounding does not fill the scale
+        # So that rounding does not fill the scale.
+        widen = max(1, 1.2 * low / high) ** 0.5
         axes.patch.set(edgecolor="0.5", hatch="////")
         image = axes.imshow(
             np.where(np.isfinite(panel), panel, np.nan),

@@ -63,9 +63,9 @@ class Loop:
             raise RuntimeError(
                 "normplug.watch: this watch already runs; call watch again."
             )
-        before, after = _Hook(self, self._before), _Hook(self, self._after)
+        after = _Hook(self, self._after)
         self._hooks = [
-            self.model.register_forward_pre_hook(before),
+            self.model.register_forward_pre_hook(_Hook(self, self._before)),
             self.model.register_forward_hook(after, always_call=True),
         ]
         self._optimizer_hook = register_optimizer_step_post_hook(self._after_optimizer)
@@ -162,9 +162,8 @@ class _Optimizers:
         self._model = model
         self._trains: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._first: ref[Optimizer] | None = None
-        self._since: WeakSet[Optimizer] = (
-            WeakSet()
-        )  # others that have stepped since the first
+        # Others that have stepped since the first.
+        self._since: WeakSet[Optimizer] = WeakSet()
 
     def ends_step(self, optimizer: Optimizer) -> bool:
         """Whether this step of an optimizer ends a step of the loop."""
@@ -182,12 +181,8 @@ class _Optimizers:
 
     def _trains_model(self, optimizer: Optimizer) -> bool:
         if optimizer not in self._trains:
-            parameters = set(self._model.parameters())
-            groups = optimizer.param_groups
-            trained = (parameter for group in groups for parameter in group["params"])
-            self._trains[optimizer] = any(
-                parameter in parameters for parameter in trained
-            )
+            trained = {p for group in optimizer.param_groups for p in group["params"]}
+            self._trains[optimizer] = not trained.isdisjoint(self._model.parameters())
         return self._trains[optimizer]
 
 

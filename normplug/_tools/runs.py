@@ -32,13 +32,14 @@ def running_layers(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def gathered(own: Tensor) -> list[Tensor]:
+def gathered(tensor: Tensor) -> list[Tensor]:
     """The tensors of all processes, of equal shapes, in the order of the ranks."""
-    if (group := group_to_join(None)) is None:
-        return [own]
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, own, group=group)
-    return every
+    group = group_to_join(None)
+    if group is None:
+        return [tensor]
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(tensors, tensor, group=group)
+    return tensors
 
 
 @contextmanager
@@ -60,16 +61,16 @@ def untouched(model: nn.Module) -> Iterator[None]:
     compiled. The parameters of FSDP are left alone: it replaces them itself in every forward.
     """
     is_sharded = any(_is_fsdp(module) for module in model.modules())
-    kept = [_Kept(module, parameters=not is_sharded) for module in model.modules()]
+    states = [_State(module, parameters=not is_sharded) for module in model.modules()]
     try:
         with uncompiled():
             yield
     finally:
-        for each in kept:
-            each.restore()
+        for state in states:
+            state.restore()
 
 
-class _Kept:
+class _State:
     """The state of one module, without the modules inside it."""
 
     def __init__(self, module: nn.Module, parameters: bool) -> None:
@@ -77,11 +78,10 @@ class _Kept:
         self.module = module
         # In the dictionary, a frozen layer may have the mode that it would have without.
         self.training = vars(module).get("training", module.training)
-        self.tables = [_Table(module._buffers)]
+        self.tensors = [_Tensors(module._buffers)]
         if parameters:
-            self.tables.append(_Table(module._parameters))
-        present = [p for p in module._parameters.values() if p is not None]
-        self.gradients = [(p, p.grad) for p in present]
+            self.tensors.append(_Tensors(module._parameters))
+        self.gradients = [(p, p.grad) for p in _parameters(module)]
         self.unsaved = set(module._non_persistent_buffers_set)
         self.hooks = [(hooks, dict(hooks)) for hooks in backward_hooks(module)]
         for hooks, _ in self.hooks:
@@ -89,8 +89,8 @@ class _Kept:
 
     def restore(self) -> None:
         self.module.training = self.training
-        for table in self.tables:
-            table.restore()
+        for tensors in self.tensors:
+            tensors.restore()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
         self.module._non_persistent_buffers_set = self.unsaved
@@ -107,34 +107,33 @@ def _is_fsdp(module: nn.Module) -> bool:
 def backward_hooks(module: nn.Module) -> list[Any]:
     """The hooks on the backward of a module, and of its parameters."""
     tables: list[Any] = [module._backward_hooks, module._backward_pre_hooks]
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            tables.append(parameter._backward_hooks)
-            tables.append(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    for parameter in _parameters(module):
+        tables.append(parameter._backward_hooks)
+        tables.append(getattr(parameter, "_post_accumulate_grad_hooks", None))
     return [table for table in tables if table is not None]
 
 
-class _Table:
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module without those inside it, also if it overrides `parameters`."""
+    return [p for p in module._parameters.values() if p is not None]
+
+
+class _Tensors:
     """The tensors of a module by name, and their values."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self.tensors = tensors
-        self.before = dict(tensors.items())
+        self.before = dict(tensors)
         present = [t for t in tensors.values() if t is not None and _has_values(t)]
         self.values = [(t, subclasses.own_part(t.detach()).clone()) for t in present]
 
     def restore(self) -> None:
-        if _identities(self.tensors) != _identities(self.before):
-            self.tensors.clear()
-            self.tensors.update(self.before)
+        self.tensors.clear()
+        self.tensors.update(self.before)
         for tensor, value in self.values:
             now = subclasses.own_part(tensor.detach())
             if now.shape == value.shape and not _has_same_bits(now, value):
                 write(subclasses.own_part(tensor), value)
-
-
-def _identities(tensors: dict[str, Any]) -> dict[str, int]:
-    return {name: id(tensor) for name, tensor in tensors.items()}
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -28,6 +28,25 @@ class _Observed(NamedTuple):
     outputs: list[Tensor]  # of the model
     gradients: dict[str, Tensor]  # parameter -> gradient
 
+    def has_outputs_of(self, other: _Observed) -> bool:
+        """Whether the outputs of both are the same but for rounding."""
+        in_layer = _are_close(self.layer, other.layer, _LAYER)
+        return in_layer and _are_close(self.outputs, other.outputs, _MODEL)
+
+    def has_gradients_of(self, other: _Observed) -> bool:
+        """Whether the other gradients are the same; those of missing parameters are rounding."""
+        scale = max(map(_largest, other.gradients.values()), default=0.0)
+        for name, expected in other.gradients.items():
+            if name in self.gradients:
+                off = _largest(expected - self.gradients[name])
+                allowed = _MODEL * max(_largest(expected), _NOISE * scale)
+            else:
+                off = _largest(expected)
+                allowed = _MODEL * scale
+            if not off <= allowed:  # nan is not
+                return False
+        return True
+
 
 class Trials:
     """Tries changes on a copy of a model, and compares training steps of one batch.
@@ -56,7 +75,7 @@ class Trials:
         finally:
             with torch.no_grad():
                 bias.copy_(value)
-        return _have_same_outputs(before, after)
+        return after.has_outputs_of(before)
 
     def is_norm_without_effect(self, path: str, following: str) -> bool:
         """Whether an Identity for a norm changes no output and no gradient.
@@ -72,7 +91,7 @@ class Trials:
             return False
         finally:
             self._replace(norm, norm)
-        return _have_same_outputs(before, after) and _have_same_gradients(before, after)
+        return after.has_outputs_of(before) and after.has_gradients_of(before)
 
     def swapped_by_depth(self) -> nn.Module | None:
         """Another copy, swapped by depth; None if the model has no such depth."""
@@ -96,12 +115,12 @@ class Trials:
         model = self._reader.model
         for module, training in self._modes.items():
             module.training = training
-        made: list[Tensor] = []
+        of_layer: list[Tensor] = []
 
-        def keep(layer: nn.Module, inputs: Any, output: Any) -> None:
-            made.extend(_floats(output))
+        def record(layer: nn.Module, inputs: Any, output: Any) -> None:
+            of_layer.extend(y.detach() for y in _floats(output))
 
-        hook = self._inventory.modules[path].register_forward_hook(keep)
+        hook = self._inventory.modules[path].register_forward_hook(record)
         try:
             with seeded(), torch.set_grad_enabled(backward):
                 outputs = _floats(self._reader.run(self._batch))
@@ -110,13 +129,10 @@ class Trials:
                     loss.backward()
         finally:
             hook.remove()
-        gradients = {}
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                gradients[name] = parameter.grad
-            parameter.grad = None
-        detached = [y.detach() for y in outputs]
-        return _Observed([y.detach() for y in made], detached, gradients)
+        named = model.named_parameters()
+        gradients = {name: p.grad for name, p in named if p.grad is not None}
+        model.zero_grad()
+        return _Observed(of_layer, [y.detach() for y in outputs], gradients)
 
 
 def _floats(output: Any) -> list[Tensor]:
@@ -135,11 +151,6 @@ def _weighted_sum(outputs: list[Tensor]) -> Tensor:
     return total
 
 
-def _have_same_outputs(before: _Observed, after: _Observed) -> bool:
-    in_layer = _are_close(before.layer, after.layer, _LAYER)
-    return in_layer and _are_close(before.outputs, after.outputs, _MODEL)
-
-
 def _are_close(some: list[Tensor], others: list[Tensor], tolerance: float) -> bool:
     """Whether rounding explains every difference, relative to the largest value of a tensor."""
     if not some or [x.shape for x in some] != [x.shape for x in others]:
@@ -147,21 +158,6 @@ def _are_close(some: list[Tensor], others: list[Tensor], tolerance: float) -> bo
     for x, y in zip(some, others, strict=True):
         allowed = max(tolerance, 4 * torch.finfo(x.dtype).eps) * _largest(x)
         if not _largest(x.double() - y.double()) <= allowed:  # nan is not
-            return False
-    return True
-
-
-def _have_same_gradients(before: _Observed, after: _Observed) -> bool:
-    """Whether all gradients agree, and those of parameters that are gone are rounding."""
-    scale = max((_largest(g) for g in before.gradients.values()), default=0.0)
-    for name, gradient in before.gradients.items():
-        if name in after.gradients:
-            off = _largest(gradient - after.gradients[name])
-            allowed = _MODEL * max(_largest(gradient), _NOISE * scale)
-        else:
-            off = _largest(gradient)
-            allowed = _MODEL * scale
-        if not off <= allowed:  # nan is not
             return False
     return True
 

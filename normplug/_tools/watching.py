@@ -131,10 +131,8 @@ def _attach(layer: nn.Module, probe: Probe) -> None:
     """Have a layer measure for a probe; the first one of a stock layer converts it."""
     with _lock:
         before: SharedProbe | None = vars(layer).get("_probe")
-        if before is None:
-            probes, revert = [probe], None
-        else:
-            probes, revert = [*before.probes, probe], before.revert
+        probes = [probe] if before is None else [*before.probes, probe]
+        revert = None if before is None else before.revert
         if not isinstance(layer, TargetVarianceNorm):
             revert = _convert.revert
             _convert.convert(layer, 1.0, backend="torch")
@@ -168,20 +166,17 @@ class _Measuring(NamedTuple):
 class _Step(NamedTuple):
     """A finished step."""
 
-    known: list[dict[str, Any]]  # of each row, the columns that were not measured
+    labels: list[dict[str, Any]]  # the columns of each row that are not measured
     values: Tensor  # `MEASURED`, (rows, 4), on the device
-    probes: list[
-        Probe
-    ]  # with details: those of the rows; a backward adds the gradient to them
+    probes: list[_DetailedProbe]  # with details; a backward adds the gradient to them
 
-    def table(self) -> Tensor:
-        """What was measured, a row for each layer."""
-        details = [p.details for p in self.probes if isinstance(p, _DetailedProbe)]
-        if not details:
-            return self.values
-        return torch.cat(
-            [self.values, torch.stack([t.to(self.values) for t in details])], 1
-        )
+    def measurements(self, device: torch.device) -> Tensor:
+        """What was measured, a row for each layer: `MEASURED`, and `DETAILS` if asked."""
+        values = self.values.to(device)
+        if not self.probes:
+            return values
+        details = torch.stack([probe.details.to(values) for probe in self.probes])
+        return torch.cat([values, details], 1)
 
 
 class Watch:
@@ -214,7 +209,7 @@ class Watch:
 
     def has_run(self) -> bool:
         """Whether a norm has run since `start`."""
-        return any(each.probe.measured is not None for each in self._measuring)
+        return any(one.probe.measured is not None for one in self._measuring)
 
     def finish(self, step: int, epoch: int = 0) -> None:
         """Take what was measured as this step's, and turn stock layers back.
@@ -222,10 +217,10 @@ class Watch:
         Until `release`, swapped layers run as they did while they measured, so that activation
         checkpointing repeats the same forward.
         """
-        rank, world_size = 0, 1
-        if dist.is_available() and dist.is_initialized():
-            rank, world_size = dist.get_rank(), dist.get_world_size()
-        known = []
+        is_distributed = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank() if is_distributed else 0
+        world_size = dist.get_world_size() if is_distributed else 1
+        labels = []
         for depth, (path, layer, _) in enumerate(self._measuring):
             row = {
                 "step": step,
@@ -238,25 +233,24 @@ class Watch:
                 "world_size": world_size,
                 "measure": _convert.declared(layer)._measure,
             }
-            known.append(row)
-        probes = [each.probe for each in self._measuring]
+            labels.append(row)
+        probes = [one.probe for one in self._measuring]
+        detailed = [probe for probe in probes if isinstance(probe, _DetailedProbe)]
         with _lock:
-            self._pending.append(
-                _Step(known, averages(probes), probes if self._details else [])
-            )
+            self._pending.append(_Step(labels, averages(probes), detailed))
         self.release(swapped=False)
 
     def release(self, swapped: bool = True) -> None:
         """Stop stock layers from measuring, and turn them back; stop swapped layers, if asked."""
-        kept = []
-        for each in self._measuring:
-            probe = vars(each.layer).get("_probe")
-            if swapped or probe is None or probe.revert is not None:
-                _detach(each.layer, each.probe)
-                each.probe.measured = None  # free its memory
+        remaining = []
+        for one in self._measuring:
+            shared = vars(one.layer).get("_probe")
+            if swapped or shared is None or shared.revert is not None:
+                _detach(one.layer, one.probe)
+                one.probe.measured = None  # free its memory
             else:
-                kept.append(each)
-        self._measuring = kept
+                remaining.append(one)
+        self._measuring = remaining
 
     def __enter__(self) -> Watch:
         if self._loop is None:
@@ -276,34 +270,39 @@ class Watch:
     @property
     def rows(self) -> list[LayerVariance]:
         """Every row so far, one for each layer and logged step. Waits for the GPU."""
-        with _lock:
-            steps, self._pending = self._pending, []
-            if steps:
-                device = steps[0].values.device
-                values = torch.cat([step.table().to(device) for step in steps]).tolist()
-                known = [row for step in steps for row in step.known]
-                names = MEASURED + DETAILS if self._details else MEASURED
-                for row, measured in zip(known, values, strict=True):
-                    columns = dict(zip(names, measured, strict=True))
-                    self._rows.append(LayerVariance(**row, **columns))
+        self._fetch()
         return self._rows
+
+    def _fetch(self) -> None:
+        """Add the rows of the finished steps, in one transfer from the device."""
+        names = MEASURED + DETAILS if self._details else MEASURED
+        with _lock:
+            if not self._pending:
+                return
+            device = self._pending[0].values.device
+            values = torch.cat([step.measurements(device) for step in self._pending])
+            labels = [row for step in self._pending for row in step.labels]
+            self._pending = []
+            for row, measured in zip(labels, values.tolist(), strict=True):
+                columns = dict(zip(names, measured, strict=True))
+                self._rows.append(LayerVariance(**row, **columns))
 
     def table(self) -> str:
         """The latest logged step as a table, one line per layer; empty before the first."""
-        rows = [row for row in self.rows if row.step == self.rows[-1].step]
-        if not rows:
+        if not self.rows:
             return ""
-        cells = [
-            tuple(format(getattr(row, name), form) for name, form in COLUMNS.values())
-            for row in rows
-        ]
-        step, processes = rows[0].step, rows[0].world_size
-        part = (
-            ""
-            if processes == 1
-            else f", rank {rows[0].rank} of {processes}'s part of the batch"
-        )
-        return f"variance at step {step}{part}\n{table([tuple(COLUMNS), *cells])}"
+        step, world_size = self._rows[-1].step, self._rows[-1].world_size
+        title = f"variance at step {step}"
+        if world_size > 1:
+            title += f", rank {self._rows[-1].rank} of {world_size}'s part of the batch"
+        lines = [tuple(COLUMNS)]
+        for row in self._rows:
+            if row.step == step:
+                cells = [
+                    format(getattr(row, name), form) for name, form in COLUMNS.values()
+                ]
+                lines.append(tuple(cells))
+        return f"{title}\n{table(lines)}"
 
     def to_csv(self, path: str | Path) -> None:
         """Write all rows to a CSV file, which is replaced as a whole; without rows, its header."""
@@ -319,9 +318,10 @@ class Watch:
             file.write(text)
 
     def _csv(self, header: bool = True) -> str:
-        text, width = io.StringIO(), None if self._details else -len(DETAILS)
+        text = io.StringIO()
+        columns = len(LayerVariance._fields) - (0 if self._details else len(DETAILS))
         lines = [LayerVariance._fields, *self.rows] if header else self.rows
-        csv.writer(text, lineterminator="\n").writerows(line[:width] for line in lines)
+        csv.writer(text, lineterminator="\n").writerows(line[:columns] for line in lines)
         return text.getvalue()
 
     def plot(self, path: str | Path) -> None:

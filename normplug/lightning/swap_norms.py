@@ -63,7 +63,8 @@ class SwapNorms(Callback):
         **options: Any,
     ) -> None:
         self.mode = read(mode)
-        if unknown := [name for name in options if name not in _OPTIONS]:
+        unknown = [name for name in options if name not in _OPTIONS]
+        if unknown:
             raise TypeError(
                 f"normplug.lightning.SwapNorms: unknown option {unknown[0]!r}; the options are "
                 f"fuse, recompute, warm_up, {', '.join(_OPTIONS)}."
@@ -76,13 +77,14 @@ class SwapNorms(Callback):
             raise ValueError(
                 "normplug.lightning.SwapNorms: recompute=True needs fuse=True."
             )
-        self.fuse, self.recompute, self.warm_up = fuse, recompute, warm_up
+        self.fuse = fuse
+        self.recompute = recompute
+        self.warm_up = warm_up
         self.options = options
         self._model: LightningModule | None = None
-        self._targets: dict[
-            str, float
-        ] = {}  # the target variance of each layer at the swap
-        self._saved: dict[str, float] | None = None  # in a checkpoint that is resumed
+        # The target variance of each layer, at the swap and in a checkpoint that is resumed.
+        self._targets: dict[str, float] = {}
+        self._saved: dict[str, float] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Swap, unless `configure_model` has yet to create the layers; refuse `sync_batchnorm`."""
@@ -94,16 +96,16 @@ class SwapNorms(Callback):
                 f"BatchNorm as torch's SyncBatchNorm, without mode {self.mode}. Use "
                 "Trainer(plugins=[normplug.lightning.SyncNorms()]) instead."
             )
-        if self._model is not pl_module and any(
-            True for _ in _convert.norm_layers(pl_module)
-        ):
+        has_norms = next(iter(_convert.norm_layers(pl_module)), None) is not None
+        if self._model is not pl_module and has_norms:
             self._swap(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Swap layers that `configure_model` created; verify layers, and modes of a checkpoint."""
         self._verify(pl_module)
-        saved, self._saved = self._saved, None
-        if saved is not None:
+        if self._saved is not None:
+            saved = self._saved
+            self._saved = None
             record.refuse_other_modes("lightning.SwapNorms", self._targets, saved)
         if self.warm_up:
             _warm_up(trainer, pl_module)
@@ -145,8 +147,11 @@ def _warm_up(trainer: Trainer, pl_module: LightningModule) -> None:
             "module's example_input_array, or call normplug.warm_up(model, *batch) yourself."
         )
     example = trainer.strategy.batch_to_device(example)
-    named = example if isinstance(example, dict) else {}
-    inputs = () if named else example if isinstance(example, tuple) else (example,)
+    inputs, named = (), {}
+    if isinstance(example, dict):
+        named = example
+    else:
+        inputs = example if isinstance(example, tuple) else (example,)
     with trainer.precision_plugin.forward_context():
         rank_zero_info(str(warm_up_model(pl_module, *inputs, **named)))
 

@@ -93,15 +93,16 @@ class VarianceLogger(Callback):
         if self._measuring is None:
             return
         assert self.path is not None
-        self._measured, self._measuring = self._measuring, None
+        self._measured = self._measuring
+        self._measuring = None
         self._measured.finish(self.logged_step, trainer.current_epoch)
         self._measured.release()
         self._measured.append_csv(self.path)
-        metrics = {
-            f"variance/{row.layer}/{field.removesuffix('_variance')}": getattr(row, field)
-            for row in self.last
-            for field in MEASURED
-        }
+        metrics = {}
+        for row in self.last:
+            for field in MEASURED:
+                name = f"variance/{row.layer}/{field.removesuffix('_variance')}"
+                metrics[name] = getattr(row, field)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self.logged_step)
 

@@ -70,7 +70,9 @@ except ImportError as error:
     print(error)
 """
     done = program(code, hidden=["lightning"])
-    expected = 'normplug.lightning needs lightning.pytorch: pip install "normplug[lightning]"'
+    expected = (
+        'normplug.lightning needs lightning.pytorch: pip install "normplug[lightning]"'
+    )
     assert done.stdout.strip() == expected, done.stderr
 
 
