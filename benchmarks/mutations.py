@@ -674,7 +674,7 @@ MUTATIONS = (
         "normplug/_tools/doctor.py",
         "_FEW = 16  #",
         "_FEW = 2  #",
-        tests_of(DOCTOR, "test_a_planted_fault_is_found_and_named_with_its_fix"),
+        tests_of(DOCTOR, "test_a_fault_is_found_and_named_with_a_fix_that_ends_it"),
     ),
     Mutation(
         "doctor: tensors are not restored",

@@ -1,6 +1,7 @@
 """`watch`: what is logged is measured, in any loop."""
 
 import copy
+import gc
 import io
 import math
 import pickle
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import (
+    is_parametrized,
     register_parametrization,
     type_before_parametrizations,
 )
@@ -20,10 +22,42 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import normplug
 from normplug import freeze, fuse, swap, watch
 from normplug.modules import batch_norm
+from normplug.modules.probe import Measured
 from statistics_cases import Checkpointed, images, net, rows_of
 
 GOLDEN = normplug.target_variance("golden")
 COMPILE = partial(torch.compile, backend="eager")
+
+
+STOCK_OR_SWAPPED = pytest.mark.parametrize(
+    "change", [lambda m: m, swap], ids=["stock", "swapped"]
+)
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.BatchNorm1d(8))
+
+
+def classes(model):
+    """The class of each module; of a parametrized one, its class without."""
+    return [type_before_parametrizations(module) for module in model.modules()]
+
+
+def hooks(model):
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
+    return [hook for m in model.modules() for kind in kinds for hook in getattr(m, kind)]
+
+
+def assert_nothing_is_left(model, before):
+    assert classes(model) == before
+    assert not any("_probe" in vars(module) for module in model.modules())
+    assert hooks(model) == []
+
+
+def steps(w):
+    """The steps of a watch's rows."""
+    return [row.step for row in w.rows]
 
 
 @pytest.mark.parametrize("change", [lambda m: m, swap, lambda m: fuse(swap(m)), COMPILE])
@@ -32,15 +66,13 @@ def test_any_loop_is_measured_on_the_steps_that_are_asked_for(change, tmp_path):
     model = net()
     model[1].weight.data.fill_(2.0)
     ready = change(model)
-    classes, losses = [type(m) for m in model.modules()], []
+    before = classes(model)
     with watch(ready, every=2) as w:
         for step in range(4):
-            losses.append(ready(images(4, step)).sum())
-            losses[-1].backward()
+            ready(images(4, step)).sum().backward()
             ready.eval()(images(2))
             ready.train()
-    assert [type(m) for m in model.modules()] == classes
-    assert not any("_probe" in vars(m) or m._forward_hooks for m in model.modules())
+    assert_nothing_is_left(model, before)
     found = [(row.step, row.layer.split(".")[-1]) for row in w.rows]
     assert found == [(0, "1"), (0, "4"), (2, "1"), (2, "4")]
     for row in w.rows:
@@ -93,12 +125,8 @@ def test_details_are_measured_on_the_tensors(change, after, tmp_path):
     gradient = 9.0 if after == "backward" else math.nan
     assert second.gradient == pytest.approx(gradient, nan_ok=True)
     w.to_csv(tmp_path / "v.csv")
-    assert (
-        (tmp_path / "v.csv")
-        .read_text()
-        .splitlines()[0]
-        .endswith("dead,saturated,gradient")
-    )
+    header = (tmp_path / "v.csv").read_text().splitlines()[0]
+    assert header.endswith("dead,saturated,gradient")
 
 
 def test_details_of_rows_are_taken_over_features():
@@ -130,12 +158,12 @@ def test_checkpointing_an_error_and_a_second_watch_leave_no_trace(tmp_path):
             with watch(watched, every=1) as w:
                 for _ in range(2):
                     outer(x).sum().backward()
-            assert [row.step for row in w.rows] == [0, 0, 1, 1]
+            assert steps(w) == [0, 0, 1, 1]
     model = net()
+    before = classes(model)
     with pytest.raises(RuntimeError), watch(model, every=1) as w:
         model(images(4)[:, :2])
-    assert type(model[1]) is nn.BatchNorm2d
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert_nothing_is_left(model, before)
     with watch(model, every=1) as w:
         for _ in range(3):
             model(images(4))
@@ -143,42 +171,13 @@ def test_checkpointing_an_error_and_a_second_watch_leave_no_trace(tmp_path):
     assert (tmp_path / "variance.png").stat().st_size > 5_000
 
 
-STOCK_OR_SWAPPED = pytest.mark.parametrize(
-    "change", [lambda m: m, swap], ids=["stock", "swapped"]
-)
-
-
-def small():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.BatchNorm1d(8))
-
-
-def classes(model):
-    """The class of each module; of a parametrized one, its class without."""
-    return [type_before_parametrizations(module) for module in model.modules()]
-
-
-def hooks(model):
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
-    return [hook for m in model.modules() for kind in kinds for hook in getattr(m, kind)]
-
-
-def assert_nothing_is_left(model, before):
-    assert classes(model) == before
-    assert not any("_probe" in vars(module) for module in model.modules())
-    assert hooks(model) == []
-
-
 @STOCK_OR_SWAPPED
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_watches_overlap_and_end_in_any_order(change, order):
     model = change(nn.Sequential(small(), nn.LayerNorm(8)))
     before = classes(model)
-    watches = [
-        watch(model, every=1),
-        watch(model, every=2, details=True),
-        watch(model[0], every=1),
-    ]
+    of_all = watch(model, every=1), watch(model, every=2, details=True)
+    watches = [*of_all, watch(model[0], every=1)]
     for w in watches:
         w.__enter__()
     for number in order:
@@ -186,14 +185,10 @@ def test_watches_overlap_and_end_in_any_order(change, order):
             model(torch.randn(16, 4)).sum().backward()
         watches[number].__exit__(None, None, None)
     assert_nothing_is_left(model, before)
-    steps = [2 * (order.index(number) + 1) for number in range(3)]
-    assert [len(w.rows) for w in watches] == [
-        3 * steps[0],
-        3 * steps[1] // 2,
-        2 * steps[2],
-    ]
-    for row in (row for w in watches for row in w.rows):
-        assert row.output_variance == pytest.approx(1.0, rel=1e-2)
+    pairs = [order.index(number) + 1 for number in range(3)]  # of steps
+    assert [len(w.rows) for w in watches] == [6 * pairs[0], 3 * pairs[1], 4 * pairs[2]]
+    for w in watches:
+        assert all(row.output_variance == pytest.approx(1, rel=1e-2) for row in w.rows)
 
 
 class Gan(nn.Module):
@@ -205,14 +200,11 @@ class Gan(nn.Module):
         self.g = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
         self.d = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
 
-    def train_for(self, steps, g=None, d=None):
-        g, d = g or self.g, d or self.d
-        first, second = (
-            torch.optim.SGD(part.parameters(), 0.1) for part in (self.d, self.g)
-        )
+    def train_for(self, steps):
+        optimizers = [torch.optim.SGD(p.parameters(), 0.1) for p in (self.d, self.g)]
         for _ in range(steps):
-            for optimizer in (first, second):
-                d(g(torch.randn(8, 4))).mean().backward()
+            for optimizer in optimizers:
+                self.d(self.g(torch.randn(8, 4))).mean().backward()
                 self.eval()
                 self.g(100 * torch.randn(8, 4))  # evaluation is not measured
                 self.train()
@@ -245,31 +237,29 @@ def test_compiled_parts_are_measured_by_a_second_graph():
         graphs.append(graph)
         return graph.forward
 
-    parts = [
-        torch.compile(part, backend=backend, dynamic=False) for part in (model.g, model.d)
-    ]
+    g = torch.compile(model.g, backend=backend, dynamic=False)
+    d = torch.compile(model.d, backend=backend, dynamic=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with watch(model, every=2) as w:
         for _ in range(6):
-            parts[1](parts[0](torch.randn(8, 4))).mean().backward()
+            d(g(torch.randn(8, 4))).mean().backward()
             optimizer.step()
-    assert [row.step for row in w.rows] == [0, 0, 2, 2, 4, 4]
+    assert steps(w) == [0, 0, 2, 2, 4, 4]
     assert all(row.output_variance == pytest.approx(1.0, rel=1e-2) for row in w.rows)
     assert len(graphs) == 4
 
 
 def test_another_optimizer_takes_over_where_the_first_one_is_no_longer_used():
     model = Gan()
-    first, second = (
-        torch.optim.SGD(part.parameters(), 0.1) for part in (model.g, model.d)
-    )
+    first = torch.optim.SGD(model.g.parameters(), 0.1)
+    second = torch.optim.SGD(model.d.parameters(), 0.1)
     stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
     with watch(model, every=1) as w:
         for optimizer in (first, second, second, second):
             model.d(model.g(torch.randn(8, 4))).mean().backward()
             optimizer.step()
             stranger.step()
-    assert sorted({row.step for row in w.rows}) == [0, 1, 2]
+    assert steps(w) == [0, 0, 1, 1, 2, 2]
 
 
 def test_parts_without_an_optimizer_are_a_single_step_and_a_forward_takes_over():
@@ -283,7 +273,7 @@ def test_parts_without_an_optimizer_are_a_single_step_and_a_forward_takes_over()
         model[1](model[0](torch.randn(8, 4)))
         for _ in range(2):
             model(torch.randn(8, 4))
-    assert [row.step for row in w.rows] == [0, 0, 1, 1, 2, 2]
+    assert steps(w) == [0, 0, 1, 1, 2, 2]
     assert not math.isnan(w.rows[-1].input_variance)
 
 
@@ -297,9 +287,13 @@ def test_a_model_that_runs_only_inside_checkpoints_is_measured(reentrant, change
             x = torch.randn(8, 4, requires_grad=True)
             checkpoint(model, x, use_reentrant=reentrant).sum().backward()
             torch.optim.SGD(model.parameters(), 0.0).step()
-    assert [row.step for row in w.rows] == [0, 0, 1, 1]
+    assert steps(w) == [0, 0, 1, 1]
     assert [row.gradient for row in w.rows if row.layer == "2"] == [1.0, 1.0]
     assert not any(math.isnan(row.gradient) for row in w.rows)
+
+
+def pickled(model, protocol=None):
+    return pickle.loads(pickle.dumps(model, protocol))
 
 
 def run_whole(model):
@@ -313,17 +307,18 @@ def run_parts(model):
 @STOCK_OR_SWAPPED
 @pytest.mark.parametrize("run", [run_whole, run_parts])
 def test_a_copy_is_not_measured_and_keeps_nothing(change, run):
-    model, copies, pickled = change(small()), [], []
+    model = change(small())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = classes(model)
+    copies, loaded = [], []
 
-    def make_copies(*_):
+    def make_copies():
         copies.append(copy.deepcopy(model))
-        pickled.append(pickle.loads(pickle.dumps(model)))
+        loaded.append(pickled(model))
         buffer = io.BytesIO()
         torch.save(model, buffer)
         buffer.seek(0)
-        pickled.append(torch.load(buffer, weights_only=False))
+        loaded.append(torch.load(buffer, weights_only=False))
         assert type(copy.copy(model[1])) is before[2]
 
     with watch(model, every=1) as w:
@@ -338,7 +333,7 @@ def test_a_copy_is_not_measured_and_keeps_nothing(change, run):
         assert len(w.rows) == rows
     for made in copies:
         assert_nothing_is_left(made, before)
-    for made in pickled:
+    for made in loaded:
         made(torch.randn(8, 4))
         assert_nothing_is_left(made, before)
 
@@ -352,7 +347,7 @@ CHANGES = {
     "parametrized": parametrized,
     "parametrized and swapped": lambda m: swap(parametrized(m)),
     "frozen": freeze,
-    "loaded after it was frozen": lambda m: pickle.loads(pickle.dumps(freeze(m))),
+    "loaded after it was frozen": lambda m: pickled(freeze(m)),
     "frozen and parametrized": lambda m: parametrized(freeze(m)),
     "parametrized and frozen": lambda m: freeze(parametrized(m)),
     "frozen and swapped": lambda m: swap(freeze(m)),
@@ -360,57 +355,37 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_deep_copy_while_a_norm_measures_is_as_without_the_watch(change):
+def test_a_copy_while_a_norm_measures_is_as_without_the_watch(change):
     model = change(small())
-    with watch(model, every=1):
-        run_parts(model)
-        made = copy.deepcopy(model)
-    expected = copy.deepcopy(model)
-    assert_nothing_is_left(made, classes(expected))
-    assert set(vars(made[2])) == set(vars(expected[2]))
-    assert made[2].training is expected[2].training
-    x = torch.randn(8, 4)
-    assert torch.equal(made(x), expected(x))
-
-
-@pytest.mark.parametrize(
-    "change", [freeze, lambda m: swap(freeze(m))], ids=["stock", "swapped"]
-)
-def test_a_frozen_norm_that_measures_is_pickled_as_without_the_watch(change):
-    model = change(small())
-    expected = pickle.loads(pickle.dumps(model[2]))
-    with watch(model, every=1):
-        run_parts(model)
-        made = [copy.copy(model[2])]
+    copies = [copy.deepcopy]
+    if not is_parametrized(model[2]):
+        copies.append(lambda m: nn.Sequential(*map(copy.copy, m)))
         for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-            made.append(pickle.loads(pickle.dumps(model[2], protocol)))
-    assert type(made[0]) is type(model[2])
-    assert set(vars(made[0])) == set(vars(model[2]))
-    for each in made[1:]:
-        assert type(each) is type(expected)
-        assert set(vars(each)) == set(vars(expected))
+            copies.append(partial(pickled, protocol=protocol))
+    with watch(model, every=1):
+        run_parts(model)
+        made = [make(model) for make in copies]
+    x = torch.randn(8, 4)
+    for make, twin in zip(copies, made, strict=True):
+        expected = make(model)
+        assert torch.equal(twin(x), expected(x))
+        assert_nothing_is_left(twin, classes(expected))
+        assert set(vars(twin[2])) == set(vars(expected[2]))
+        assert twin[2].training is expected[2].training
 
 
-def test_a_copy_of_a_norm_that_is_frozen_while_it_measures_is_frozen():
+def test_a_copy_has_the_freeze_and_the_mode_that_a_norm_gets_while_it_measures():
     model = small()
     with watch(model, every=1):
         run_parts(model)
         freeze(model)
-        made = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    assert type(made[0][2]) is type(model[2])
-    for each in made:
-        assert not each.train()[2].training
-        assert not isinstance(each[2], normplug.BatchNorm1d)
-
-
-def test_a_copy_of_a_norm_whose_mode_changes_while_it_measures_has_the_mode():
-    model = small()
-    with watch(model, every=1):
-        run_parts(model)
         model[1].mode = "golden"
-        made = copy.deepcopy(model)
-    assert made[1].mode.name == model[1].mode.name == "golden"
-    assert torch.equal(made[1](torch.ones(2, 8)), model[1](torch.ones(2, 8)))
+        made = [copy.deepcopy(model), pickled(model)]
+    for twin in made:
+        assert not twin.train()[2].training
+        assert not isinstance(twin[2], normplug.BatchNorm1d)
+        assert twin[1].mode.name == model[1].mode.name == "golden"
+        assert torch.equal(twin[1](torch.ones(2, 8)), model[1](torch.ones(2, 8)))
 
 
 @pytest.mark.parametrize("run", [run_whole, run_parts])
@@ -451,7 +426,7 @@ def test_an_error_in_the_forward_ends_the_measuring_of_its_step():
             model(torch.randn(8, 3))
         except RuntimeError:
             model(torch.randn(8, 4))  # a retry while the error is handled
-    assert [row.step for row in w.rows] == [1, 1, 3, 3]
+    assert steps(w) == [1, 1, 3, 3]
 
 
 def test_a_model_whose_forward_calls_the_model_itself_has_one_step_a_call():
@@ -466,7 +441,7 @@ def test_a_model_whose_forward_calls_the_model_itself_has_one_step_a_call():
     with watch(Recursive(), every=1) as w:
         for _ in range(2):
             w._model(torch.randn(3, 4))
-    assert [row.step for row in w.rows] == [0, 1]
+    assert steps(w) == [0, 1]
     assert not math.isnan(w.rows[0].input_variance)
 
 
@@ -495,9 +470,7 @@ def test_threads_watch_models_of_their_own():
         with watch(model, every=2) as w:
             for _ in range(40):
                 model(torch.randn(8, 4)).sum().backward()
-        assert [row.step for row in w.rows] == [
-            step for step in range(0, 40, 2) for _ in "12"
-        ]
+        assert steps(w) == [step for step in range(0, 40, 2) for _ in "12"]
         assert not any(math.isnan(row.input_variance) for row in w.rows)
         assert_nothing_is_left(model, before)
 
@@ -547,8 +520,8 @@ def test_steps_that_are_not_read_yet_keep_only_the_averages(change):
     with watches[0], watches[1]:
         for _ in range(2):
             model(torch.randn(8, 4)).sum().backward()
-    assert not watches[0]._pending[0].probes
-    assert all(probe.measured is None for probe in watches[1]._pending[0].probes)
+    gc.collect()
+    assert not any(isinstance(held, Measured) for held in gc.get_objects())
     assert [w.rows[0].weight_rms for w in watches] == [1.0, 1.0]
     assert watches[1].rows[0].gradient == 1.0
 
