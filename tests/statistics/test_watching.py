@@ -137,6 +137,69 @@ def test_details_of_rows_are_taken_over_features():
     assert (w.rows[0].dead, w.rows[0].saturated, w.rows[0].gradient) == (0.25, 0.25, 1.0)
 
 
+def of_channels(x):
+    return x.var((0, 2, 3), correction=0)
+
+
+def of_samples(x):
+    return x.var((2, 3), correction=0)
+
+
+def of_groups(x):
+    return x.reshape(8, -1).var(1, correction=0)
+
+
+# What makes a layer, and the variances that it averages.
+VARIANCES = {
+    "BatchNorm": (lambda: nn.BatchNorm2d(6), of_channels),
+    "frozen BatchNorm": (lambda: freeze(nn.BatchNorm2d(6), affine=False), of_channels),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 6), of_groups),
+    "InstanceNorm": (lambda: nn.InstanceNorm2d(6, affine=True), of_samples),
+    "frozen InstanceNorm": (
+        lambda: freeze(nn.InstanceNorm2d(6, affine=True, track_running_stats=True)),
+        of_samples,
+    ),
+    "LayerNorm": (
+        lambda: nn.LayerNorm((6, 5, 5)),
+        lambda x: x.var((1, 2, 3), correction=0),
+    ),
+    "RMSNorm": (lambda: nn.RMSNorm((6, 5, 5)), lambda x: x.square().mean((1, 2, 3))),
+}
+
+
+@pytest.mark.parametrize("name", VARIANCES)
+def test_the_variances_are_those_of_the_tensors_without_and_with_the_weight(name):
+    make, variances = VARIANCES[name]
+    layer = swap(make(), 0.5)
+    model = nn.Sequential(layer)
+    if name != "RMSNorm":
+        layer.eps = 1e-3  # which matters
+    x = torch.randn(4, 6, 5, 5) * 0.1 + 3
+    plain = layer(x)  # the weight is 1 and the bias 0
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, 1, 0.5)
+    with watch(model, every=1) as w:
+        y = model(x)
+    measured = (
+        w.rows[0].input_variance,
+        w.rows[0].output_variance,
+        w.rows[0].affine_variance,
+    )
+    expected = [variances(t).mean().item() for t in (x, plain, y)]
+    assert measured == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    rms = layer.weight.square().mean().sqrt().item()
+    assert w.rows[0].weight_rms == pytest.approx(rms)
+
+
+def test_eps_is_added_to_a_half_precision_running_variance_without_rounding():
+    layer = freeze(normplug.BatchNorm2d(6, eps=3e-3, mode=0.5).bfloat16())
+    model = nn.Sequential(layer)
+    with watch(model, every=1) as w:
+        y = model(torch.randn(16, 6, 20, 20, dtype=torch.bfloat16))
+    expected = of_channels(y.float()).mean().item()
+    assert w.rows[0].output_variance == pytest.approx(expected, rel=1e-3)
+
+
 def test_weights_of_zero_tell_nothing_of_the_output_before_them():
     model = swap(net())
     model[1].weight.data.zero_()
