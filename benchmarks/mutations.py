@@ -612,7 +612,10 @@ MUTATIONS = (
         "normplug/_tools/buffers.py",
         "(moments.count / dist.get_world_size()).round()",
         "(moments.count / dist.get_world_size()).floor()",
-        tests_of(BUFFERS, "test_two_processes_get_the_statistics_of_all_their_data"),
+        tests_of(
+            BUFFERS,
+            "test_two_processes_get_the_same_statistics_and_leave_frozen_ones_alone",
+        ),
     ),
     Mutation(
         "sync_buffers: frozen layers are merged",
@@ -621,7 +624,7 @@ MUTATIONS = (
         "for path, layer in layers.items()}",
         tests_of(
             BUFFERS,
-            "test_two_processes_leave_the_statistics_of_frozen_layers_alone",
+            "test_two_processes_get_the_same_statistics_and_leave_frozen_ones_alone",
         ),
     ),
     Mutation(
@@ -629,7 +632,10 @@ MUTATIONS = (
         "normplug/_tools/buffers.py",
         "finite &= variance.to(layer.running_var.dtype).isfinite()",
         "finite &= True",
-        tests_of(BUFFERS, "test_two_processes_get_the_statistics_of_all_their_data"),
+        tests_of(
+            BUFFERS,
+            "test_two_processes_get_the_same_statistics_and_leave_frozen_ones_alone",
+        ),
     ),
     Mutation(
         "recalibrate: moments without the distance of means",
@@ -653,7 +659,9 @@ MUTATIONS = (
         "normplug/modules/frozen.py",
         "    if children:  # such as",
         "    if False:  # such as",
-        tests_of(FROZEN_AND_TOOLS, "test_what_a_loaded_layer_holds_follows_train"),
+        tests_of(
+            FROZEN_AND_TOOLS, "test_what_a_frozen_or_loaded_layer_holds_follows_train"
+        ),
     ),
     Mutation(
         "thaw: parameters that did not train before train",

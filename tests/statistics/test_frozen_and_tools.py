@@ -24,9 +24,10 @@ from statistics_cases import (
 )
 
 CHANGES = {"stock": lambda m: m, "swapped": swap, "fused": lambda m: fuse(swap(m))}
+EACH_CHANGE = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@EACH_CHANGE
 def test_averaging_of_weights_keeps_frozen_statistics(change):
     model = freeze(change(trained()))
     before = statistics(model)
@@ -39,30 +40,27 @@ def test_averaging_of_weights_keeps_frozen_statistics(change):
 
 
 @pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode")
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@EACH_CHANGE
 def test_lightnings_averaging_of_weights_keeps_frozen_statistics(change, tmp_path):
     callbacks = pytest.importorskip("lightning.pytorch.callbacks")
     import lightning_cases
 
     torch.manual_seed(0)
-    module = lightning_cases.Module()
-    norms = [
-        name for name, m in module.net.named_modules() if isinstance(m, nn.BatchNorm2d)
-    ]
-    freeze(change(module.net), include=norms[0])
+    net = lightning_cases.Module().net
+    path = next(p for p, m in net.named_modules() if isinstance(m, nn.BatchNorm2d))
+    module = lightning_cases.Module(lambda: freeze(change(net), include=path))
     before = statistics(module.net)
     averaging = callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)
     lightning_cases.fit(module, 8, tmp_path, averaging)
     after = statistics(module.net)
     for name in before:
-        assert torch.equal(before[name], after[name]) is name.startswith(f"{norms[0]}.")
+        assert torch.equal(before[name], after[name]) is name.startswith(f"{path}.")
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@EACH_CHANGE
 def test_no_conversion_to_synchronised_norms_thaws_a_frozen_one(change):
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(
-        freeze(change(trained()), include="1")
-    )
+    model = freeze(change(trained()), include="1")
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     assert not model.train()[1].training
     assert type(model[4]) is nn.SyncBatchNorm
     synchronised = swap(freeze(change(trained())), sync=True).train()
@@ -143,13 +141,18 @@ def test_a_loaded_layer_is_frozen_and_is_thawed_as_it_was(kind):
         assert all(p.requires_grad for p in model[0].parameters())
 
 
-def test_what_a_loaded_layer_holds_follows_train():
+@pytest.mark.parametrize(
+    "change", [freeze, swap, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_what_a_frozen_or_loaded_layer_holds_follows_train(change):
     timm = pytest.importorskip("timm.layers")
-    layer = freeze(timm.BatchNormAct2d(4, drop_layer=nn.Dropout))
-    model = pickle.loads(pickle.dumps(nn.Sequential(layer)))
+    layer = timm.BatchNormAct2d(4, drop_layer=nn.Dropout, act_layer=nn.PReLU)
+    model = change(freeze(nn.Sequential(layer)))
     for mode in (True, False):
         model.train(mode)
         assert [model[0].training, model[0].drop.training] == [False, mode]
+    trains = {name for name, p in model[0].named_parameters() if p.requires_grad}
+    assert trains == {"act.weight"}
 
 
 def test_a_frozen_swapped_layer_is_loaded_as_one():
