@@ -1,15 +1,7 @@
 """The one reading of batches: what a loader gives, and how a model is called with it.
 
-A batch is a tensor, an array of numpy, a mapping, a tuple or a list of these, or another
-object. The model is called with the first of these that its forward takes:
-
-1. Of a mapping: the entries that forward names, as keywords.
-2. The batch as it is, as the only argument.
-3. Of a tuple or a list: its first elements, if forward requires more than one input.
-4. Of a tuple or a list: its first element, read by these rules, as of (inputs, labels).
-5. Of a tuple or a list: all its elements, as arguments.
-
-The signature of forward excludes some. The others are tried, once for a loader.
+docs/batches.md has the order of the readings; `_Forward.calls` lists those that a signature
+allows. If there are several, they are tried, once for a loader.
 """
 
 from __future__ import annotations
@@ -228,7 +220,14 @@ class _Forward:
         return str(self._signature)
 
     def calls(self, batch: Any) -> dict[str, Call]:
-        """The readings of a batch that the signature allows, in order: name -> call."""
+        """The readings of a batch that the signature allows, in order: name -> call.
+
+        - keywords: of a mapping, the entries that forward names
+        - whole: the batch as it is, as the only argument
+        - inputs: the first elements, if forward requires more than one input
+        - first: the first element, read by these rules, as of (inputs, labels)
+        - all: all elements, as arguments
+        """
         if isinstance(batch, Mapping):
             call = self._keywords(batch)
             if call.keywords and self._allows(call):

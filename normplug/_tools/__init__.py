@@ -1,1 +1,1 @@
-"""Running statistics that can be trusted: kept, repaired, watched and examined."""
+"""Running statistics that can be trusted: frozen, measured anew, watched and examined."""

@@ -146,8 +146,8 @@ def _distance(mean: Tensor, var: Tensor, to_mean: Tensor, to_var: Tensor) -> _Di
     scale = to_var.clamp(min=1e-30)
     off = (mean - to_mean) / scale.sqrt()
     ratio = (var.clamp(min=1e-30) / scale).log()
-    off_rms, ratio_rms = (each.square().mean().sqrt().item() for each in (off, ratio))
-    return _Distance(off_rms, ratio_rms)
+    squares = torch.stack([off.square().mean(), ratio.square().mean()])
+    return _Distance(*squares.sqrt().tolist())
 
 
 def _is_at_start(layer: Any) -> bool:

@@ -21,8 +21,8 @@ def resume_log(path: Path, step: int) -> None:
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     header, *rows = [line for line in lines if line.endswith("\n")] or [""]
-    kept = [row for row in rows if int(row.split(",")[0]) < step]
-    if kept:
-        write_file(path, "".join([header, *kept]))
+    earlier = [row for row in rows if int(row.split(",")[0]) < step]
+    if earlier:
+        write_file(path, "".join([header, *earlier]))
     else:
         path.unlink()

@@ -111,7 +111,7 @@ class Trials:
             self._inventory.modules[parent]._modules[last] = by
 
     def _observed(self, path: str, backward: bool = False) -> _Observed:
-        """Run a training step; path: the layer whose output is kept."""
+        """Run a training step; path: the layer whose output is recorded."""
         model = self._reader.model
         for module, training in self._modes.items():
             module.training = training
