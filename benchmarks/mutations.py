@@ -671,6 +671,13 @@ MUTATIONS = (
         tests_of(FREEZING, "test_thaw_gives_back_what_the_freeze_took"),
     ),
     Mutation(
+        "doctor: nothing but norms reads an output",
+        "normplug/_tools/examination.py",
+        "self._outputs[leaf].is_read = True",
+        "self._outputs[leaf].is_read = False",
+        tests_of(DOCTOR, "test_an_output_that_another_operation_reads_has_an_effect"),
+    ),
+    Mutation(
         "doctor: no standard errors are allowed",
         "normplug/_tools/doctor.py",
         "_ERRORS = 4  #",

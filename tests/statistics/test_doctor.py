@@ -334,6 +334,24 @@ def test_a_bias_that_only_moves_a_branch_without_effect_has_an_effect():
     assert BIAS not in [row.finding for row in doctor(Silent(), torch.randn(64, 8))]
 
 
+class Read(nn.Module):
+    """The input of a norm, which a branch reads, too, whose effect is still small."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.norm = first, nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.norm(y) + 1e-6 * y
+
+
+@pytest.mark.parametrize("first", [nn.Linear(8, 8), nn.BatchNorm1d(8)])
+def test_an_output_that_another_operation_reads_has_an_effect(first):
+    model = Read(affine(first) if isinstance(first, nn.BatchNorm1d) else first)
+    assert not doctor(model, torch.randn(64, 8)).findings
+
+
 def test_a_checkpoint_without_a_count_of_batches_is_not_at_its_start():
     for counter in (torch.tensor(0), None):
         model = trained()

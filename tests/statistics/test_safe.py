@@ -73,9 +73,7 @@ def test_every_way_leaves_out_the_same_channels_of_the_same_batches(
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_channel_that_was_poisoned_before_leaves_the_others_and_the_count_right(
-    momentum,
-):
+def test_a_channel_that_was_poisoned_before_leaves_the_others_right(momentum):
     plain, poisoned = (nn.BatchNorm2d(4, momentum=momentum) for _ in range(2))
     poisoned.running_mean[0] = float("nan")
     swap(poisoned, statistics="safe")
@@ -135,21 +133,17 @@ def test_an_empty_batch_changes_nothing():
     assert equal(before, statistics(model))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_96136_checkpointing_counts_a_batch_twice_in_stock_layers_only(kind, reentrant):
-    plain, stock, ours = net(kind), net(kind), swap(net(kind), statistics="safe")
+def test_96136_checkpointing_counts_a_batch_twice_in_stock_layers(kind):
+    plain, stock = net(kind), net(kind)
     x = images(4).requires_grad_()
-    plain(x).square().sum().backward()
-    expected, x.grad = x.grad, None
-    checkpoint(ours, x, use_reentrant=reentrant).square().sum().backward()
-    torch.testing.assert_close(x.grad, expected)
-    assert equal(statistics(ours), statistics(plain))
-    checkpoint(stock, x, use_reentrant=reentrant).sum().backward()
+    plain(x)
+    checkpoint(stock, x, use_reentrant=False).sum().backward()
     # Twice the same batch, with a momentum of 0.1.
     torch.testing.assert_close(stock[1].running_mean, 1.9 * plain[1].running_mean)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("mode", ["standard", "golden"])
 @pytest.mark.parametrize(
     "make",
@@ -163,13 +157,13 @@ def test_96136_checkpointing_counts_a_batch_twice_in_stock_layers_only(kind, ree
         lambda: nn.GroupNorm(2, 4),
     ],
 )
-def test_checkpointing_changes_neither_gradients_nor_statistics(make, mode):
+def test_checkpointing_changes_neither_gradients_nor_statistics(make, mode, reentrant):
     results = []
     for checkpoints in (False, True):
         torch.manual_seed(0)
         model = swap(nn.Sequential(nn.Conv2d(3, 4, 3), make()), mode, statistics="safe")
         x = images(2).requires_grad_()
-        y = checkpoint(model, x, use_reentrant=False) if checkpoints else model(x)
+        y = checkpoint(model, x, use_reentrant=reentrant) if checkpoints else model(x)
         y.square().sum().backward()
         results.append({"x": x.grad, **statistics(model)})
     assert equal(*results)
