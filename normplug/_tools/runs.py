@@ -123,17 +123,22 @@ class _Tensors:
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self.tensors = tensors
-        self.before = dict(tensors)
+        self.before = dict(tensors.items())
         present = [t for t in tensors.values() if t is not None and _has_values(t)]
         self.values = [(t, subclasses.own_part(t.detach()).clone()) for t in present]
 
     def restore(self) -> None:
-        self.tensors.clear()
-        self.tensors.update(self.before)
+        if _identities(self.tensors) != _identities(self.before):
+            self.tensors.clear()
+            self.tensors.update(self.before)
         for tensor, value in self.values:
             now = subclasses.own_part(tensor.detach())
             if now.shape == value.shape and not _has_same_bits(now, value):
                 write(subclasses.own_part(tensor), value)
+
+
+def _identities(tensors: dict[str, Any]) -> dict[str, int]:
+    return {name: id(tensor) for name, tensor in tensors.items()}
 
 
 def _has_values(tensor: Tensor) -> bool:
