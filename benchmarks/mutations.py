@@ -753,14 +753,14 @@ MUTATIONS = (
     # The comparison of runs.
     Mutation(
         "compare: TOST without the absolute value",
-        "normplug/_compare/runs.py",
+        "normplug/compare/runs.py",
         "reach = (margin - tested.mean().abs()) / tested.sem()",
         "reach = (margin - tested.mean()) / tested.sem()",
         tests_of(COMPARE, "test_a_margin_adds_the_p_of_an_equivalence"),
     ),
     Mutation(
         "compare: Bonferroni for Holm",
-        "normplug/_compare/runs.py",
+        "normplug/compare/runs.py",
         "np.arange(len(ps), 0, -1)",
         "len(ps)",
         tests_of(
@@ -770,14 +770,14 @@ MUTATIONS = (
     ),
     Mutation(
         "compare: p-values may fall by Holm's factors",
-        "normplug/_compare/runs.py",
+        "normplug/compare/runs.py",
         ".clip(upper=1).cummax()",
         ".clip(upper=1)",
         tests_of(COMPARE, "test_holms_adjustment_keeps_the_order_of_the_ps"),
     ),
     Mutation(
         "compare: an arithmetic mean of ratios",
-        "normplug/_compare/runs.py",
+        "normplug/compare/runs.py",
         "np.exp(np.log(ratios).mean())",
         "ratios.mean()",
         tests_of(
@@ -786,14 +786,14 @@ MUTATIONS = (
     ),
     Mutation(
         "compare: a slower arm is clear within the noise",
-        "normplug/_compare/report.py",
+        "normplug/compare/report.py",
         "if max(ratio, 1 / ratio) <= spread and spread > 1:",
         "if 1 <= ratio <= spread and spread > 1:",
         (COMPARE,),
     ),
     Mutation(
         "compare: the oldest run of a seed counts",
-        "normplug/_compare/runs.py",
+        "normplug/compare/runs.py",
         'keep="last")',
         'keep="first")',
         tests_of(COMPARE, "test_of_the_runs_of_a_seed_the_newest_finished_one_counts"),

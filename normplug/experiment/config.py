@@ -31,8 +31,8 @@ from typing_extensions import (  # pydantic cannot read Python's before 3.12
 )
 
 import normplug
-from normplug._compare.measure import BASELINE
 from normplug._swap.layer_modes import ByDepth, Schedule
+from normplug.compare.measure import BASELINE
 
 WHO = "normplug.experiment"
 PLACE = "hydra.run.dir=DIR, or study=NAME for a sweep"

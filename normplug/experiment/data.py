@@ -33,7 +33,7 @@ from torchvision import datasets
 from torchvision.transforms.v2 import functional as v2
 from typing_extensions import TypedDict  # pydantic cannot read Python's before 3.12
 
-from normplug._compare.measure import ACCURACY, Measure
+from normplug.compare.measure import ACCURACY, Measure
 from normplug.experiment.callbacks import save
 from normplug.experiment.config import WHO, Seed, UserError
 from normplug.experiment.image_tree import ClassFolders, find_parts

@@ -18,9 +18,9 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from normplug._compare.measure import ACCURACY, Measure
 from normplug._ops import exchange
 from normplug._swap.inventory import Inventory
+from normplug.compare.measure import ACCURACY, Measure
 from normplug.experiment.callbacks import say, variance_loggers
 from normplug.experiment.config import WHO, UserError
 from normplug.experiment.data import MODEL, Batch, stream_seed

@@ -17,7 +17,7 @@ from torchvision.models import VisionTransformer, get_model
 
 import normplug
 from normplug._checks import needs
-from normplug._compare.measure import BASELINE
+from normplug.compare.measure import BASELINE
 from normplug.experiment.config import WHO, Fraction, UserError, checked, mode_of
 
 PROBED_TOKENS = 16

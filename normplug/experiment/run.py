@@ -33,8 +33,8 @@ from omegaconf import DictConfig, OmegaConf
 
 import normplug
 from normplug import _convert
-from normplug._compare.measure import METRICS, RESULT, VARIANCE, Measure
 from normplug._files import stamp, write_file
+from normplug.compare.measure import METRICS, RESULT, VARIANCE, Measure
 from normplug.experiment import callbacks
 from normplug.experiment.callbacks import say
 from normplug.experiment.config import (

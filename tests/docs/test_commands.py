@@ -23,10 +23,10 @@ COMMANDS = {
 try:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    import normplug.compare
+    import normplug.compare.__main__
     from training import composed
 
-    COMMANDS["normplug.compare"] = normplug.compare.main
+    COMMANDS["normplug.compare"] = normplug.compare.__main__.main
 except ImportError:
     composed = None
 

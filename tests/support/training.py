@@ -42,7 +42,6 @@ def run_train(directory, *overrides, draws=False):
         contextlib.redirect_stderr(printed),
     ):
         if not draws:
-            patch.setattr("normplug.compare.draw", lambda *_: [])
             patch.setattr("normplug._tools.heat_map.draw_heat_map", lambda *_: None)
         patch.chdir(directory)
         patch.setattr(sys, "argv", ["train.py", *overrides])

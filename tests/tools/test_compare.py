@@ -61,9 +61,8 @@ def write_variance(run, steps=30, norms=3):
 
 
 @pytest.fixture
-def compared(tmp_path, monkeypatch):
-    """Compare the runs in `tmp_path`, without the plots, which take longer than all else."""
-    monkeypatch.setattr("normplug.compare.draw", lambda *arguments: [])
+def compared(tmp_path):
+    """Compare the runs in `tmp_path`."""
     return partial(compare, tmp_path)
 
 
@@ -193,7 +192,8 @@ def test_a_collected_file_gives_the_same_report_without_what_is_local(tmp_path):
     assert json.loads(text)[0]["variances"]["input_variance"] == [
         [29, 58, 87]
     ]  # the last step
-    found, kept = compare(runs, out=tmp_path / "a"), compare(file, out=tmp_path / "b")
+    found = compare(runs, out=tmp_path / "a", plots=True)
+    kept = compare(file, out=tmp_path / "b", plots=True)
     _, *lines = found.markdown.replace("/home/me/", "").splitlines()
     assert kept.markdown.splitlines()[1:] == lines
     assert [path.name for path in kept.paths] == [path.name for path in found.paths]
@@ -358,9 +358,8 @@ def test_best_rates_of_a_loss_are_the_lowest_and_unreadable_runs_are_refused(
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*/summary.md")), ids=str)
-def test_a_committed_report_is_that_of_its_committed_runs(page, tmp_path, monkeypatch):
+def test_a_committed_report_is_that_of_its_committed_runs(page, tmp_path):
     sources = page.read_text().splitlines()[0].split(" in ")[1].split(" and ")
-    monkeypatch.setattr("normplug.compare.draw", lambda *arguments: [])
     found = compare(*(ROOT / "docs" / "results" / each for each in sources), out=tmp_path)
     assert found.markdown == page.read_text()
     files = (tmp_path / "summary.csv", page.with_name("summary.csv"))
@@ -569,7 +568,7 @@ def test_versions_dates_and_epochs_come_from_the_runs(compared, tmp_path):
 def test_models_are_not_mixed_and_keep_their_own_files(tmp_path):
     write_run(tmp_path, "golden", 0, model="a b", test_accuracy=0.1)
     write_run(tmp_path, "golden", 0, model="a/b", test_accuracy=0.3)
-    comparison = compare(tmp_path, out=tmp_path / "out")
+    comparison = compare(tmp_path, out=tmp_path / "out", plots=True)
     assert list(comparison.table.model) == ["a b", "a/b"]
     assert set(comparison.paths) == set((tmp_path / "out").iterdir())
     plots = {path.name for path in comparison.paths}
@@ -578,7 +577,7 @@ def test_models_are_not_mixed_and_keep_their_own_files(tmp_path):
 
 def test_without_a_finished_run_there_is_a_table_and_no_plot(tmp_path):
     write_run(tmp_path, "golden", 0, status="failed", error="boom")
-    comparison = compare(tmp_path)
+    comparison = compare(tmp_path, plots=True)
     assert {path.name for path in comparison.paths} == {"summary.md", "summary.csv"}
     rows = [row for row in comparison.markdown.splitlines() if row.startswith("| golden")]
     assert [" ".join(row.split()) for row in rows] == [
@@ -594,9 +593,8 @@ def test_every_file_is_written_and_printed_and_none_is_blank(tmp_path, capsys):
         write_variance(
             write_run(tmp_path / "runs", arm, seed, test_accuracy=0.9 + seed / 100)
         )
-    assert (
-        main([str(tmp_path / "runs"), "--out", str(out := tmp_path / "new" / "out")]) == 0
-    )
+    out = tmp_path / "new" / "out"
+    assert main([str(tmp_path / "runs"), "--out", str(out), "--plots"]) == 0
     names = ("accuracy", "gap", "seeds", "speed", "variance_by_depth")
     plots = {f"{name}_resnet18_digits.png" for name in names}
     assert {path.name for path in out.iterdir()} == plots | {"summary.md", "summary.csv"}

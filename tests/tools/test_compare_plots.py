@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from normplug._compare.measure import ACCURACY, Measure
-from normplug._compare.plots import VARIANCES, arm_styles, figures
-from normplug._compare.runs import Result, group_runs
+from normplug.compare.measure import ACCURACY, Measure
+from normplug.compare.plots import VARIANCES, arm_styles, figures
+from normplug.compare.runs import Result, group_runs
 
 
 def a_run(arm, seed, accuracy=0.9, curve=(0.5,), **others):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normplug._compare.measure import ACCURACY, Measure
-from normplug._compare.runs import Group, intervals, label
+from normplug.compare.measure import ACCURACY, Measure
+from normplug.compare.runs import Group, intervals, label
 
 NOTHING = "-"
 LONGEST = 300  # characters of an error

@@ -41,6 +41,7 @@ class Measure:
 
     @property
     def difference_unit(self) -> str:
+        """The unit of a difference between two values: "points" for percentages."""
         return "points" if self.unit == "%" else self.unit
 
     def number(self, value: float, sign: str = "") -> str:
@@ -50,6 +51,7 @@ class Measure:
         return f"{rounded:{sign}.{digits}f}"
 
     def text(self, value: float) -> str:
+        """Format a value with its unit."""
         return f"{self.number(value)} {self.unit}"
 
 

@@ -19,9 +19,9 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from normplug._compare.report import about_reference, count_of, p_text
-from normplug._compare.runs import Group, far_off, intervals, label
 from normplug._files import replace_file
+from normplug.compare.report import about_reference, count_of, p_text
+from normplug.compare.runs import Group, far_off, intervals, label
 
 VARIANCES = {
     "input_variance": "input of each norm at the last step logged, median over seeds",

@@ -1,1 +1,0 @@
-"""Runs and their measures; their statistics, report and plots: see `normplug.compare`."""
