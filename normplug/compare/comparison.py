@@ -10,7 +10,7 @@ import pandas as pd
 
 from normplug._files import write_file
 from normplug.compare.report import render
-from normplug.compare.runs import find_runs, group_runs
+from normplug.compare.runs import find_runs, group_runs, label
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,12 @@ def compare(
             )
         runs = runs[runs.learning_rate == rate]
     groups = group_runs(runs, reference, margin, over_rates)
+    names = sorted({label(arm) for group in groups for arm in group.arms})
+    if reference is not None and names and label(reference) not in names:
+        raise ValueError(
+            f"normplug.compare: the reference must be an arm of the runs; got {reference!r}. "
+            f"Choose one of these: --reference {', '.join(map(repr, names))}."
+        )
     where = " and ".join(path.name if path.is_file() else str(path) for path in paths)
     markdown = render(groups, unusable, where)
     tables = [group.table for group in groups]

@@ -17,9 +17,10 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from normplug._files import replace_file
+from normplug.compare.measure import Measure
 from normplug.compare.report import about_reference, count_of, p_text
 from normplug.compare.runs import Group, far_off, intervals, label
 
@@ -261,6 +262,66 @@ def _points(
     axes.set(xlabel=x, ylabel=y)
     figure.legend(loc="outside right center", frameon=False)
     return figure
+
+
+def speeds_figure(groups: Sequence[Group], table: pd.DataFrame) -> Figure | None:
+    """Draw the score of each arm over its speed, with their intervals: a panel for each group.
+
+    `table` has a row for each arm of the groups, with `items_per_s`, `ms`, `ms_p20` and `ms_p80`.
+    A group with fewer than two timed arms has no panel; without panels, there is no figure.
+    """
+    styles = arm_styles(groups)
+    panels = []
+    for group in groups:
+        rows = table[(table.model == group.model) & (table.data == group.data)]
+        rows = rows[rows.items_per_s.notna()]
+        if len(rows) > 1:
+            panels.append((group, rows))
+    if not panels:
+        return None
+    title = (
+        "Test score: mean and 95% t-interval over seeds. "
+        "Speed: median, and 20th to 80th percentile."
+    )
+    size = (1.5 + 4.5 * len(panels), 4.5)
+    figure, drawn = _new_figure(title, size, (1, len(panels)))
+    handles: dict[str, Any] = {}
+    for (group, rows), axes in zip(panels, drawn, strict=True):
+        _draw_speeds(axes, group.measure, rows, styles)
+        axes.set_title(f"{group.model} on {group.data}", fontsize="medium")
+        lines, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, lines, strict=True))
+    figure.legend(handles.values(), handles, loc="outside right center", frameon=False)
+    return figure
+
+
+def _draw_speeds(
+    axes: Axes, measure: Measure, rows: pd.DataFrame, styles: Styles
+) -> None:
+    for row in rows.itertuples():
+        speed = row.items_per_s
+        slower = speed - speed * row.ms / row.ms_p80
+        faster = speed * row.ms / row.ms_p20 - speed
+        half = measure.scale * np.nan_to_num(row.test_t95_half_width)
+        style = styles[row.arm] | {"linestyle": "none", "elinewidth": 1.5, "capsize": 3}
+        axes.errorbar(
+            speed,
+            measure.scale * row.test_mean,
+            yerr=half,
+            xerr=[[slower], [faster]],
+            label=label(row.arm),
+            **style,
+        )
+    axes.margins(0.15)
+    if measure.unit == "%":
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(low, 0), min(high, 100))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(4, min_n_ticks=2))
+        axis.set_major_formatter("{x:,.6g}")
+    better = f"{measure.better} is better"
+    axes.set_xlabel(f"{measure.items}/s, higher is better")
+    axes.set_ylabel(f"test {measure.name} ({measure.unit}), {better}")
 
 
 def _log_x(axes: Axes, ticks: Iterable[float]) -> None:

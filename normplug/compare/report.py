@@ -76,8 +76,8 @@ def _outcomes(group: Group) -> str:
     """The table of the test score of each arm, and its difference from the reference."""
     measure, rows = group.measure, group.table
     minus = f"minus {label(group.reference or 'reference')}, {measure.difference_unit}"
-    differences = _intervals(measure, rows, "difference_to_reference", "+")
-    validation = _intervals(measure, rows, "validation_difference_to_reference", "+")
+    differences = interval_texts(measure, rows, "difference_to_reference", "+")
+    validation = interval_texts(measure, rows, "validation_difference_to_reference", "+")
     cells = {
         "arm": rows.arm.map(label),
         "n": rows.n_finished.astype(str) + " of " + rows.n_expected.astype(str),
@@ -85,8 +85,8 @@ def _outcomes(group: Group) -> str:
             ", ".join([f"{n} stopped"] * (n > 0) + [f"{far} far off"] * (far > 0))
             for n, far in rows[["n_diverged", "n_far_off"]].to_numpy().tolist()
         ],
-        f"test {measure.name}, {measure.unit}": _intervals(measure, rows, "test"),
-        "bits per character": _intervals(measure, rows, "test_bits"),
+        f"test {measure.name}, {measure.unit}": interval_texts(measure, rows, "test"),
+        "bits per character": interval_texts(measure, rows, "test_bits"),
         minus: differences.where(rows.arm != group.reference, "reference"),
         "p (Holm)": rows.difference_to_reference_p_holm.map(p_text, na_action="ignore"),
         f"validation {minus}": validation,
@@ -119,7 +119,7 @@ def _cell(measure: Measure, sign: str, n: float, mean: float, half: float) -> st
     return text + (f" ± {measure.number(half)}" if n > 1 else "")
 
 
-def _intervals(
+def interval_texts(
     measure: Measure, rows: pd.DataFrame, name: str, sign: str = ""
 ) -> pd.Series[str]:
     """The cells of an interval of the table; a difference, with a sign, names its pairs."""

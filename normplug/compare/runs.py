@@ -333,14 +333,7 @@ def group_runs(
     runs.loc[replaced, ["status", "error"]] = "replaced", "by a finished or newer run"
     wanted = [*dict.fromkeys(filter(None, (reference, *REFERENCES)))]
     by_data = runs.groupby(["model", "data"])
-    groups = [Group(found, wanted, margin, over_rates) for _, found in by_data]
-    names = sorted({label(arm) for group in groups for arm in group.arms})
-    if reference is not None and groups and label(reference) not in names:
-        raise ValueError(
-            f"normplug.compare: the reference must be an arm of the runs; got {reference!r}. "
-            f"Choose one of these: --reference {', '.join(map(repr, names))}."
-        )
-    return groups
+    return [Group(found, wanted, margin, over_rates) for _, found in by_data]
 
 
 def _mean_over_rates(runs: pd.DataFrame) -> pd.DataFrame:

@@ -1,0 +1,251 @@
+"""Compare the modes of a sweep: their scores over seeds, and the speed of their training steps.
+
+    python -m normplug.experiment.speed logs/sweeps/modes
+
+The speeds that runs record are of different times, on a machine that others may use. Here the
+steps of all modes take turns in one process, so that drift and load affect all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from hydra.utils import instantiate
+from lightning.fabric import Fabric
+from omegaconf import OmegaConf
+
+from normplug._files import replace_file, stamp, write_file
+from normplug.bench import timing
+from normplug.compare.measure import BASELINE, Measure
+from normplug.compare.plots import speeds_figure
+from normplug.compare.report import NOTHING, interval_texts
+from normplug.compare.runs import Group, find_runs, group_runs, label
+from normplug.experiment.learner import make_optimizer
+from normplug.experiment.models import apply_arm
+
+ROUNDS = 10
+WARM_UPS = 3  # steps
+WIDTH = 80  # columns of the table in a terminal
+WIDEST = 16  # columns of a model's or a mode's name there
+ORIGIN = "{device}, torch {torch}, normplug {normplug}, {date:.10}"
+# Of the comparison of runs; `compare_modes` adds the speeds.
+COLUMNS = [
+    "model",
+    "data",
+    "arm",
+    "n_finished",
+    "n_expected",
+    "measure",
+    "unit",
+    "test_n",
+    "test_mean",
+    "test_t95_half_width",
+    "reference",
+    "difference_to_reference_n",
+    "difference_to_reference_mean",
+    "difference_to_reference_t95_half_width",
+    "peak_memory_mib_median",
+]
+
+
+def compare_modes(
+    directory: str | os.PathLike[str], rounds: int = ROUNDS
+) -> pd.DataFrame:
+    """Print one table of a sweep's models and modes, and write it with one picture.
+
+    Each mode is built again from the configuration in its `result.json`: the model, its optimizer
+    and a batch of its data, which all modes of a model share. A training step is a forward, a
+    backward and an optimizer step with a learning rate of 0, as one process does them on the
+    device of the runs, without CUDA graphs. After a warm-up, each mode takes turns of some steps.
+
+    Args:
+        directory: searched at any depth for `result.json`. It gets `summary.md`, `summary.csv`
+            and `summary.png`, which shows the score of each mode over its speed.
+        rounds: the turns of each mode.
+
+    Returns:
+        The rows of `summary.csv`, one for each model, data and mode. `test_mean` is the mean score
+        over seeds (an accuracy is a fraction) and `test_t95_half_width` half of its 95% t-interval;
+        `ms` is the median time of a step in milliseconds, `ms_p20` and `ms_p80` are its 20th and
+        80th percentile; `items_per_s` counts images or tokens; `speed_ratio` is the speed divided
+        by that of `reference`: the stock model ("baseline"), or mode standard without one.
+
+    Raises:
+        ValueError: the directory holds no run.
+    """
+    directory = Path(directory)
+    runs, unusable = find_runs([directory])
+    groups = group_runs(runs, BASELINE, margin=None, over_rates=False)
+    table = pd.concat([_measured(group, rounds) for group in groups], ignore_index=True)
+    notes = [*_notes(table, rounds), *_unfinished(groups, unusable)]
+    write_file(directory / "summary.csv", table.to_csv(index=False))
+    write_file(directory / "summary.md", _text(groups, table, notes, "pipe"))
+    written = ["summary.csv", "summary.md"]
+    figure = speeds_figure(groups, table)
+    if figure is not None:
+        written.append("summary.png")
+        with replace_file(directory / "summary.png") as part:
+            figure.savefig(part, dpi=150)
+    print(_text(groups, table, notes, "simple"))
+    print(f"written to {directory}: {', '.join(written)}")
+    return table
+
+
+def _measured(group: Group, rounds: int) -> pd.DataFrame:
+    """The rows of a model: its scores, and the times of its steps."""
+    table = group.table[COLUMNS].set_index("arm", drop=False)
+    finished = group.finished.sort_values("seed").drop_duplicates("arm")
+    records = finished.set_index("arm").record
+    turns: dict[str, timing.Turn] = {}
+    items: dict[str, int] = {}
+    for arm in table.arm:
+        if arm not in records:
+            continue
+        what = f"{group.model}, {label(arm)}"
+        made = timing.attempt(what, partial(_training_step, records[arm]))
+        if made is not None:
+            step, items[arm] = made
+            turns[arm] = timing.back_to_back(step, per_second=1e3)
+    rows = timing.in_turns("ms", turns, rounds)
+    timed = pd.DataFrame.from_dict(rows, orient="index")
+    timed = timed.reindex(columns=["ms", "ms_p20", "ms_p80"])
+    table = table.join(timed)
+    table["items_per_s"] = 1e3 * pd.Series(items, dtype=float) / table.ms
+    table["speed_ratio"] = table.ms.get(group.reference) / table.ms
+    gc.collect()  # the models, before those of another group
+    return table
+
+
+def _training_step(record: dict[str, Any]) -> tuple[Callable[[], None], int]:
+    """A warmed-up training step of a run, and the number of images or tokens in its batch."""
+    cfg: Any = OmegaConf.create(record["config"])
+    gpu = cfg.trainer.accelerator != "cpu" and torch.cuda.is_available()
+    accelerator = "cuda" if gpu else "cpu"
+    precision = record["precision"]
+    fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
+    torch.manual_seed(cfg.seed)
+
+    data_cfg = OmegaConf.merge(cfg.data, {"seed": 0})  # the same batch for all seeds
+    data = instantiate(data_cfg, _convert_="all")
+    data.prepare_data()
+    data.setup("fit")
+    batch = fabric.to_device(next(iter(data.train_dataloader())))
+    inputs, targets = data.on_after_batch_transfer(batch, 0)
+
+    net = instantiate(cfg.model, **data.sizes, _convert_="all")
+    apply_arm(net, cfg, gpu if cfg.fuse is None else cfg.fuse)
+    if cfg.channels_last:
+        net.to(memory_format=torch.channels_last)
+    if cfg.compile:
+        net.compile()
+    optimizer = make_optimizer(net, cfg)
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = 0.0  # the weights stay finite: infinities would be faster
+    net, optimizer = fabric.setup(net.train(), optimizer)
+    largest_norm = cfg.trainer.get("gradient_clip_val")
+
+    def step() -> None:
+        outputs = net(inputs)
+        logits = getattr(outputs, "logits", outputs).flatten(0, -2)
+        loss = F.cross_entropy(
+            logits, targets.flatten(), label_smoothing=cfg.label_smoothing
+        )
+        fabric.backward(loss)
+        if largest_norm:
+            fabric.clip_gradients(net, optimizer, max_norm=largest_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(WARM_UPS):
+        step()
+    timing.at_rest()
+    return step, targets.numel()
+
+
+def _text(
+    groups: Sequence[Group], table: pd.DataFrame, notes: Sequence[str], style: str
+) -> str:
+    """The table and its notes, as Markdown ("pipe") or for a terminal ("simple")."""
+    measures = dict.fromkeys(group.measure for group in groups)
+    parts = []
+    for measure in measures:
+        rows = table[(table.measure == measure.name) & (table.unit == measure.unit)]
+        cells = _cells(measure, rows)
+        options: dict[str, Any] = {"tablefmt": style, "disable_numparse": True}
+        if style == "simple":
+            options["maxcolwidths"] = [WIDEST, WIDEST, *[None] * (cells.shape[1] - 2)]
+        align = ["left", "left", *["right"] * (cells.shape[1] - 2)]
+        parts.append(cells.to_markdown(index=False, colalign=align, **options))
+    parts += [textwrap.fill(note, WIDTH, break_on_hyphens=False) for note in notes]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(measure: Measure, rows: pd.DataFrame) -> pd.DataFrame:
+    """The texts of the table, for the models that have one measure."""
+    models = rows.model
+    if rows.data.nunique() > 1:
+        models = rows.model + " on " + rows.data
+    times = rows[["ms", "ms_p20", "ms_p80"]].map(_milliseconds)
+    spread = times.ms + " (" + times.ms_p20 + "-" + times.ms_p80 + ")"
+    cells = {
+        "model": models,
+        "mode": rows.arm.map(label),
+        f"{measure.name}, {measure.unit}": interval_texts(measure, rows, "test"),
+        f"{measure.items}/s": rows.items_per_s.map("{:,.0f}".format),
+        "ms a step": spread.where(rows.ms.notna(), NOTHING),
+        "MiB": rows.peak_memory_mib_median.map("{:,.0f}".format),
+        "speed": rows.speed_ratio.map("{:.2f}".format),
+    }
+    return pd.DataFrame(cells).replace("nan", NOTHING)
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _notes(table: pd.DataFrame, rounds: int) -> list[str]:
+    """How the table is to be read."""
+    seeds = table.test_n.max()
+    if seeds > 1:
+        score = f"± is half of a 95% t-interval over seeds (at most {seeds})."
+    else:
+        score = (
+            "Warning: one seed has no interval. Another seed may change each score by more than "
+            "the modes differ."
+        )
+    references = " or ".join(map(label, table.reference.dropna().unique()))
+    speed = (
+        f"Speeds are medians of {rounds} turns of each mode, with the 20th and 80th percentile; "
+        f"the last column is the speed divided by that of {references or 'none'}. MiB is the peak "
+        "memory of a training on a GPU."
+    )
+    origin = ORIGIN.format(**stamp(torch.cuda.is_available()))
+    return [score, speed, f"Timed on: {origin}."]
+
+
+def _unfinished(groups: Sequence[Group], unusable: dict[str, str]) -> list[str]:
+    """A note for each run that is not in the table."""
+    notes = []
+    for group in groups:
+        for run in group.runs[group.runs.status != "finished"].itertuples():
+            notes.append(
+                f"Not in the table: {group.model}, {label(run.arm)}, seed {run.seed}: "
+                f"{run.status} {run.error}".strip()
+            )
+    return notes + [f"Not in the table: {name}: {why}" for name, why in unusable.items()]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m normplug.experiment.speed DIRECTORY")
+    compare_modes(sys.argv[1])

@@ -1,0 +1,128 @@
+"""One table and one picture of the modes of a sweep."""
+
+import json
+
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+
+pytest.importorskip("torchvision")
+
+from normplug.compare.plots import speeds_figure
+from normplug.compare.runs import find_runs, group_runs
+from normplug.experiment.speed import compare_modes
+from training import TINY_IMAGES, composed
+
+ARMS = {"baseline": 0.8, "standard": 0.8, "golden": 0.9}
+TEXT = ["data=text", "model=gpt_tiny", "model.width=16", "data.megabytes=0.1"]
+
+
+def write_runs(root, *overrides, seeds=1, arms=ARMS, **changes):
+    """Write what train.py leaves of a run for each arm and seed."""
+    places = ["trainer.default_root_dir=.", "~callbacks", "~logger"]
+    for arm, score in arms.items():
+        for seed in range(seeds):
+            cfg = composed(*places, f"mode={arm}", f"seed={seed}", *overrides)
+            record = {
+                "config": OmegaConf.to_container(cfg, resolve=True),
+                "precision": "32-true",
+                "arm": arm,
+                "seed": seed,
+                "model": "vit_tiny",
+                "data": "fake",
+                "test_accuracy": score + seed / 100,
+                "status": "finished",
+                **changes,
+            }
+            run = root / record["model"] / arm / str(seed)
+            run.mkdir(parents=True)
+            (run / "result.json").write_text(json.dumps(record))
+
+
+IMAGES = ["model=vit_tiny", "data=fake", *TINY_IMAGES, "data.batch_size=16"]
+
+
+@pytest.fixture
+def printed(tmp_path, quick, capsys):
+    """Compare the modes of the runs; return the table, and the lines printed."""
+
+    def compared(**how):
+        table = compare_modes(tmp_path, rounds=2, **how)
+        return table.set_index("arm"), capsys.readouterr().out.splitlines()
+
+    return compared
+
+
+def test_modes_are_one_table_of_scores_and_speeds_and_one_picture(tmp_path, printed):
+    write_runs(tmp_path, *IMAGES, seeds=2)
+    table, lines = printed()
+    assert list(table.index) == ["baseline", "golden", "standard"]
+    assert table.test_mean["golden"] == pytest.approx(0.905)
+    assert table.difference_to_reference_mean["golden"] == pytest.approx(0.1)
+    for arm in ARMS:
+        row = table.loc[arm]
+        assert 0 < row.ms_p20 <= row.ms <= row.ms_p80
+        assert row.items_per_s == pytest.approx(16e3 / row.ms)
+        assert row.speed_ratio == pytest.approx(table.ms["baseline"] / row.ms)
+    assert max(map(len, lines[:5])) <= 80
+    assert lines[0].split("  ")[0] == "model"
+    (golden,) = [line for line in lines if " golden " in line]
+    assert " 90.50 ± 6.35 " in golden
+    names = {path.name for path in tmp_path.glob("summary.*")}
+    assert names == {"summary.md", "summary.csv", "summary.png"}
+    page = (tmp_path / "summary.md").read_text()
+    assert "| 90.50 ± 6.35 |" in " ".join(page.split())
+    assert pd.read_csv(tmp_path / "summary.csv").arm.tolist() == list(table.index)
+
+
+def test_one_seed_has_no_interval_and_a_warning(tmp_path, printed):
+    write_runs(tmp_path, *IMAGES, arms={"standard": 0.8, "golden": 0.9})
+    failed = tmp_path / "vit_tiny" / "golden" / "0" / "result.json"
+    record = json.loads(failed.read_text())
+    other = tmp_path / "failed"
+    other.mkdir()
+    changes = {"seed": 1, "status": "failed", "error": "out of memory"}
+    (other / "result.json").write_text(json.dumps(record | changes))
+    table, lines = printed()
+    assert set(table.reference) == {"standard"}
+    text = " ".join(lines)
+    assert "Warning: one seed has no interval." in text
+    assert "±" not in text
+    assert "vit_tiny, golden, seed 1: failed out of memory" in text
+
+
+def test_a_loss_is_compared_in_tokens_a_second(tmp_path, printed):
+    measure = {"name": "loss", "unit": "nats/byte", "better": "lower", "items": "tokens"}
+    arms = {"baseline": 2.0}
+    changes = {"measure": measure, "test_loss": 2.0, "model": "gpt_tiny", "data": "text"}
+    write_runs(tmp_path, *TEXT, "data.batch_size=2", arms=arms, **changes)
+    table, lines = printed()
+    assert table.items_per_s["baseline"] == pytest.approx(256e3 / table.ms["baseline"])
+    assert "loss, nats/byte" in lines[0]
+    assert "tokens/s" in lines[0]
+    assert not (tmp_path / "summary.png").exists()  # one arm
+
+
+def test_a_mode_that_cannot_be_built_keeps_its_score(tmp_path, printed, capsys):
+    write_runs(tmp_path, *IMAGES, arms={"baseline": 0.8})
+    write_runs(tmp_path, *IMAGES, "model.hidden_dim=63", arms={"golden": 0.9})
+    table, _ = printed()
+    assert table.test_mean["golden"] == 0.9
+    assert table.ms.notna().to_dict() == {"baseline": True, "golden": False}
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.9])
+def test_an_axis_of_accuracies_ends_at_0_and_100_and_each_axis_has_two_ticks(
+    tmp_path, spread
+):
+    arms = {"baseline": 0.97, "golden": 0.98}
+    write_runs(tmp_path, *IMAGES, arms=arms)
+    groups = group_runs(find_runs([tmp_path])[0], "baseline", None, False)
+    (group,) = groups
+    table = group.table.assign(test_t95_half_width=spread)
+    table = table.assign(items_per_s=[10.0, 12.0], ms=1.0, ms_p20=0.9, ms_p80=1.1)
+    (axes,) = speeds_figure(groups, table).axes
+    low, high = axes.get_ylim()
+    assert 0 <= low < high <= 100
+    for axis, (first, last) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, (low, high))):
+        assert sum(first <= tick <= last for tick in axis.get_ticklocs()) >= 2
