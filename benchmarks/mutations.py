@@ -752,10 +752,10 @@ MUTATIONS = (
     ),
     # The comparison of runs.
     Mutation(
-        "compare: TOST without the absolute value",
+        "compare: TOST by one of its two tests",
         "normplug/compare/runs.py",
-        "reach = (margin - tested.mean().abs()) / tested.sem()",
-        "reach = (margin - tested.mean()) / tested.sem()",
+        "return np.maximum(above, below)",
+        "return below",
         tests_of(COMPARE, "test_a_margin_adds_the_p_of_an_equivalence"),
     ),
     Mutation(

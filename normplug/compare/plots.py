@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,13 +25,12 @@ from normplug.compare.runs import Group, far_off, intervals, label
 
 VARIANCES = {
     "input_variance": "input of each norm at the last step logged, median over seeds",
-    "output_variance": "output, before weight and bias",
+    "output_variance": "output, before weight and bias; dotted: the target variance",
     "affine_variance": "output, after weight and bias",
 }
-TARGETS = {
-    "standard": 1.0,
-    "golden": (math.sqrt(5) - 1) / 2,
-}  # other arms are named by it
+# Target variances of the arms that are not named by them.
+TARGETS = {"standard": 1.0, "golden": (math.sqrt(5) - 1) / 2}
+LOG_RANGE = 10.0  # a logarithmic axis of a smaller range might have a single tick
 Styles: TypeAlias = Mapping[str, dict[str, Any]]  # arm -> options of `Axes.plot`
 # Okabe and Ito's palette, safe for every common colour blindness. Marker and dash identify an arm
 # without colour. The baseline is wide and below the others: a mode that equals it would hide it.
@@ -41,7 +39,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "standard": {"color": "#0072B2", "marker": "o"},
     "golden": {"color": "#E69F00", "marker": "D"},
 }
-COLOURS = (
+COLOURS = [
     "#009E73",
     "#CC79A7",
     "#D55E00",
@@ -50,145 +48,73 @@ COLOURS = (
     "#882255",
     "#999933",
     "#332288",
-)
+]
+POINT = {"linestyle": "none", "elinewidth": 1.5, "capsize": 3}  # with its interval
+MARKERS = "^vPX*<>"
+DASHES = ("-", "--", "-.")
 
 
 def arm_styles(groups: Iterable[Group]) -> Styles:
     """How to draw each arm in every group; no two arms have one colour."""
-    named = {arm for group in groups for arm in (*group.every.plain_arm, *group.arms)}
-    others = sorted(named - FIXED.keys())
-    more = colormaps["turbo"](np.linspace(0.1, 0.9, max(len(others) - len(COLOURS), 0)))
-    looks = zip(
-        (*COLOURS, *map(to_hex, more)), cycle("^vPX*<>"), cycle(("-", "--", "-."))
-    )
-    styles = [
-        dict(zip(("color", "marker", "linestyle"), look, strict=True)) for look in looks
-    ]
-    return FIXED | dict(zip(others, styles, strict=False))
+    arms = {arm for group in groups for arm in (*group.every.plain_arm, *group.arms)}
+    others = sorted(arms - FIXED.keys())
+    more = np.linspace(0.1, 0.9, max(len(others) - len(COLOURS), 0))
+    colours = [*COLOURS, *map(to_hex, colormaps["turbo"](more))]
+    styles = dict(FIXED)
+    looks = zip(colours, cycle(MARKERS), cycle(DASHES))  # noqa: B905
+    for arm, (colour, marker, dash) in zip(others, looks, strict=False):
+        styles[arm] = {"color": colour, "marker": marker, "linestyle": dash}
+    return styles
 
 
 def draw(groups: Sequence[Group], out: Path) -> list[Path]:
     """Write the plots that the groups have numbers for: `out/<plot>_<group>.png`."""
-    styles, written = arm_styles(groups), list[Path]()
+    styles = arm_styles(groups)
+    written = []
     for group in groups:
         for name, figure in figures(group, styles):
-            file = quote("_".join((name, group.model, group.data)), safe="")
-            written.append(out / f"{file}.png")
-            with replace_file(written[-1]) as part:
-                figure.savefig(part, dpi=150)
+            file = quote(f"{name}_{group.model}_{group.data}", safe="")
+            written.append(save(figure, out / f"{file}.png"))
     return written
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure to a file, and return its path."""
+    with replace_file(path) as part:
+        figure.savefig(part, dpi=150)
+    return path
 
 
 def figures(group: Group, styles: Styles) -> Iterator[tuple[str, Figure]]:
     """Draw the plots that the group has numbers for, and yield each with its name."""
-    measure, better = group.measure, f"{group.measure.better} is better"
-    if group.finished.test_score.notna().any():
-        yield "seeds", _seeds(group, styles)
-    arms = group.table.set_index("arm", drop=False)
-    compared = arms.arm[arms.difference_to_reference_n > 0].replace(TARGETS)
-    targets = pd.to_numeric(compared, errors="coerce").dropna()
-    if len(targets) >= 3:
-        y = f"minus {label(group.reference or '')}, {measure.difference_unit}, {better}"
-        figure = _points(
-            group, styles, targets, group.differences(), "target variance", y
-        )
-        _log_x(figure.axes[0], targets)
-        yield "targets", figure
-    speeds = arms.items_per_s_median.dropna()
-    if len(speeds) > 1:
-        x, y = f"median {measure.items}/s, higher is better", f"{measure.unit}, {better}"
-        yield "speed", _points(group, styles, speeds, group.wide("test_score"), x, y)
-    lines = partial(_lines, group.title, styles)
-    score = f"validation {measure.name} ({measure.unit})"
-    if curves := {arm: measure.scale * table for arm, table in group.curves().items()}:
-        panel = {f"median over seeds; {better}": curves}
-        yield measure.name, lines(panel, "epoch, 1 = first", score)
-    if gaps := {
-        arm: measure.scale * gap for arm, gap in group.gaps().items() if gap.shape[1] > 1
-    }:
-        y = f"minus {label(group.reference or '')} ({measure.difference_unit})"
-        title = f"validation {measure.name}, same seed, median over seeds; {better}"
-        late = {
-            arm: gap.loc[:, gap.columns > gap.columns[-1] / 2]
-            for arm, gap in gaps.items()
-        }
-        yield "gap", lines({title: gaps, "the second half": late}, "epoch, 1 = first", y)
-    done = group.every[group.every.status == "finished"]
-    by_rate = done.pivot_table("validation_score", "seed", ["plain_arm", "learning_rate"])
-    rates = {
-        arm: measure.scale * by_rate[arm] for arm in by_rate.columns.unique("plain_arm")
-    }
-    if any(table.shape[1] > 1 for table in rates.values()):
-        title, panel = (
-            f"{group.model} on {group.data}",
-            {f"median over seeds; {better}": rates},
-        )
-        figure = _lines(title, styles, panel, "learning rate", score)
-        _log_x(figure.axes[0], by_rate.columns.unique("learning_rate"))
-        yield "rates", figure
-    if drops := group.lists("block_drop"):
-        title = f"test {measure.name} without a block minus the whole model's, median over seeds"
-        yield (
-            "blocks",
-            lines({title: drops}, "block, 1 = first", f"added {measure.unit}", log=True),
-        )
-    panels = {title: group.lists(name) for name, title in VARIANCES.items()}
-    if any(panels.values()):
-        yield "variance_by_depth", lines(panels, "norm, 1 = first", "variance", log=True)
+    for name, plot in PLOTS.items():
+        figure = plot(group, styles)
+        if figure is not None:
+            yield name, figure
 
 
-def _lines(
-    title: str,
-    styles: Styles,
-    panels: Mapping[str, Mapping[str, pd.DataFrame]],
-    x: str,
-    y: str,
-    log: bool = False,
-) -> Figure:
-    """Draw a panel for each title: for each arm, the median over its seeds."""
-    figure, drawn = _new_figure(title, (11, 2 + 2.5 * len(panels)), (len(panels), 1))
-    for (what, runs), axes in zip(panels.items(), drawn, strict=True):
-        for arm, table in runs.items():
-            name = textwrap.fill(f"{label(arm)} ({count_of(len(table), 'seed')})", 34)
-            few = 1 + table.shape[1] // 25  # markers sparse enough to tell apart
-            options = {"markevery": few, "markersize": 5, "clip_on": False, **styles[arm]}
-            axes.plot(table.columns, table.median(), label=name, **options)
-        axes.locator_params("x", integer=True, min_n_ticks=1)
-        if log and any((table > 0).any(axis=None) for table in runs.values()):
-            axes.set_yscale("log", nonpositive="mask")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.minorticks_off()
-        axes.set_title(what, loc="left", fontsize="medium")
-        axes.set_ylabel(y)
-    drawn[-1].set_xlabel(x)
-    handles, labels = drawn[0].get_legend_handles_labels()
-    figure.set_figheight(
-        max(figure.get_figheight(), 1.6 + 0.2 * "\n".join(labels).count("\n"))
-    )
-    figure.legend(handles, labels, loc="outside right center", frameon=False)
-    return figure
-
-
-def _seeds(group: Group, styles: Styles) -> Figure:
-    """Draw the test score of every seed, and its difference from the reference: a row an arm."""
-    measure, table = group.measure, group.table
+def _seeds(group: Group, styles: Styles) -> Figure | None:
+    """The test score of every seed, and its difference from the reference: a row an arm."""
+    if group.finished.test_score.isna().all():
+        return None
+    measure = group.measure
     title = (
         f"{group.title}\ntest {measure.name}: a dot a seed, mean and 95% t-interval in black; "
         f"p of paired t-tests, adjusted by Holm\n{about_reference(group)}"
     )
-    names = [
-        f"{textwrap.fill(label(row.arm), 30)}\n{row.n_finished} of {row.n_expected} seeds"
-        + f", {row.n_diverged} diverged" * bool(row.n_diverged)
-        for row in table.itertuples()
-    ]
-    height = 1.8 + max(0.6, *(0.2 * (name.count("\n") + 1) for name in names)) * len(
-        names
-    )
-    figure, (left, right) = _new_figure(title, (10, height), (1, 2), sharey=True)
+    names = []
+    for arm in group.table.itertuples():
+        name = f"{textwrap.fill(label(arm.arm), 30)}\n{arm.n_finished} of {arm.n_expected} seeds"
+        if arm.n_diverged:
+            name += f", {arm.n_diverged} diverged"
+        names.append(name)
+    row_height = max(0.6, *(0.2 * (name.count("\n") + 1) for name in names))
+    size = (10, 1.8 + row_height * len(names))
+    figure, (left, right) = _new_figure(title, size, (1, 2), sharey=True)
     left.set_yticks(range(len(names)), names)
     left.set_ylim(len(names) - 0.5, -0.5)
     _draw_dots(left, group, styles, "test", group.wide("test_score"))
+    left.set_xlim(_possible(measure, left.get_xlim()))
     left.set_xlabel(f"test {measure.name} ({measure.unit}), {measure.better} is better")
     _draw_dots(right, group, styles, "difference_to_reference", group.differences())
     if not right.lines:
@@ -197,12 +123,12 @@ def _seeds(group: Group, styles: Styles) -> Figure:
     minus = f"test {measure.name} minus {label(group.reference or '')}, same seed"
     right.set_xlabel(textwrap.fill(f"{minus} ({measure.difference_unit})", 50))
     right.axvline(0, color="black", linewidth=0.8, linestyle="--", zorder=0)
-    for row, p in table.difference_to_reference_p_holm.items():
-        text = "reference" if table.arm[row] == group.reference else f"p: {p_text(p)}"
+    beside = right.get_yaxis_transform()
+    for row, arm in group.table.iterrows():
+        p = arm.difference_to_reference_p_holm
+        text = "reference" if arm.arm == group.reference else f"p: {p_text(p)}"
         if text != "p: nan":
-            right.text(
-                1.02, row, text, va="center", transform=right.get_yaxis_transform()
-            )
+            right.text(1.02, row, text, va="center", transform=beside)
     return figure
 
 
@@ -212,63 +138,72 @@ def _draw_dots(
     """Draw a row for each arm: a dot for each seed; below, the mean and interval of the table."""
     # Each seed has its own height in every row, so that pairs can be matched.
     heights = pd.Series(np.linspace(-0.3, 0.1, len(group.seeds)), group.seeds)
-    scale = group.measure.scale
-    values = scale * stored
-    far, beside = far_off(values), axes.get_yaxis_transform()
-    least, most = values[~far].min(axis=None), values[~far].max(axis=None)
-    for row, of_arm in group.table.iterrows():
-        arm = of_arm.arm
-        dots, style = values[arm].dropna(), styles[arm] | {"linestyle": "none"}
+    values = group.measure.scale * stored
+    far = far_off(values)
+    least = values[~far].min(axis=None)
+    most = values[~far].max(axis=None)
+    for row, arm in group.table.iterrows():
+        dots = values[arm.arm].dropna()
         if dots.empty:
             continue
+        style = styles[arm.arm] | {"linestyle": "none"}
         axes.plot(dots, row + heights[dots.index], markersize=6, **style)
-        mean, half = (
-            of_arm[f"{name}_mean"],
-            np.nan_to_num(of_arm[f"{name}_t95_half_width"]),
-        )
-        ends = scale * np.array([mean - half, mean, mean + half])
-        axes.plot(ends, 3 * [row + 0.28], "k|-", markersize=8)
-        for value in values[arm][far[arm]]:
-            x, text = (
-                (0.01, "\u25c2 {:.4g}") if value < least else (0.88, "{:.4g} \u25b8")
-            )
-            axes.text(
-                x, row - 0.3, text.format(value), fontsize="small", transform=beside
-            )
+        half = np.nan_to_num(arm[f"{name}_t95_half_width"])
+        ends = arm[f"{name}_mean"] + np.array([-half, 0, half])
+        axes.plot(group.measure.scale * ends, 3 * [row + 0.28], "k|-", markersize=8)
+        for value in dots[far[arm.arm]]:
+            x, text = 0.88, f"{value:.4g} \u25b8"
+            if value < least:
+                x, text = 0.01, f"\u25c2 {value:.4g}"
+            beside = axes.get_yaxis_transform()
+            axes.text(x, row - 0.3, text, fontsize="small", transform=beside)
     if far.any(axis=None):
-        axes.set_xlim(least - 0.05 * (most - least), most + 0.05 * (most - least))
-    axes.locator_params("x", nbins=4)
+        edge = 0.05 * (most - least)
+        axes.set_xlim(least - edge, most + edge)
+    axes.xaxis.set_major_locator(MaxNLocator(4, min_n_ticks=2))
     axes.xaxis.set_major_formatter("{x:,.6g}")
 
 
-def _points(
-    group: Group,
-    styles: Styles,
-    xs: pd.Series[float],
-    stored: pd.DataFrame,
-    x: str,
-    y: str,
-) -> Figure:
-    """Draw the mean and interval of each arm's values, without those far off, over `xs`."""
-    measure, far = group.measure, far_off(stored)
-    found = measure.scale * intervals(stored.mask(far)).fillna(0)
+def _targets(group: Group, styles: Styles) -> Figure | None:
+    """The mean difference of each arm from the reference, over its target variance."""
+    table = group.table[group.table.difference_to_reference_n > 0].set_index("arm")
+    arms = table.index.to_series().replace(TARGETS)
+    targets = pd.to_numeric(arms, errors="coerce").dropna()
+    if len(targets) < 3:
+        return None
+    measure = group.measure
+    differences = measure.scale * group.differences()
+    far = far_off(differences)
+    found = intervals(differences.mask(far)).fillna(0)
     title = f"{group.title}\ntest {measure.name}: mean and 95% t-interval"
-    figure, (axes,) = _new_figure(title, (9, 2.4 + 0.4 * len(xs)))
-    for arm, at in xs.items():
-        name = label(arm) + f", without {far[arm].sum()} far off" * int(far[arm].any())
-        style = styles[arm] | {"linestyle": "none", "elinewidth": 1.5, "capsize": 3}
-        style["label"] = textwrap.fill(name, 30)
-        axes.errorbar(at, found["mean"][arm], found.t95_half_width[arm], **style)
-    axes.set(xlabel=x, ylabel=y)
-    figure.legend(loc="outside right center", frameon=False)
+    figure, (axes,) = _new_figure(title, (9, 4.5))
+    for arm, target in targets.items():
+        name = label(arm)
+        if far[arm].any():
+            name += f", without {far[arm].sum()} far off"
+        mean, half = found.loc[arm, ["mean", "t95_half_width"]]
+        look = {**styles[arm], **POINT, "label": textwrap.fill(name, 30)}
+        axes.errorbar(target, mean, half, **look)
+    _log_x(axes, targets)
+    axes.set_xlabel("target variance")
+    minus = f"minus {label(group.reference or '')}, {measure.difference_unit}"
+    axes.set_ylabel(f"{minus}, {measure.better} is better")
+    _add_legend(figure, *axes.get_legend_handles_labels())
     return figure
+
+
+def _speed(group: Group, styles: Styles) -> Figure | None:
+    """The test score of each arm over the median speed of its runs."""
+    table = group.table.assign(items_per_s=group.table.items_per_s_median)
+    return speeds_figure([group], table)
 
 
 def speeds_figure(groups: Sequence[Group], table: pd.DataFrame) -> Figure | None:
     """Draw the score of each arm over its speed, with their intervals: a panel for each group.
 
-    `table` has a row for each arm of the groups, with `items_per_s`, `ms`, `ms_p20` and `ms_p80`.
-    A group with fewer than two timed arms has no panel; without panels, there is no figure.
+    `table` has a row for each arm of the groups, with `items_per_s`, and perhaps the ends of its
+    interval: `items_per_s_p20` and `items_per_s_p80`. A group with fewer than two timed arms has
+    no panel; without panels, there is no figure.
     """
     styles = arm_styles(groups)
     panels = []
@@ -279,49 +214,150 @@ def speeds_figure(groups: Sequence[Group], table: pd.DataFrame) -> Figure | None
             panels.append((group, rows))
     if not panels:
         return None
-    title = (
-        "Test score: mean and 95% t-interval over seeds. "
-        "Speed: median, and 20th to 80th percentile."
-    )
-    size = (1.5 + 4.5 * len(panels), 4.5)
+    title = "Test score: mean and 95% t-interval over seeds"
+    if "items_per_s_p20" in table:
+        title += ". Speed: median, and 20th to 80th percentile"
+    size = (3 + 4.5 * len(panels), 4.5)
     figure, drawn = _new_figure(title, size, (1, len(panels)))
     handles: dict[str, Any] = {}
     for (group, rows), axes in zip(panels, drawn, strict=True):
-        _draw_speeds(axes, group.measure, rows, styles)
-        axes.set_title(f"{group.model} on {group.data}", fontsize="medium")
+        for row in rows.to_dict("records"):
+            speed = row["items_per_s"]
+            slower = speed - row.get("items_per_s_p20", speed)
+            faster = row.get("items_per_s_p80", speed) - speed
+            score = group.measure.scale * row["test_mean"]
+            half = group.measure.scale * np.nan_to_num(row["test_t95_half_width"])
+            name = textwrap.fill(label(row["arm"]), 30)
+            look = {**styles[row["arm"]], **POINT, "label": name}
+            axes.errorbar(speed, score, half, [[slower], [faster]], **look)
+        axes.margins(0.15)
+        axes.set_title(group.title, fontsize="medium")
+        _label_speed(axes, group.measure)
         lines, labels = axes.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))
-    figure.legend(handles.values(), handles, loc="outside right center", frameon=False)
+    _add_legend(figure, list(handles.values()), list(handles))
     return figure
 
 
-def _draw_speeds(
-    axes: Axes, measure: Measure, rows: pd.DataFrame, styles: Styles
-) -> None:
-    for row in rows.itertuples():
-        speed = row.items_per_s
-        slower = speed - speed * row.ms / row.ms_p80
-        faster = speed * row.ms / row.ms_p20 - speed
-        half = measure.scale * np.nan_to_num(row.test_t95_half_width)
-        style = styles[row.arm] | {"linestyle": "none", "elinewidth": 1.5, "capsize": 3}
-        axes.errorbar(
-            speed,
-            measure.scale * row.test_mean,
-            yerr=half,
-            xerr=[[slower], [faster]],
-            label=label(row.arm),
-            **style,
-        )
-    axes.margins(0.15)
-    if measure.unit == "%":
-        low, high = axes.get_ylim()
-        axes.set_ylim(max(low, 0), min(high, 100))
+def _label_speed(axes: Axes, measure: Measure) -> None:
+    axes.set_ylim(_possible(measure, axes.get_ylim()))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(4, min_n_ticks=2))
         axis.set_major_formatter("{x:,.6g}")
-    better = f"{measure.better} is better"
-    axes.set_xlabel(f"{measure.items}/s, higher is better")
-    axes.set_ylabel(f"test {measure.name} ({measure.unit}), {better}")
+    axes.set_xlabel(f"median {measure.items}/s, higher is better")
+    axes.set_ylabel(f"test {measure.name} ({measure.unit}), {measure.better} is better")
+
+
+def _possible(measure: Measure, limits: tuple[float, float]) -> tuple[float, float]:
+    """The limits of an axis of scores; percentages end at 0 and 100."""
+    low, high = limits
+    return (max(low, 0), min(high, 100)) if measure.unit == "%" else limits
+
+
+def _gap(group: Group, styles: Styles) -> Figure | None:
+    """The validation of each arm minus the reference's, by epoch."""
+    measure = group.measure
+    gaps = {arm: measure.scale * gap for arm, gap in group.gaps().items()}
+    what = f"validation {measure.name}, same seed, median over seeds; {measure.better} is better"
+    figure = _lines(group.title, styles, {what: gaps}, "epoch, 1 = first")
+    if figure is not None:
+        minus = f"minus {label(group.reference or '')} ({measure.difference_unit})"
+        figure.axes[0].set_ylabel(minus)
+    return figure
+
+
+def _rates(group: Group, styles: Styles) -> Figure | None:
+    """The last validation of each arm over the learning rate."""
+    measure = group.measure
+    done = group.every[group.every.status == "finished"]
+    columns = ["plain_arm", "learning_rate"]
+    scores = measure.scale * done.pivot_table("validation_score", "seed", columns)
+    by_arm = {arm: scores[arm] for arm in scores.columns.unique("plain_arm")}
+    title = f"{group.model} on {group.data}"
+    what = f"median over seeds; {measure.better} is better"
+    figure = _lines(title, styles, {what: by_arm}, "learning rate")
+    if figure is not None:
+        (axes,) = figure.axes
+        axes.set_ylabel(f"validation {measure.name} ({measure.unit})")
+        axes.set_ylim(_possible(measure, axes.get_ylim()))
+        _log_x(axes, scores.columns.unique("learning_rate"))
+    return figure
+
+
+def _blocks(group: Group, styles: Styles) -> Figure | None:
+    """What dropping each block of a GPT adds to the loss."""
+    what = f"test {group.measure.name} without a block minus the whole model's, median over seeds"
+    panels = {what: group.lists("block_drop")}
+    figure = _lines(group.title, styles, panels, "block, 1 = first", log=True)
+    if figure is not None:
+        figure.axes[0].set_ylabel(f"added {group.measure.unit}")
+    return figure
+
+
+def _variances(group: Group, styles: Styles) -> Figure | None:
+    """The variance of the input and the output of each norm, by depth."""
+    panels = {title: group.lists(name) for name, title in VARIANCES.items()}
+    targets = group.lists("target_variance")
+    figure = _lines(group.title, styles, panels, "norm, 1 = first", log=True)
+    for axes in [] if figure is None else figure.axes:
+        axes.set_ylabel("variance")
+        if axes.get_title("left") != VARIANCES["output_variance"]:
+            continue
+        for arm, table in targets.items():
+            look = {"color": styles[arm]["color"], "linestyle": ":", "linewidth": 1.5}
+            axes.plot(table.columns, table.median(), **look)
+    return figure
+
+
+def _lines(
+    title: str,
+    styles: Styles,
+    panels: Mapping[str, Mapping[str, pd.DataFrame]],
+    x: str,
+    log: bool = False,
+) -> Figure | None:
+    """Draw a panel for each title: for each arm, the median over its seeds.
+
+    A table has a row for each seed and a column for each x. None if no table has two columns.
+    """
+    drawn = {}
+    for what, tables in panels.items():
+        lines = {arm: table for arm, table in tables.items() if table.shape[1] > 1}
+        if lines:
+            drawn[what] = lines
+    if not drawn:
+        return None
+    figure, panes = _new_figure(title, (11, 2 + 2.5 * len(drawn)), (len(drawn), 1))
+    for (what, lines), axes in zip(drawn.items(), panes, strict=True):
+        for arm, table in lines.items():
+            name = textwrap.fill(f"{label(arm)} ({count_of(len(table), 'seed')})", 34)
+            few = 1 + table.shape[1] // 25  # markers sparse enough to tell apart
+            options = {"markevery": few, "markersize": 5, "clip_on": False, **styles[arm]}
+            axes.plot(table.columns, table.median(), label=name, **options)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
+        if log:
+            _log_y(axes, np.concatenate([np.ravel(table) for table in lines.values()]))
+        axes.set_title(what, loc="left", fontsize="medium")
+    panes[-1].set_xlabel(x)
+    _add_legend(figure, *panes[0].get_legend_handles_labels())
+    return figure
+
+
+def _add_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[Any]) -> None:
+    """Add a legend beside the panels, and make the figure as high as it."""
+    height = 1.6 + 0.2 * "\n".join(labels).count("\n")
+    figure.set_figheight(max(figure.get_figheight(), height))
+    figure.legend(handles, labels, loc="outside right center", frameon=False)
+
+
+def _log_y(axes: Axes, values: np.ndarray) -> None:
+    """Make y logarithmic if the values have a large range."""
+    positive = values[(values > 0) & np.isfinite(values)]
+    if positive.size and positive.max() >= LOG_RANGE * positive.min():
+        axes.set_yscale("log", nonpositive="mask")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
 
 
 def _log_x(axes: Axes, ticks: Iterable[float]) -> None:
@@ -341,3 +377,14 @@ def _new_figure(
     for axes in panels:
         axes.grid(alpha=0.3)
     return figure, panels
+
+
+PLOTS: dict[str, Callable[[Group, Styles], Figure | None]] = {
+    "seeds": _seeds,
+    "targets": _targets,
+    "speed": _speed,
+    "gap": _gap,
+    "rates": _rates,
+    "blocks": _blocks,
+    "variance_by_depth": _variances,
+}

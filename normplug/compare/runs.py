@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -58,6 +59,7 @@ class Result(BaseModel):
     versions: dict[str, str] = {}
     overrides: list[str] = []
     block_drop: dict[str, Any] = {}
+    target_variance: list[Number] = []
     input_variance: list[Number] = []
     output_variance: list[Number] = []
     affine_variance: list[Number] = []
@@ -151,22 +153,30 @@ def intervals(wide: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"n": n, "mean": wide.mean(), "t95_half_width": half_width})
 
 
-def adjusted_ps(paired: pd.DataFrame) -> pd.Series[float]:
-    """The p of a paired t-test for each column of two differences or more, by Holm (1979)."""
+def t_test_ps(
+    paired: pd.DataFrame, mean: float = 0.0, alternative: str = "two-sided"
+) -> pd.Series[float]:
+    """The p of a t-test against a mean, for each column of two differences or more."""
     tested = paired.loc[:, paired.count() > 1]
-    found = 2 * stats.t.sf((tested.mean() / tested.sem()).abs(), tested.count() - 1)
-    ps = pd.Series(found, tested.columns, dtype=float)
-    ps = ps.where(tested.any(), 1.0).sort_values(
-        kind="stable"
-    )  # no difference: t is 0 / 0
+    with warnings.catch_warnings():
+        # SciPy warns where differences are equal, as those of equal runs are.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        test = stats.ttest_1samp(tested, mean, nan_policy="omit", alternative=alternative)
+    return pd.Series(np.ma.filled(test.pvalue, np.nan), tested.columns, dtype=float)
+
+
+def adjusted_ps(paired: pd.DataFrame) -> pd.Series[float]:
+    """The p of a paired t-test for each column, adjusted by Holm (1979)."""
+    # Without any difference, t is 0 / 0.
+    ps = t_test_ps(paired).fillna(1.0).sort_values(kind="stable")
     return (ps * np.arange(len(ps), 0, -1)).clip(upper=1).cummax()
 
 
 def equivalence_ps(paired: pd.DataFrame, margin: float) -> pd.Series[float]:
-    """The p-value of two one-sided t-tests (TOST) for each column; not adjusted."""
-    tested = paired.loc[:, paired.count() > 1]
-    reach = (margin - tested.mean().abs()) / tested.sem()
-    return pd.Series(stats.t.sf(reach, tested.count() - 1), tested.columns)
+    """The p of two one-sided t-tests (TOST) for each column: the larger one; not adjusted."""
+    above = t_test_ps(paired, -margin, "greater")
+    below = t_test_ps(paired, margin, "less")
+    return np.maximum(above, below)
 
 
 def far_off(values: pd.DataFrame) -> pd.DataFrame:

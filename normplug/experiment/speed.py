@@ -24,10 +24,10 @@ from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from omegaconf import OmegaConf
 
-from normplug._files import replace_file, stamp, write_file
+from normplug._files import stamp, write_file
 from normplug.bench import timing
 from normplug.compare.measure import BASELINE, Measure
-from normplug.compare.plots import speeds_figure
+from normplug.compare.plots import save, speeds_figure
 from normplug.compare.report import NOTHING, interval_texts
 from normplug.compare.runs import Group, find_runs, group_runs, label
 from normplug.experiment.learner import make_optimizer
@@ -93,9 +93,7 @@ def compare_modes(
     written = ["summary.csv", "summary.md"]
     figure = speeds_figure(groups, table)
     if figure is not None:
-        written.append("summary.png")
-        with replace_file(directory / "summary.png") as part:
-            figure.savefig(part, dpi=150)
+        written.append(save(figure, directory / "summary.png").name)
     print(_text(groups, table, notes, "simple"))
     print(f"written to {directory}: {', '.join(written)}")
     return table
@@ -120,7 +118,10 @@ def _measured(group: Group, rounds: int) -> pd.DataFrame:
     timed = pd.DataFrame.from_dict(rows, orient="index")
     timed = timed.reindex(columns=["ms", "ms_p20", "ms_p80"])
     table = table.join(timed)
-    table["items_per_s"] = 1e3 * pd.Series(items, dtype=float) / table.ms
+    per_step = 1e3 * pd.Series(items, dtype=float)
+    table["items_per_s"] = per_step / table.ms
+    table["items_per_s_p20"] = per_step / table.ms_p80
+    table["items_per_s_p80"] = per_step / table.ms_p20
     table["speed_ratio"] = table.ms.get(group.reference) / table.ms
     gc.collect()  # the models, before those of another group
     return table

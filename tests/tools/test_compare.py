@@ -595,7 +595,7 @@ def test_every_file_is_written_and_printed_and_none_is_blank(tmp_path, capsys):
         )
     out = tmp_path / "new" / "out"
     assert main([str(tmp_path / "runs"), "--out", str(out), "--plots"]) == 0
-    names = ("accuracy", "gap", "seeds", "speed", "variance_by_depth")
+    names = ("gap", "seeds", "speed", "variance_by_depth")
     plots = {f"{name}_resnet18_digits.png" for name in names}
     assert {path.name for path in out.iterdir()} == plots | {"summary.md", "summary.csv"}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in plots)
