@@ -18,7 +18,7 @@ from torch import nn
 import normplug
 import rivals
 import script
-from nets import NETS
+from nets import LAYOUTS, NETS, has_layouts, laid_out
 from normplug.bench import models
 from normplug.bench.rows import Rows
 from normplug.bench.timing import attempt
@@ -44,7 +44,7 @@ ARMS = models.usual_arms(MODE) | {
 
 
 def measure(a: Namespace) -> Iterator[Rows]:
-    """The rows of each network, with each of its batch sizes or with `a.batch`."""
+    """The rows of each network: of each batch size, or `a.batch`, in each layout."""
     how = {"mode": MODE, "autocast": torch.bfloat16, "rounds": a.rounds}
     arms = {name: ARMS[name] for name in a.arms}
     for name in a.rows:
@@ -54,15 +54,29 @@ def measure(a: Namespace) -> Iterator[Rows]:
             if made is None:  # its library is not installed
                 continue
             model, data, loss = made
-            rows = models.measure(model.to(a.device), data, loss, arms=arms, **how)
-            named = [{"model": name, "batch": batch, **row} for row in rows]
-            yield Rows(named, ("model", "batch", *models.COLUMNS), rows.notes)
+            model.to(a.device)
+            layouts = a.layout if has_layouts(data) else [None]
+            for layout in layouts:
+                facts = {"model": name, "batch": batch}
+                if layout is not None:
+                    facts["layout"] = layout
+                    model, data = laid_out(model, data, layout)
+                rows = models.measure(model, data, loss, arms=arms, **how)
+                named = [{**facts, **row} for row in rows]
+                columns = ("model", "batch", "layout", *models.COLUMNS)
+                yield Rows(named, columns, rows.notes)
 
 
 OPTIONS: dict[str, Any] = {
     "--rows": {"nargs": "+", "choices": NETS, "default": list(NETS), "metavar": "NAME"},
     "--batch": {"type": int, "help": "samples a step; default: each model's own"},
     "--arms": {"nargs": "+", "choices": ARMS, "default": ["eager", "swap", "swap+fuse"]},
+    "--layout": {
+        "nargs": "+",
+        "choices": LAYOUTS,
+        "default": [None],
+        "help": "of images; default: the network's own",
+    },
     "--rounds": {"type": int, "default": models.ROUNDS},
 }
 main = partial(script.main, __doc__, measure, OPTIONS)

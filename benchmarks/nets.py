@@ -22,6 +22,11 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return F.cross_entropy(model(*inputs).flatten(0, -2), target.flatten())
 
 
+def cross_entropy_of_images(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """The loss of logits (N, classes, ...) for the second tensor of the batch."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 def layer(kind: type[nn.Module], sizes: Sequence[Any], *shape: int, batch: int) -> Target:
     """A small single layer, whose loss is the mean square of its outputs."""
     x = torch.randn(batch, *shape, requires_grad=True)
@@ -33,26 +38,32 @@ def images(
 ) -> Target:
     """A classifier of torchvision, or `model`."""
     model = model or import_module("torchvision.models").get_model(name)
-    data = (
-        torch.randn(batch, 3, size, size),
-        torch.randint(10 if size == 32 else 1000, (batch,)),
-    )
-    return (
-        _laid_out(model, data, cross_entropy)
-        if channels_last
-        else (model, data, cross_entropy)
-    )
+    classes = 10 if size == 32 else 1000
+    data = (torch.randn(batch, 3, size, size), torch.randint(classes, (batch,)))
+    if channels_last:
+        model, data = laid_out(model, data, "channels_last")
+    return model, data, cross_entropy
 
 
-def _laid_out(model: nn.Module, data: tuple[Tensor, ...], loss: Loss) -> Target:
-    """A model and its images in channels_last memory."""
+LAYOUTS = ("contiguous", "channels_last")
+
+
+def laid_out(
+    model: nn.Module, data: tuple[Tensor, ...], layout: str
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model and its images, the first of `data`, in a memory layout of `LAYOUTS`."""
     images, *others = data
-    last = torch.channels_last if images.dim() == 4 else torch.channels_last_3d
-    return (
-        model.to(memory_format=last),
-        (images.contiguous(memory_format=last), *others),
-        loss,
-    )
+    memory_format = torch.contiguous_format
+    if layout == "channels_last":
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        memory_format = formats[images.dim()]
+    images = images.contiguous(memory_format=memory_format)
+    return model.to(memory_format=memory_format), (images, *others)
+
+
+def has_layouts(data: tuple[Tensor, ...]) -> bool:
+    """Whether a batch has images or volumes, which have several memory layouts."""
+    return data[0].dim() in (4, 5)
 
 
 def _resnet18_cifar(batch: int) -> Target:
@@ -76,7 +87,8 @@ def _frozen_resnet50(batch: int, size: int = 640) -> Target:
             [each.float().square().mean() for each in model(*batch).values()]
         ).sum()
 
-    return _laid_out(body, (torch.randn(batch, 3, size, size),), loss)
+    data = (torch.randn(batch, 3, size, size),)
+    return *laid_out(body, data, "channels_last"), loss
 
 
 def _vit_b_16(batch: int) -> Target:
@@ -121,7 +133,8 @@ def _unet2d(batch: int, size: int = 64, **sizes: Any) -> Target:
         pictures, times, noise = batch
         return F.mse_loss(model(pictures, times).sample, noise)
 
-    return _laid_out(net, (pictures, torch.randint(1000, (batch,)), noise), loss)
+    data = (pictures, torch.randint(1000, (batch,)), noise)
+    return *laid_out(net, data, "channels_last"), loss
 
 
 class UNet3d(nn.Module):
@@ -168,9 +181,7 @@ def _nnunet3d(
     shape = (size,) * 3
     data = (torch.randn(batch, 1, *shape), torch.randint(3, (batch, *shape)))
     net = nn.Sequential(UNet3d(1, widths), nn.Conv3d(widths[0], 3, 1))
-    return _laid_out(
-        net, data, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
-    )
+    return *laid_out(net, data, "channels_last"), cross_entropy_of_images
 
 
 def timm_images(
@@ -191,7 +202,7 @@ def _r2plus1d(batch: int) -> Target:
     """A video classifier, on clips of 16 frames of 112 x 112 pixels."""
     net = import_module("torchvision.models.video").r2plus1d_18()
     data = torch.randn(batch, 3, 16, 112, 112), torch.randint(400, (batch,))
-    return _laid_out(net, data, cross_entropy)
+    return *laid_out(net, data, "channels_last"), cross_entropy
 
 
 def _segformer(batch: int) -> Target:

@@ -109,12 +109,11 @@ def measure(
     steps: dict[str, timing.Call] = {}
     rows: dict[str, Row] = {}
     for name, change in (usual_arms(mode) if arms is None else arms).items():
-        warmed = timing.attempt(
-            name, partial(_warmed, name, partial(make, change), batch)
-        )
+        make_arm = partial(make, change)
+        warmed = timing.attempt(name, partial(_warmed, name, make_arm, batch))
         if warmed is not None:
-            steps[name], found = warmed
-            rows[name] = {"arm": name, **facts, **found}
+            steps[name], first = warmed
+            rows[name] = {"arm": name, **facts, **first}
     turns = {name: timing.back_to_back(step, 1e3) for name, step in steps.items()}
     for name, timed in timing.in_turns("ms", turns, rounds).items():
         rows[name] |= timed
@@ -136,7 +135,8 @@ def default_step(
 
 def _loss(output: Any) -> Tensor:
     """The loss of a model's output."""
-    if isinstance(loss := getattr(output, "loss", None), Tensor):
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
         return loss
     leaves = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, Tensor)]
     squares = [leaf.float().square().mean() for leaf in leaves if leaf.requires_grad]
@@ -209,15 +209,16 @@ def _notes(model: nn.Module, rows: Mapping[str, Row], origin: str) -> list[str]:
     plan = normplug.plan(model)
     swapped = counts(Counter(row.kind for row in plan if row.becomes))
     notes = [f"swapped: {swapped}, of {len(plan)} norm layers"]
-    if fused := rows.get("swap+fuse", {}).get("fused"):
+    fused = rows.get("swap+fuse", {}).get("fused")
+    if fused:
         notes.append(f"fused: {fused}")
     faster = []
-    if "over_eager" in (row := rows.get("swap+fuse", {})):
-        faster.append(f"fuse: {row['over_eager']:.2f} times eager")
-    if "over_compile" in (row := rows.get("swap+fuse+compile", {})):
-        faster.append(
-            f"with torch.compile: {row['over_compile']:.2f} times compile alone"
-        )
+    over_eager = rows.get("swap+fuse", {}).get("over_eager")
+    if over_eager is not None:
+        faster.append(f"fuse: {over_eager:.2f} times eager")
+    over_compile = rows.get("swap+fuse+compile", {}).get("over_compile")
+    if over_compile is not None:
+        faster.append(f"with torch.compile: {over_compile:.2f} times compile alone")
     return [*notes, "; ".join(faster), origin]
 
 
@@ -228,15 +229,13 @@ def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
     """
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):
-        return _from_file(
-            Path(place), name, options | ({"batch": batch} if batch else {})
-        )
+        if batch:
+            options = {**options, "batch": batch}
+        return _from_file(Path(place), name, options)
     for library, (names, make) in _LIBRARIES.items():
-        if (
-            place in ("", library)
-            and importlib.util.find_spec(library)
-            and name in names()
-        ):
+        if place not in ("", library) or not importlib.util.find_spec(library):
+            continue
+        if name in names():
             return make(name, batch or 8, **options)
     raise ValueError(
         f"no model {target!r} in torchvision, timm or transformers, if installed."
@@ -266,11 +265,8 @@ def _images(model: nn.Module, batch: int, size: int, classes: int) -> Target:
 
 
 def _torchvision(name: str, batch: int, size: int = IMAGE, **options: Any) -> Target:
-    if name in (
-        "googlenet",
-        "inception_v3",
-    ):  # in training they return several outputs, else
-        options = {"init_weights": False, "aux_logits": False} | options
+    if name in ("googlenet", "inception_v3"):  # otherwise they have several outputs
+        options = {"init_weights": False, "aux_logits": False, **options}
     model = import_module("torchvision.models").get_model(name, weights=None, **options)
     return _images(model, batch, size, options.get("num_classes", 1000))
 
@@ -281,15 +277,14 @@ def _timm(name: str, batch: int, size: int | None = None, **options: Any) -> Tar
     return _images(model, batch, size, model.num_classes)
 
 
+# Kinds of models in transformers, the first that a model has.
+_KINDS = ("SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "MASKED_LM", "CAUSAL_LM")
+
+
 def _transformers(name: str, batch: int, length: int = 512, **options: Any) -> Target:
     auto = import_module("transformers.models.auto.modeling_auto")
     config = import_module("transformers").AutoConfig.for_model(name, **options)
-    for kind in (
-        "SEQ_TO_SEQ_CAUSAL_LM",
-        "IMAGE_CLASSIFICATION",
-        "MASKED_LM",
-        "CAUSAL_LM",
-    ):
+    for kind in _KINDS:
         mapping = getattr(auto, f"MODEL_FOR_{kind}_MAPPING")
         if type(config) in mapping:
             break
@@ -306,19 +301,26 @@ def _transformers(name: str, batch: int, length: int = 512, **options: Any) -> T
     length = min(length, getattr(config, "max_position_embeddings", length))
     tokens = torch.randint(config.vocab_size, (batch, length))
     data = {"input_ids": tokens, "labels": tokens.clone()}
-    return (
-        model,
-        data | ({"decoder_input_ids": tokens} if kind.startswith("SEQ") else {}),
-        None,
-    )
+    if kind.startswith("SEQ"):
+        data["decoder_input_ids"] = tokens
+    return model, data, None
+
+
+def _torchvision_names() -> Iterable[str]:
+    return import_module("torchvision.models").list_models()
+
+
+def _timm_names() -> Iterable[str]:
+    return import_module("timm").list_models()
+
+
+def _transformers_names() -> Iterable[str]:
+    return import_module("transformers").CONFIG_MAPPING
 
 
 # library -> the names of its models, and what makes one
 _LIBRARIES: dict[str, tuple[Callable[[], Iterable[str]], Callable[..., Target]]] = {
-    "torchvision": (
-        lambda: import_module("torchvision.models").list_models(),
-        _torchvision,
-    ),
-    "timm": (lambda: import_module("timm").list_models(), _timm),
-    "transformers": (lambda: import_module("transformers").CONFIG_MAPPING, _transformers),
+    "torchvision": (_torchvision_names, _torchvision),
+    "timm": (_timm_names, _timm),
+    "transformers": (_transformers_names, _transformers),
 }

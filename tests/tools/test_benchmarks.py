@@ -2,6 +2,7 @@
 
 import copy
 import re
+from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import Mock
@@ -219,6 +220,38 @@ def test_other_arms_differ_from_the_usual_as_their_names_say(
     rows = {row["arm"]: row for row in read_file(path)}
     assert set(rows) == {"eager", "swap+fuse", "no-norm"}  # the model is no Llama
     assert rows["no-norm"]["loss"] != pytest.approx(rows["eager"]["loss"])
+
+
+def test_images_are_timed_in_each_layout_and_a_text_once(monkeypatch):
+    dense = []
+
+    def volumes(batch):
+        model, data, loss = nets.NETS["nnunet3d"].make(batch, size=8, widths=(4, 8))
+        model[0].stage[3].register_forward_pre_hook(
+            lambda conv, _: dense.append(conv.weight.is_contiguous())
+        )
+        return model, data, loss
+
+    small = {"volumes": volumes, "text": partial(nets.encoder, width=8, layers=1)}
+    for name, make in small.items():
+        monkeypatch.setitem(models.NETS, name, nets.Net(make, (2,)))
+    args = Namespace(
+        rows=small,
+        batch=None,
+        layout=nets.LAYOUTS,
+        arms=["eager"],
+        rounds=1,
+        device="cpu",
+    )
+    found = [row for rows in models.measure(args) for row in rows]
+    assert [(row["model"], row.get("layout")) for row in found] == [
+        ("volumes", "contiguous"),
+        ("volumes", "channels_last"),
+        ("text", None),
+    ]
+    half = len(dense) // 2
+    assert all(dense[:half])
+    assert not any(dense[half:])
 
 
 @pytest.mark.parametrize(
