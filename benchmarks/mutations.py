@@ -778,8 +778,8 @@ MUTATIONS = (
     Mutation(
         "compare: an arithmetic mean of ratios",
         "normplug/compare/runs.py",
-        "np.exp(np.log(ratios).mean())",
-        "ratios.mean()",
+        'agg(["count", stats.gmean,',
+        'agg(["count", "mean",',
         tests_of(
             COMPARE, "test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware"
         ),

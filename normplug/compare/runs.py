@@ -7,8 +7,8 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -85,38 +85,40 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
     rows: list[dict[str, Any]] = []
     unusable: dict[str, str] = {}
     for source in sources:
-        found: Sequence[Any] = sorted(source.rglob(RESULT))
-        if source.is_file():
-            with contextlib.suppress(ValueError):
-                found = TypeAdapter(list[dict[str, Any]]).validate_json(
-                    source.read_bytes()
-                )
-        if not found:
-            raise ValueError(
-                f"normplug.compare: {source} holds no runs. Give a directory that has the "
-                "result.json of a run at any depth, or a file that --collect wrote."
-            )
-        for given in found:
+        for name, read in _records(source).items():
             try:
-                rows.append(
-                    _row(_read(given, source) if isinstance(given, Path) else given)
-                )
+                rows.append(_row(read()))
             except (LookupError, OSError, TypeError, ValueError) as error:
-                name = (
-                    given
-                    if isinstance(given, Path)
-                    else f"{source.name}: {given.get('run')}"
-                )
-                unusable[str(name)] = " ".join(str(error).split())
+                unusable[name] = " ".join(str(error).split())
     columns = [*Result.model_fields, "validation_score", "record"]
     return pd.DataFrame(rows, columns=columns), unusable
+
+
+def _records(source: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Name -> what reads the record, for each run of a directory or a collected file."""
+    records: dict[str, Callable[[], dict[str, Any]]] = {}
+    if source.is_file():
+        content: list[dict[str, Any]] = []
+        with contextlib.suppress(ValueError):
+            content = TypeAdapter(list[dict[str, Any]]).validate_json(source.read_bytes())
+        for number, record in enumerate(content):
+            records[f"{source.name}: {record.get('run', number)}"] = partial(dict, record)
+    for path in sorted(source.rglob(RESULT)):
+        records[str(path)] = partial(_read, path, source)
+    if not records:
+        raise ValueError(
+            f"normplug.compare: {source} holds no runs. Give a directory that has the "
+            "result.json of a run at any depth, or a file that --collect wrote."
+        )
+    return records
 
 
 def _read(path: Path, source: Path) -> dict[str, Any]:
     """Read a `result.json`."""
     values = TypeAdapter(dict[str, Any]).validate_json(path.read_bytes())
     values = {"run": path.parent.relative_to(source).as_posix()} | values
-    if (log := path.with_name(VARIANCE)).is_file():
+    log = path.with_name(VARIANCE)
+    if log.is_file():
         rows = pd.read_csv(log)
         last = rows[rows["step"] == rows["step"].max()]
         values["variances"] = {name: [last[name].tolist()] for name in QUANTITIES}
@@ -269,6 +271,28 @@ class Group:
         medians over runs. The speed ratio is the geometric mean over pairs on the same hardware;
         an arm with CUDA graphs is compared with `<reference>-graph`, if that has them.
         """
+        differences = self.differences()
+        validation = self.differences("validation_score")
+        ps = {"p_holm": adjusted_ps(differences)}
+        if self.margin is not None:
+            within = self.margin / self.measure.scale
+            ps["p_equivalent"] = equivalence_ps(differences, within)
+        parts = [
+            intervals(self.wide("test_score")).add_prefix("test_"),
+            intervals(self.wide("test_bits_per_character")).add_prefix("test_bits_"),
+            intervals(differences).add_prefix("difference_to_reference_"),
+            pd.DataFrame(ps).add_prefix("difference_to_reference_"),
+            intervals(validation).add_prefix("validation_difference_to_reference_"),
+            self._speeds(),
+            self._costs(),
+        ]
+        table = self._counts()
+        for part in parts:
+            table = table.join(part)
+        return self._sorted(table)
+
+    def _counts(self) -> pd.DataFrame:
+        """How many runs each arm has, and how they ended."""
         statuses = pd.crosstab(self.runs.arm, self.runs.status)
         columns = {
             "model": self.model,
@@ -281,48 +305,56 @@ class Group:
             "reference": self.reference,
             **vars(self.measure),
         }
-        table = pd.DataFrame(columns, index=self.arms).rename(columns={"name": "measure"})
-        parts = {
-            "test": self.wide("test_score"),
-            "test_bits": self.wide("test_bits_per_character"),
-            "difference_to_reference": self.differences(),
-            "validation_difference_to_reference": self.differences("validation_score"),
-        }
-        for name, wide in parts.items():
-            table = table.join(intervals(wide).add_prefix(f"{name}_"))
-            if name == "difference_to_reference":
-                table[f"{name}_p_holm"] = adjusted_ps(wide)
-                if self.margin is not None:
-                    within = self.margin / self.measure.scale
-                    table[f"{name}_p_equivalent"] = equivalence_ps(wide, within)
+        return pd.DataFrame(columns, index=self.arms).rename(columns={"name": "measure"})
+
+    def _speeds(self) -> pd.DataFrame:
+        """Each arm's speed over that of its reference, in pairs of one seed and hardware."""
+        runs = self.finished[["arm", "seed", "hardware", "items_per_s"]].dropna()
         twin = f"{self.reference}-graph"
-        by_twin = table.arm.isin(self.graphs if twin in self.graphs else ())
-        table["speed_reference"] = others = table.reference.mask(by_twin, twin)
-        wide, hardware = self.wide("items_per_s"), self.wide("hardware")
-        same = hardware == hardware.reindex(columns=others).to_numpy()
-        ratios = wide / wide.reindex(columns=others).to_numpy()
-        ratios = ratios.where(same & (table.arm != others))
-        speeds = self.finished.groupby(["arm", "hardware"]).items_per_s
-        spread = (speeds.max() / speeds.min()).groupby("arm").max()
-        table["speed_reference_spread"] = table.speed_reference.map(spread)
-        table["speed_ratio_n"] = ratios.count()
-        table["speed_ratio_geometric_mean"] = np.exp(np.log(ratios).mean())
-        table["speed_ratio_lowest"], table["speed_ratio_highest"] = (
-            ratios.min(),
-            ratios.max(),
+        with_graphs = pd.Series(self.arms, self.arms).isin(self.graphs)
+        references = pd.Series(self.reference, self.arms, dtype=object)
+        if twin in self.graphs:
+            references = references.mask(with_graphs, twin)
+        by_hardware = runs.groupby(["arm", "hardware"]).items_per_s
+        spread = (by_hardware.max() / by_hardware.min()).groupby("arm").max()
+        speeds = pd.DataFrame(
+            {
+                "speed_reference": references,
+                "speed_reference_spread": references.map(spread),
+            }
         )
+        keys = ["arm", "seed", "hardware"]
+        speed = runs.set_index(keys).items_per_s
+        others = runs[keys].assign(arm=runs.arm.map(references).to_numpy())
+        ratios = speed / speed.reindex(pd.MultiIndex.from_frame(others)).to_numpy()
+        ratios = ratios[(others.arm != runs.arm).to_numpy()].dropna()
+        found = ratios.groupby("arm").agg(["count", stats.gmean, "min", "max"])
+        found.columns = ["n", "geometric_mean", "lowest", "highest"]
+        speeds = speeds.join(found.add_prefix("speed_ratio_"))
+        speeds["speed_ratio_n"] = speeds.speed_ratio_n.fillna(0).astype(int)
+        return speeds
+
+    def _costs(self) -> pd.DataFrame:
+        """The medians of each arm's speed, time of a step and peak memory."""
         mib = self.finished.peak_memory_bytes / 2**20
-        of_arm = self.finished.assign(peak_memory_mib=mib).groupby("arm")
-        costs = of_arm[["items_per_s", "step_ms", "peak_memory_mib"]].median()
-        table = table.join(costs.add_suffix("_median"))
-        table["norms_swapped"] = of_arm.norms_swapped.max().astype("Int64")
+        by_arm = self.finished.assign(peak_memory_mib=mib).groupby("arm")
+        costs = by_arm[["items_per_s", "step_ms", "peak_memory_mib"]].median()
+        costs = costs.add_suffix("_median")
+        costs["norms_swapped"] = by_arm.norms_swapped.max().astype("Int64")
+        return costs
+
+    def _sorted(self, table: pd.DataFrame) -> pd.DataFrame:
+        """The reference first, then by effect; arms with CUDA graphs come last."""
         effect = table.difference_to_reference_mean if self.reference else table.test_mean
-        order = table.assign(
-            graphs=table.arm.isin(self.graphs) != (self.reference in self.graphs),
-            other=table.arm != table.speed_reference,
-            effect=-effect if self.measure.better == "higher" else effect,
-        ).sort_values(["graphs", "other", "effect"])
-        return order[table.columns].reset_index(drop=True)
+        if self.measure.better == "higher":
+            effect = -effect
+        keys = {
+            "graphs": table.arm.isin(self.graphs) != (self.reference in self.graphs),
+            "other": table.arm != table.speed_reference,
+            "effect": effect,
+        }
+        order = pd.DataFrame(keys).sort_values(list(keys)).index
+        return table.loc[order].reset_index(drop=True)
 
 
 def group_runs(
