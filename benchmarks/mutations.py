@@ -773,7 +773,10 @@ MUTATIONS = (
         "normplug/compare/runs.py",
         ".clip(upper=1).cummax()",
         ".clip(upper=1)",
-        tests_of(COMPARE, "test_holms_adjustment_keeps_the_order_of_the_ps"),
+        tests_of(
+            COMPARE,
+            "test_p_is_that_of_a_paired_t_test_and_adjusted_for_the_number_of_arms",
+        ),
     ),
     Mutation(
         "compare: an arithmetic mean of ratios",

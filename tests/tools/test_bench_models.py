@@ -179,22 +179,6 @@ class Two(nn.Module):
         return self.norm(self.linear(x) + y)
 
 
-def test_a_batch_is_read_as_a_loader_gives_it(net):
-    images, labels = torch.randn(4, 3, 6, 6), torch.arange(4)
-    data = torch.utils.data.TensorDataset(images, labels)
-    x, y = torch.randn(4, 4), torch.randn(4, 6)
-    for model, batch in (
-        (net, (images, labels)),
-        (net, torch.utils.data.DataLoader(data, 2)),
-        (net, images.numpy()),
-        (Two(), (x, y)),
-        (Two(), ((x, y), labels)),
-        (Two(), {"x": x, "y": y, "label": labels}),
-    ):
-        rows = measure(model, batch, rounds=1, arms={"eager": lambda model: model})
-        assert [row["arm"] for row in rows] == ["eager"]
-
-
 def test_the_step_gets_the_whole_batch_as_tensors():
     seen = []
 

@@ -155,34 +155,24 @@ def test_every_committed_result_and_picture_is_linked_from_a_page():
 
 def test_a_page_about_devices_is_the_table_that_the_command_wrote(tmp_path):
     json = tmp_path / "rows.json"
-    main(
-        [
-            "op",
-            "layer_norm",
-            "--devices",
-            "cpu,cuda",
-            "--shape",
-            "4x8",
-            "--json",
-            str(json),
-        ]
-    )
+    words = ["op", "layer_norm", "--devices", "cpu,cuda", "--shape", "4x8", "--json"]
+    main([*words, str(json)])
     assert tables.render(read_file(json)) == (tmp_path / "rows.md").read_text()
 
 
 def test_a_suite_writes_rows(tmp_path):
+    path = tmp_path / "rows.json"
     words = [
         "--suite",
         "small",
-        "--only",
-        "layer_norm rows 32x128 float32",
         "--device",
         "cpu",
+        "--provider",
+        "normplug",
+        "--provider",
+        "eager",
     ]
-    path = tmp_path / "rows.json"
-    norms.main(
-        [*words, "--provider", "normplug", "--provider", "eager", "--json", str(path)]
-    )
+    norms.main([*words, "--only", "layer_norm rows 32x128 float32", "--json", str(path)])
     assert {row["op"] for row in read_file(path)} == {"layer_norm", "add_layer_norm"}
     with pytest.raises(SystemExit, match="no case of suite headline has 'nonsense'"):
         norms.main(["--only", "nonsense", "--device", "cpu"])
