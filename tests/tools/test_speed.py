@@ -14,17 +14,22 @@ from normplug.experiment.speed import compare_modes
 from training import TINY_IMAGES, composed
 
 ARMS = {"baseline": 0.8, "standard": 0.8, "golden": 0.9}
+# The keys that a training step depends on.
+KEYS = ["mode", "gamma0", "factors", "swap", "seed", "compile", "fuse", "recompute"]
+KEYS += ["channels_last", "label_smoothing", "data", "model", "optimizer"]
 TEXT = ["data=text", "model=gpt_tiny", "model.width=16", "data.megabytes=0.1"]
 
 
 def write_runs(root, *overrides, seeds=1, arms=ARMS, **changes):
     """Write what train.py leaves of a run for each arm and seed."""
-    places = ["trainer.default_root_dir=.", "~callbacks", "~logger"]
     for arm, score in arms.items():
         for seed in range(seeds):
-            cfg = composed(*places, f"mode={arm}", f"seed={seed}", *overrides)
+            cfg = composed(f"mode={arm}", f"seed={seed}", *overrides)
+            config = OmegaConf.to_container(
+                OmegaConf.masked_copy(cfg, KEYS), resolve=True
+            )
             record = {
-                "config": OmegaConf.to_container(cfg, resolve=True),
+                "config": config | {"trainer": {"accelerator": "auto"}},
                 "precision": "32-true",
                 "arm": arm,
                 "seed": seed,
