@@ -85,7 +85,7 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
     rows: list[dict[str, Any]] = []
     unusable: dict[str, str] = {}
     for source in sources:
-        for name, read in _records(source).items():
+        for name, read in _records(source):
             try:
                 rows.append(_row(read()))
             except (LookupError, OSError, TypeError, ValueError) as error:
@@ -94,17 +94,18 @@ def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
     return pd.DataFrame(rows, columns=columns), unusable
 
 
-def _records(source: Path) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Name -> what reads the record, for each run of a directory or a collected file."""
-    records: dict[str, Callable[[], dict[str, Any]]] = {}
+def _records(source: Path) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+    """The name of each run of a directory or a collected file, and what reads its record."""
+    records: list[tuple[str, Callable[[], dict[str, Any]]]] = []
     if source.is_file():
         content: list[dict[str, Any]] = []
         with contextlib.suppress(ValueError):
             content = TypeAdapter(list[dict[str, Any]]).validate_json(source.read_bytes())
-        for number, record in enumerate(content):
-            records[f"{source.name}: {record.get('run', number)}"] = partial(dict, record)
+        for record in content:
+            name = f"{source.name}: {record.get('run')}"
+            records.append((name, partial(dict, record)))
     for path in sorted(source.rglob(RESULT)):
-        records[str(path)] = partial(_read, path, source)
+        records.append((str(path), partial(_read, path, source)))
     if not records:
         raise ValueError(
             f"normplug.compare: {source} holds no runs. Give a directory that has the "
@@ -317,20 +318,16 @@ class Group:
             references = references.mask(with_graphs, twin)
         by_hardware = runs.groupby(["arm", "hardware"]).items_per_s
         spread = (by_hardware.max() / by_hardware.min()).groupby("arm").max()
-        speeds = pd.DataFrame(
-            {
-                "speed_reference": references,
-                "speed_reference_spread": references.map(spread),
-            }
-        )
+        speeds = references.to_frame("speed_reference")
+        speeds["speed_reference_spread"] = references.map(spread)
         keys = ["arm", "seed", "hardware"]
         speed = runs.set_index(keys).items_per_s
         others = runs[keys].assign(arm=runs.arm.map(references).to_numpy())
         ratios = speed / speed.reindex(pd.MultiIndex.from_frame(others)).to_numpy()
         ratios = ratios[(others.arm != runs.arm).to_numpy()].dropna()
-        found = ratios.groupby("arm").agg(["count", stats.gmean, "min", "max"])
-        found.columns = ["n", "geometric_mean", "lowest", "highest"]
-        speeds = speeds.join(found.add_prefix("speed_ratio_"))
+        by_arm = ratios.groupby("arm").agg(["count", stats.gmean, "min", "max"])
+        by_arm.columns = ["n", "geometric_mean", "lowest", "highest"]
+        speeds = speeds.join(by_arm.add_prefix("speed_ratio_"))
         speeds["speed_ratio_n"] = speeds.speed_ratio_n.fillna(0).astype(int)
         return speeds
 

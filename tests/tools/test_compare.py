@@ -192,6 +192,15 @@ def test_a_collected_file_gives_the_same_report_without_what_is_local(tmp_path):
         compare(file)
 
 
+def test_a_collected_file_has_the_runs_of_two_sources_that_have_one_name(tmp_path):
+    sources = [tmp_path / data for data in ("digits", "fake")]
+    for source in sources:
+        write_run(source, "golden", 0, data=source.name)
+    file = tmp_path / "runs.json"
+    assert main([*map(str, sources), "--collect", str(file)]) == 0
+    assert list(compare(file, out=tmp_path / "out").table.data) == ["digits", "fake"]
+
+
 def test_each_arm_gets_its_best_rate_by_one_rule(compared, tmp_path, capsys):
     last = {
         "golden": {0.1: 0.7, 0.2: 0.8, 0.4: 0.75},
