@@ -50,15 +50,13 @@ _REFUSED = (ast.Try, getattr(ast, "TryStar", ast.Try), ast.Match)
 # (name, kind) of each child that `edit` needs. The kinds: "sum", a norm that may be fused with an
 # addition before it; "norm", a norm that may be fused with an activation after it; "activation".
 Children = tuple[tuple[str, str], ...]
-# The tests of the `if` statements around a statement, each with the result that it must have.
-Branch = tuple[tuple[ast.expr, bool], ...]
 
 
-class Place(NamedTuple):
+class EditedCall(NamedTuple):
     """An edited call of a norm."""
 
-    branch: Branch  # that contains it
     activation: str  # the child after the norm; "" if an addition comes before the norm
+    in_branch: bool  # of an `if`, so that it may not run
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,20 +65,19 @@ class Edited:
 
     original: Any  # the class's forward
     forward: Any  # the edited one
-    me: str  # the forward's name for the module, usually "self"
-    found: dict[str, list[Place]]  # name of a norm -> its edited calls
+    calls: dict[str, list[EditedCall]]  # name of a norm -> its edited calls
 
     def label(self, norm: str, module: nn.Module) -> str:
         """The label in a report of the norm with this name; "" if it is not fused."""
-        state = {**module._modules, **vars(module)}
-        for branch, activation in self.found.get(norm, ()):
-            if not all(_may_be(*each, self.me, state) for each in branch):
-                continue
-            if not activation:
-                return "add before it"
-            child: Any = module._modules.get(activation)
-            if (name := _activations.of_module(child)) is not None:
-                return _activations.label(name)
+        for activation, in_branch in self.calls.get(norm, ()):
+            label = "add before it"
+            if activation:
+                child: Any = module._modules.get(activation)
+                name = _activations.of_module(child)
+                if name is None:
+                    continue
+                label = _activations.label(name)
+            return f"{label} (in a branch)" if in_branch else label
         return ""
 
 
@@ -101,7 +98,7 @@ def edit(cls: Any, forward: Any, children: Children) -> Edited:
     edited = _function(written, code, written.__closure__ or ())
     for outer, inner in zip(chain[-2::-1], chain[:0:-1], strict=True):
         edited = _rewrapped(outer, inner, edited)
-    return Edited(forward, edited, editor.me, editor.found)
+    return Edited(forward, edited, editor.calls)
 
 
 @dataclass
@@ -111,15 +108,14 @@ class _Editor:
     cls: type[nn.Module]  # whose forward it is
     children: dict[str, str]  # name of a child -> its kind
     definition: ast.FunctionDef  # the forward's, which `edit` changes
-    found: dict[str, list[Place]] = field(
-        default_factory=dict
-    )  # norm -> its edited calls
+    # Name of a norm -> its edited calls.
+    calls: dict[str, list[EditedCall]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         arguments = [*self.definition.args.posonlyargs, *self.definition.args.args]
         if not arguments:
             raise Untraceable("its forward takes only *args")
-        self.me = arguments[0].arg
+        self.me = arguments[0].arg  # the forward's name for the module, usually "self"
         nodes = list(ast.walk(self.definition))[1:]
         self._has_scopes = any(isinstance(node, SCOPES) for node in nodes)
         for node in nodes:
@@ -133,17 +129,20 @@ class _Editor:
             ):  # Python renames it in a class
                 raise Untraceable(f"its forward uses {name}, a private attribute")
 
-    def edit(self, body: list[ast.stmt], branch: Branch = ()) -> None:
-        """Edit the norms in statements; branch: the branches that contain the statements."""
+    def edit(self, body: list[ast.stmt], in_branch: bool = False) -> None:
+        """Edit the norms in statements; in_branch: whether an `if` contains them."""
         for i, _ in enumerate(body):
             self._into_branches(body, i)
             statement = body[i]
             for node in _expressions(statement):
-                self._nested(statement, node, branch)
-            self._pair(body, i, branch)
-            test = statement.test if isinstance(statement, ast.If) else ast.Constant(None)
-            for name in () if isinstance(statement, SCOPES) else ("body", "orelse"):
-                self.edit(getattr(statement, name, []), (*branch, (test, name == "body")))
+                self._nested(statement, node, in_branch)
+            self._pair_sum(body, i, in_branch)
+            self._pair_norm(body, i, in_branch)
+            if isinstance(statement, SCOPES):
+                continue
+            for name in ("body", "orelse"):
+                inner = getattr(statement, name, [])
+                self.edit(inner, in_branch or isinstance(statement, ast.If))
 
     def _into_branches(self, body: list[ast.stmt], i: int) -> None:
         """Move a sum or norm before an `if` into its branches, and what reads one after it."""
@@ -191,61 +190,56 @@ class _Editor:
             effect = self._first_effect(test)
         return effect is None and not _reads(test, _assigned(statement)[0])
 
-    def _nested(self, statement: ast.stmt, node: Any, branch: Branch) -> None:
+    def _nested(self, statement: ast.stmt, node: Any, in_branch: bool) -> None:
         """Edit a norm of a sum, or an activation of a norm."""
         inner: Any = node.args[0] if isinstance(node, ast.Call) and node.args else None
         if (name := self._child(node, "sum")) and _is_sum(inner):
             both = _call(_ADD_NORM, node.func, inner.left, inner.right)
-            made: Any = ast.Subscript(both, ast.Constant(0), ast.Load())
-            self._record(name, branch)
+            self._record(name, "", in_branch)
+            _replace(statement, node, ast.Subscript(both, ast.Constant(0), ast.Load()))
         elif (name := self._child(inner, "norm")) and self._child(node, "activation"):
+            self._record(name, node.func.attr, in_branch)
             made = _call(_NORM_ACTIVATION, inner.func, inner.args[0], node.func)
-            self._record(name, branch, node.func.attr)
-        else:
-            return
-        _replace(statement, node, made)
+            _replace(statement, node, made)
 
-    def _pair(self, body: list[ast.stmt], i: int, branch: Branch) -> None:
-        """Edit a statement that computes a sum or a norm, and the norm or activation after it."""
+    def _pair_sum(self, body: list[ast.stmt], i: int, in_branch: bool) -> None:
+        """Edit a statement that computes a sum, and the norm after it."""
+        statement = body[i]
+        target, value = _assigned(statement)
+        if not _is_sum(value):
+            return
+        norm, reader = self._reader(body[i + 1 :], target, False)
+        if norm is None:
+            return
+        self._record(norm.func.attr, "", in_branch)
+        both = _call(_ADD_NORM, norm.func, value.left, value.right)
+        names: list[ast.expr] = [ast.Name(n, ast.Store()) for n in (_RESULT, target)]
+        made = ast.Assign([ast.Tuple(names, ast.Store())], both)
+        body[i] = _located(made, statement)
+        if not (isinstance(reader, ast.Return) or _is_sum(reader.value)):
+            unset = ast.Assign([ast.Name(_RESULT, ast.Store())], ast.Constant(None))
+            body.insert(body.index(reader) + 1, _located(unset, reader))
+        _replace(reader, norm, ast.Name(_RESULT, ast.Load()))
+
+    def _pair_norm(self, body: list[ast.stmt], i: int, in_branch: bool) -> None:
+        """Edit a statement that computes a norm, and the activation after it."""
         statement: Any = body[i]
         target, value = _assigned(statement)
-        if target is None:
+        name = self._child(value, "norm")
+        if not name:
             return
-        if _is_sum(value):
-            norm, reader = self._reader(body[i + 1 :], target, False)
-            if norm is None:
-                return
-            self._record(norm.func.attr, branch)
-            both = _call(_ADD_NORM, norm.func, value.left, value.right)
-            targets: list[ast.expr] = [
-                ast.Name(n, ast.Store()) for n in (_RESULT, target)
-            ]
-            body[i] = _located(
-                ast.Assign([ast.Tuple(targets, ast.Store())], both), statement
-            )
-            result: ast.expr = ast.Name(_RESULT, ast.Load())
-            if not (isinstance(reader, ast.Return) or _is_sum(reader.value)):
-                unset = ast.Assign([ast.Name(_RESULT, ast.Store())], ast.Constant(None))
-                body.insert(body.index(reader) + 1, _located(unset, reader))
-        elif name := self._child(value, "norm"):
-            activation, reader = self._reader(body[i + 1 :], target, True)
-            if activation is None:
-                return
-            self._record(name, branch, activation.func.attr)
-            made = _call(
-                _NORM_ACTIVATION,
-                value.func,
-                value.args[0],
-                copy.deepcopy(activation.func),
-            )
-            statement.value = _located(made, statement)
-            result = activation.args[0]
-        else:
+        activation, reader = self._reader(body[i + 1 :], target, True)
+        if activation is None:
             return
-        _replace(reader, norm if _is_sum(value) else activation, result)
+        self._record(name, activation.func.attr, in_branch)
+        function = copy.deepcopy(activation.func)
+        made = _call(_NORM_ACTIVATION, value.func, value.args[0], function)
+        statement.value = _located(made, statement)
+        _replace(reader, activation, activation.args[0])
 
-    def _record(self, norm: str, branch: Branch, activation: str = "") -> None:
-        self.found.setdefault(norm, []).append(Place(branch, activation))
+    def _record(self, norm: str, activation: str, in_branch: bool) -> None:
+        call = EditedCall(activation, in_branch)
+        self.calls.setdefault(norm, []).append(call)
 
     def _reader(
         self, following: list[ast.stmt], name: str, activates: bool
@@ -322,22 +316,6 @@ class _Editor:
             return True
         # After a return, functions that captured the variable may run.
         return isinstance(statement, ast.Return) and not self._has_scopes
-
-
-def _may_be(test: ast.expr, result: bool, me: str, state: dict[str, Any]) -> bool:
-    """Whether a test may have a result, given the module's attributes and children."""
-    if isinstance(test, ast.BoolOp):
-        parts = [_may_be(part, result, me, state) for part in test.values]
-        return all(parts) if isinstance(test.op, ast.And) == result else any(parts)
-    nodes = list(ast.walk(test))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    if names != {me} or any(isinstance(node, ast.Call) for node in nodes):
-        return True
-    try:
-        code = compile(ast.Expression(test), "<test>", "eval")
-        return bool(eval(code, {me: types.SimpleNamespace(**state)})) == result
-    except Exception:  # an attribute that only the forward can read
-        return True
 
 
 # Python's syntax trees: find, build and replace nodes.

@@ -37,7 +37,8 @@ class Row(NamedTuple):
     Attributes:
         path: its path in the model; "" is the model itself.
         kind: the name of its class.
-        label: what it is fused with; None if it is not fused.
+        label: what it is fused with, and "(in a branch)" if the fused call is in a branch of an
+            `if` and so may not run; None if it is not fused.
         owner: the module whose forward makes the fused call.
         note: why it is not fused; "" otherwise.
     """

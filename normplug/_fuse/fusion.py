@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import is_
-from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -82,19 +81,21 @@ class Traced:
     inner: tuple[tuple[nn.Module, Guard], ...]
     labels: dict[str, str]  # path of a norm in the module -> what the norm is fused with
 
-    def holds(self, root: nn.Module, inputs: tuple[Any, ...] | None = None) -> bool:
-        """Whether the forward may run in place of the root's own; None checks the modules only."""
+    def fits(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether the required inputs are of the types that the trace assumes."""
         reads = self.guard.reads
-        if inputs is not None and len(inputs) != len(reads.inputs):
-            return False
-        for name, x in zip(reads.inputs, inputs or (), strict=False):
+        for name, value in zip(reads.inputs, inputs, strict=True):
             if name not in reads.sequences:
-                if not isinstance(x, Tensor):
+                if not isinstance(value, Tensor):
                     return False
-            elif not isinstance(x, (list, tuple)) or not all(
-                isinstance(t, Tensor) for t in x
+            elif not isinstance(value, (list, tuple)) or not all(
+                isinstance(item, Tensor) for item in value
             ):
                 return False
+        return True
+
+    def holds(self, root: nn.Module) -> bool:
+        """Whether the modules have not changed; root: the module that was traced."""
         for module, guard in self.inner:
             if not guard.holds(module):
                 return False
@@ -115,7 +116,7 @@ class FusedForwards:
             self.edited is not None
             and unfused_class(root).forward is self.edited.original
         ):
-            for name in self.edited.found:
+            for name in self.edited.calls:
                 child, label = root._modules.get(name), self.edited.label(name, root)
                 if child is not None and label:
                     found[child] = label
@@ -177,66 +178,36 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
     if known is not None and known.forward.__wrapped__ is original:
         return known
 
-    like: Any = original if isinstance(original, FunctionType) else nn.Module.__call__
-    last, named = like.__defaults__ or (), like.__kwdefaults__ or {}
-    count = like.__code__.co_argcount - 1  # without the module
-
-    def run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        # Leave out inputs at their defaults: a forward that is patched in may not take them.
-        while (
-            count - len(last) < len(args) <= count
-            and args[-1] is last[len(args) - count - 1]
-        ):
-            args = args[:-1]
-        if kwargs:
-            kwargs = {
-                k: v for k, v in kwargs.items() if k not in named or v is not named[k]
-            }
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         now = type(module)
         # A class that other code derived from this one may have other attributes.
         if now is made or (now.__module__.startswith("torch.") and made in now.__bases__):
             fusion: FusedForwards | None = module.__dict__.get(FORWARDS)
             if fusion is not None and cls.forward is original and not any(GLOBAL_HOOKS):
                 traced, edited = fusion.traced, fusion.edited
-                inputs = (*args, *kwargs.values())  # in the order of the parameters
-                if traced is not None and traced.holds(module, inputs):
-                    return traced.forward(module, *inputs)
+                if traced is not None:
+                    inputs = traced.guard.reads.required(args, kwargs)
+                    if (
+                        inputs is not None
+                        and traced.fits(inputs)
+                        and traced.holds(module)
+                    ):
+                        return traced.forward(module, *inputs)
                 if edited is not None:
                     return edited.forward(module, *args, **kwargs)
         return cls.forward(module, *args, **kwargs)
 
+    functools.update_wrapper(forward, original)
+    # `inspect.getfullargspec` does not look at `__wrapped__`.
+    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     namespace = {
         _convert.FUSED: cls,
         "__module__": cls.__module__,
         # The name stays: libraries write it into configurations, and compare it with lists.
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "forward": functools.update_wrapper(_with_parameters_of(like, run), original),
+        "forward": forward,
     }
     made: type[nn.Module] = unseen_subclass(cls, (FusedModule, cls), namespace)
     FUSED_CLASSES[cls] = made
-    return made
-
-
-def _with_parameters_of(like: FunctionType, run: Callable[..., Any]) -> FunctionType:
-    """A function that passes all its parameters to `run`; they are those of `like`.
-
-    Tools find a model's inputs by the names of its forward's parameters, in `__code__`, too.
-    """
-    # A copy without the `__wrapped__` and `__signature__` that a decorator may have set.
-    bare = FunctionType(like.__code__, {}, closure=like.__closure__)
-    given = [*inspect.signature(bare).parameters.values()]
-    kind: Any = inspect.Parameter
-    forms = {
-        kind.VAR_POSITIONAL: "*{0}",
-        kind.KEYWORD_ONLY: "{0}={0}",
-        kind.VAR_KEYWORD: "**{0}",
-    }
-    arguments = ", ".join(forms.get(p.kind, "{0}").format(p.name) for p in given)
-    source = (
-        f"lambda _run: lambda {str(inspect.Signature(given))[1:-1]}: _run({arguments})"
-    )
-    made = eval(compile(source, f"<normplug.fuse of {like.__qualname__}>", "eval"))(run)
-    made.__code__ = made.__code__.replace(co_name=like.__name__)
-    made.__defaults__, made.__kwdefaults__ = like.__defaults__, like.__kwdefaults__
     return made

@@ -62,6 +62,11 @@ class Reads:
 
     cls: type[nn.Module]  # the class whose forward it is
     inputs: tuple[str, ...]  # the names of its required inputs
+    # Name of each other input -> its default.
+    options: dict[str, Any] = field(default_factory=dict)
+    positional: tuple[
+        str, ...
+    ] = ()  # the inputs that may be passed by position, in order
     sequences: set[str] = field(
         default_factory=set
     )  # the inputs that are sequences of tensors
@@ -72,6 +77,30 @@ class Reads:
     proxies: dict[str, bool] = field(default_factory=dict)
     # The forward and the methods of the class that it calls, by name.
     methods: dict[str, Any] = field(default_factory=dict)
+
+    def required(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """The required inputs of a call, in order; None if another is not at its default.
+
+        None also stands for a call that the forward does not take.
+        """
+        if len(args) > len(self.positional):
+            return None
+        names = self.positional[: len(args)]
+        if names == self.inputs and not kwargs:
+            return args
+        if any(name in kwargs for name in names):
+            return None
+        values = {**dict(zip(names, args, strict=True)), **kwargs}
+        for name, default in self.options.items():
+            if values.pop(name, default) is not default:
+                return None
+        if len(values) != len(self.inputs):
+            return None
+        if not all(name in values for name in self.inputs):
+            return None
+        return tuple(values[name] for name in self.inputs)
 
 
 def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
@@ -84,16 +113,19 @@ def read(module: nn.Module, cls: type[nn.Module]) -> Reads:
         iterate = cls.__iter__  # type: ignore[attr-defined]
         if iterate is nn.Sequential.__iter__:
             methods = {"forward": forward, "__iter__": iterate}
-            return Reads(cls, ("input",), methods=methods)
+            return Reads(cls, ("input",), positional=("input",), methods=methods)
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("its forward is not a plain function")
-    required = []
-    for parameter in list(inspect.signature(forward).parameters.values())[1:]:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise Untraceable("its forward takes *args or **kwargs")
-        if parameter.default is parameter.empty:
-            required.append(parameter.name)
-    reads = Reads(cls, tuple(required), methods={"forward": forward})
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        raise Untraceable("its forward takes *args or **kwargs")
+    reads = Reads(
+        cls,
+        inputs=tuple(p.name for p in parameters if p.default is p.empty),
+        options={p.name: p.default for p in parameters if p.default is not p.empty},
+        positional=tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY),
+        methods={"forward": forward},
+    )
     _Reader(module, cls, reads).function(forward)
     return reads
 

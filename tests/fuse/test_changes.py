@@ -249,8 +249,9 @@ def test_global_hooks_and_forwards_patched_on_the_class_run(make, calls, monkeyp
     ):
         outcome(model, X)
     assert norm in seen
-    monkeypatch.setattr(make, "forward", lambda self, x: x * 2)
+    monkeypatch.setattr(make, "forward", lambda self, x, times=2: x * times)
     assert torch.equal(model(X), X * 2)
+    assert torch.equal(model(X, times=3), X * 3)
     assert not any(row.label for row in fusions(model))
     assert calls == []
 
