@@ -50,7 +50,7 @@ class Row(NamedTuple):
     note: str
 
 
-class Report(Rows[Row]):
+class Fusions(Rows[Row]):
     """Every norm layer of a model, in order; `print` it for a table."""
 
     def columns(self) -> dict[str, list[str]]:
@@ -182,7 +182,7 @@ def unfuse(model: nn.Module) -> nn.Module:
     return model
 
 
-def fusions(model: nn.Module) -> Report:
+def fusions(model: nn.Module) -> Fusions:
     """List what `fuse` has fused in a model, and why the other norms are not fused.
 
     For a model that has not been fused, list what `fuse` would do. The model does not change.
@@ -191,7 +191,7 @@ def fusions(model: nn.Module) -> Report:
         model: any module, fused or not.
 
     Returns:
-        A `Report`: print it for a table, or iterate over its rows, one `Row` per norm layer.
+        A `Fusions`: print it for a table, or iterate over its rows, one `Row` per norm layer.
 
     Raises:
         TypeError: `model` is not a module, or is TorchScript.
@@ -208,7 +208,7 @@ def fusions(model: nn.Module) -> Report:
 
 def _report(
     model: nn.Module, fused: dict[nn.Module, FusedForwards], analysis: _Analysis
-) -> Report:
+) -> Fusions:
     """List the norms of a model; fused: its fused modules, or the modules to fuse."""
     found, possible = _labels(model, fused), _labels(model, analysis.fusions)
     rows = []
@@ -223,7 +223,7 @@ def _report(
         else:
             note = refusal(norm) or analysis.reasons.get(norm, REASON)
         rows.append(Row(path, _convert.plain_class(norm).__name__, label, owner, note))
-    return Report(tuple(rows))
+    return Fusions(tuple(rows))
 
 
 def _labels(

@@ -49,7 +49,7 @@ class CheckedLayer:
     tested: str
 
 
-class Report(Rows[CheckedLayer]):
+class Verified(Rows[CheckedLayer]):
     """The layers that `check` verified; `print` it for a table."""
 
     def columns(self) -> dict[str, list[str]]:
@@ -71,7 +71,7 @@ class Report(Rows[CheckedLayer]):
         return f"{len(self.rows)} norm layers verified: {found}"
 
 
-def check(model: nn.Module, *batch: Any, **keywords: Any) -> Report:
+def check(model: nn.Module, *batch: Any, **keywords: Any) -> Verified:
     """Verify that a model's swapped layers are still present and compute the right function.
 
     This finds layers that another tool has rebuilt or removed since `swap`, layers whose mode is
@@ -91,7 +91,7 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Report:
         **keywords: arguments that the model takes by keyword.
 
     Returns:
-        A `Report` if there is no problem: print it, or iterate over its `CheckedLayer`s, one per
+        A `Verified` if there is no problem: print it, or iterate over its `CheckedLayer`s, one per
         layer.
 
     Raises:
@@ -131,7 +131,7 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Report:
     if (batch or keywords) and not findings:
         findings += _model_problems(_record.unwrapped(model), batch, keywords)
     refuse("check", model, findings)
-    return Report(tuple(rows))
+    return Verified(tuple(rows))
 
 
 def refuse(caller: str, model: nn.Module, findings: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 import string
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -192,45 +193,46 @@ def _blocks(inventory: Inventory, taken: Iterable[nn.Module]) -> list[str]:
         and module not in norms
         and not norms.keys().isdisjoint(module.modules())
     ]
-    sequences: dict[str, list[str]] = {}
-    for path in [path for path in items if not _is_unit(modules[path], norms)] or items:
-        sequences.setdefault(re.sub(r"\d+", "#", path), []).append(path)
+    blocks = [path for path in items if not _is_unit(modules[path], norms)] or items
+    sequences = defaultdict[str, list[str]](list)
+    for path in blocks:
+        sequences[re.sub(r"\d+", "#", path)].append(path)
     for pattern, inner in list(sequences.items()):  # the outer ones come first
         for outer in [other for other in sequences if pattern.startswith(f"{other}.")]:
-            del sequences[
-                pattern if _are_parts(inner, sequences[outer], inventory) else outer
-            ]
-    found = [
-        sorted(
-            paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path)]
-        )
+            parts = _are_parts(inner, sequences[outer], inventory)
+            del sequences[pattern if parts else outer]
+    chosen = [
+        sorted(paths, key=_numbers_in)
         for paths in sequences.values()
         if any(not wanted.isdisjoint(modules[path].modules()) for path in paths)
     ]
-    if len(found) == 1:
-        return found[0]
+    if len(chosen) == 1:
+        return chosen[0]
     text = "no sequence of blocks, that is, of numbered modules in a list that contain norm layers"
-    if found:
-        listed = " and ".join(f"{paths[0]} to {paths[-1]}" for paths in found)
+    if chosen:
+        listed = " and ".join(f"{paths[0]} to {paths[-1]}" for paths in chosen)
         text = f"several sequences of blocks side by side: {listed}"
     raise ValueError(
         f"normplug.by_depth: {type(inventory.model).__name__} has {text}. {WAY_OUT}"
     )
 
 
+def _numbers_in(path: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path)]
+
+
 def _are_parts(inner: list[str], outer: list[str], inventory: Inventory) -> bool:
     """Whether inner items are parts of the outer ones; False if blocks; an error if either."""
-    lists: dict[str, list[type]] = {}
+    modules = inventory.modules
+    lists = defaultdict[str, list[type]](list)
     for path in inner:
-        lists.setdefault(path.rpartition(".")[0], []).append(
-            type(inventory.modules[path])
-        )
+        lists[path.rpartition(".")[0]].append(type(modules[path]))
     if all(len(set(classes)) == len(classes) > 1 for classes in lists.values()):
         return True
-    children = {child for path in outer for child in inventory.modules[path].children()}
-    hold = all(any(path.startswith(f"{stage}.") for path in inner) for stage in outer)
     alike = all(len(set(classes)) == 1 for classes in lists.values())
-    if hold and alike and children.isdisjoint(inventory.norms):
+    hold = all(any(path.startswith(f"{stage}.") for path in inner) for stage in outer)
+    children = {child for path in outer for child in modules[path].children()}
+    if alike and hold and children.isdisjoint(inventory.norms):
         return False
     raise ValueError(
         f"normplug.by_depth: {outer[0]} may be one block, or a stage of several: {inner[0]} to "
@@ -240,7 +242,9 @@ def _are_parts(inner: list[str], outer: list[str], inventory: Inventory) -> bool
 
 def _is_unit(module: nn.Module, norms: Container[nn.Module]) -> bool:
     """Whether a module is one norm and plain layers, at most one of which has parameters."""
-    others = [child for child in module.children() if child not in norms]
-    layers = [child for child in others if any(True for _ in child.parameters())]
-    plain = not any(True for child in others for _ in child.children())
-    return plain and len(layers) <= 1 and len(list(module.children())) == len(others) + 1
+    children = list(module.children())
+    others = [child for child in children if child not in norms]
+    if len(children) - len(others) != 1:
+        return False
+    layers = [child for child in others if next(child.parameters(), None) is not None]
+    return len(layers) <= 1 and not any(list(child.children()) for child in others)

@@ -48,7 +48,7 @@ class PlanRow:
         return name_of(self.module)
 
 
-class Plan(Rows[PlanRow]):
+class SwapPlan(Rows[PlanRow]):
     """Every norm layer of a model, in order; `print` it for a table."""
 
     def columns(self) -> dict[str, list[str]]:
@@ -97,7 +97,7 @@ def plan(
     include: Filters = None,
     exclude: Filters = None,
     sync: bool = False,
-) -> Plan:
+) -> SwapPlan:
     """List what `normplug.swap` would do with the same arguments, without changing anything.
 
     Args:
@@ -111,7 +111,7 @@ def plan(
         sync: whether BatchNorms become SyncBatchNorms.
 
     Returns:
-        A `Plan`: print it, or iterate over its rows, one `PlanRow` per norm layer.
+        A `SwapPlan`: print it, or iterate over its rows, one `PlanRow` per norm layer.
 
     Raises:
         TypeError: `model` is not a module, or is TorchScript; a filter has another type.
@@ -134,7 +134,7 @@ def make(
     include: Filters,
     exclude: Filters,
     sync: bool,
-) -> Plan:
+) -> SwapPlan:
     """Make the plan of an inventory; caller: the public function, for messages."""
     norms = inventory.norms
     included = set(norms) if include is None else matching("include", include, norms)
@@ -153,7 +153,7 @@ def make(
     if rule is not None and taken:
         for module, (mode, block) in assign(rule, caller, inventory, taken).items():
             rows[module] = replace(rows[module], mode=mode, block=block)
-    return Plan(tuple(rows.values()))
+    return SwapPlan(tuple(rows.values()))
 
 
 def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
