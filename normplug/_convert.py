@@ -33,6 +33,8 @@ _STOCK: dict[type[nn.Module], type[nn.Module]] = {
 }
 # The packages whose norms `normplug.adapters` may know.
 _LIBRARIES = ("diffusers.", "timm.", "torchvision.", "transformers.")
+# The settings of a layer that a swap sets.
+_OPTIONS = ("target_variance", "backend", "autocast_output", "statistics")
 # The attribute of a class that `fuse` has made: the class that it was made from.
 FUSED = "_normplug_fused"
 # The attribute of a fused module that holds its `FusedForwards`.
@@ -174,12 +176,10 @@ def convert(
     module._set(unsynced_class=REPLACEMENTS.get(before, before), **options)
 
 
-def settings(module: nn.Module) -> dict[str, Any]:
-    """The options that a swap has set on a normplug layer; none for a stock layer."""
-    if not isinstance(module, TargetVarianceNorm):
-        return {}
-    names = ("target_variance", "backend", "autocast_output", "statistics")
-    return {name: getattr(module._normplug, name) for name in names}
+def target_variance(module: nn.Module) -> float:
+    """The target variance of a norm layer: 1 for a stock one."""
+    current = state(module)
+    return 1.0 if current is None else current.target_variance
 
 
 def revert(module: nn.Module) -> None:
@@ -192,6 +192,23 @@ def revert(module: nn.Module) -> None:
     assign_class(module, stock)
     ours._leave(module)
     del module._normplug
+
+
+def state(module: nn.Module) -> Settings | None:
+    """What a norm layer is, for `restore`: its settings; None for a stock layer."""
+    return module._normplug if isinstance(module, TargetVarianceNorm) else None
+
+
+def restore(module: nn.Module, before: Settings | None) -> None:
+    """Undo the conversions since `state`; a layer that has become stock stays as it is."""
+    if before is None:
+        revert(module)
+        return
+    if before.unsynced_class is None:
+        desynchronise(module)
+    if isinstance(module, TargetVarianceNorm):
+        options = {name: getattr(before, name) for name in _OPTIONS}
+        module._set(**options)
 
 
 def is_synchronised(module: nn.Module) -> bool:

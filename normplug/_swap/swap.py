@@ -133,7 +133,7 @@ def swap(
     factors: _fold.Factors = {}
     trained = []
     for row in taken:
-        before = _convert.settings(row.module).get("target_variance", 1.0)
+        before = _convert.target_variance(row.module)
         if before == targets[row.path]:
             continue
         if preserve_output:
@@ -259,34 +259,30 @@ def swapped(
         <class 'torch.nn.modules.normalization.LayerNorm'>
     """
     _checks.module("swapped", model)
-    inventory, fused = Inventory(model), _convert.fused_modules(model)
-    before = {m: _convert.settings(m) for _, m in _convert.norm_layers(model)}
-    synchronised = {m for m in before if _convert.is_synchronised(m)}
+    inventory = Inventory(model)
+    fused = set(_convert.fused_modules(model).values())
+    before = {m: _convert.state(m) for _, m in _convert.norm_layers(model)}
     swap(model, mode, **options)
     factors: _fold.Factors = {}
-    for m, settings in before.items() if options.get("preserve_output") else ():
-        then = settings.get("target_variance", 1.0)
-        if isinstance(m, TargetVarianceNorm) and m.target_variance != then:
-            factors[m] = math.sqrt(m.target_variance / then)
+    if options.get("preserve_output"):
+        for layer, state in before.items():
+            now = _convert.target_variance(layer)
+            then = 1.0 if state is None else state.target_variance
+            if now != then:
+                factors[layer] = math.sqrt(now / then)
     try:
         yield model
     finally:
-        inside = [
-            m for path, m in _convert.fused_modules(model).items() if path not in fused
-        ]
-        for m in [m for m in factors if not isinstance(m, TargetVarianceNorm)]:
-            del factors[m]  # `unswap` in the block has scaled it
+        # `unswap` in the block has scaled a layer that is stock now.
+        for layer in list(factors):
+            if not isinstance(layer, TargetVarianceNorm):
+                del factors[layer]
         _fold.scale(inventory, factors)
-        for m, settings in before.items():
-            if isinstance(m, TargetVarianceNorm) and not settings:
-                _convert.revert(m)
-            elif m not in synchronised:
-                _convert.desynchronise(m)
-            if isinstance(m, TargetVarianceNorm):
-                for name, value in settings.items():
-                    setattr(m, name, value)
+        for layer, state in before.items():
+            _convert.restore(layer, state)
         _record.renew(Inventory(model))
-        _convert.release(inside)
+        now_fused = _convert.fused_modules(model).values()
+        _convert.release(module for module in now_fused if module not in fused)
 
 
 def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:

@@ -228,7 +228,7 @@ class Watch:
                 "layer": path,
                 "depth": depth,
                 "kind": _convert.plain_class(layer).__name__,
-                "target_variance": _convert.settings(layer).get("target_variance", 1.0),
+                "target_variance": _convert.target_variance(layer),
                 "rank": rank,
                 "world_size": world_size,
                 "measure": _convert.declared(layer)._measure,
