@@ -13,7 +13,17 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 
 import normplug
-from fuse_cases import ROWS, Block, Parts, PreNorm, X, assert_same_step, swapped, twins
+from fuse_cases import (
+    ROWS,
+    Block,
+    Parts,
+    PreNorm,
+    X,
+    assert_same_step,
+    swapped,
+    twins,
+    written,
+)
 from matrix import process_group
 from normplug import fuse, fusions, swap, unfuse, unswap
 from normplug._convert import fused_modules
@@ -64,13 +74,13 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_fused_forward_shows_and_takes_the_parameters_of_the_users_own(name, calls):
-    cls = type("Written", (Parameters,), {"forward": vars(Parameters)[name]})
-    model, plain = twins(cls(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
+    parts = {"norm": nn.BatchNorm2d(8), "act": nn.ReLU()}
+    model, plain = twins(written(Parameters, name, **parts))
     ours, theirs = model.forward, plain.forward
     for look in (inspect.signature, typing.get_type_hints, inspect.getsource):
         assert look(ours) == look(theirs)
-    written = inspect.unwrap(theirs)
-    assert inspect.getfullargspec(ours) == inspect.getfullargspec(written)
+    innermost = inspect.unwrap(theirs)
+    assert inspect.getfullargspec(ours) == inspect.getfullargspec(innermost)
     assert (ours.__name__, ours.__doc__) == (theirs.__name__, theirs.__doc__)
     for args, kwargs in CALLS[name]:
         calls.clear()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import normplug
-from fuse_cases import ROWS, Parts, Resnet, X, assert_same_step, swapped, twins
+from fuse_cases import ROWS, Parts, Resnet, X, assert_same_step, swapped, twins, written
 from normplug import fuse, fusions, swap
 from normplug.modules.probe import Probe
 from zoo.check import observe
@@ -279,16 +279,16 @@ LEFT = [
 ]
 
 
-def written(cls, name):
-    made = type("Written", (cls,), {"forward": vars(cls)[name]})
-    return made(**{part: make() for part, make in cls.LAYERS.items()}, flag=True)
+def made(cls, name):
+    layers = {part: make() for part, make in cls.LAYERS.items()}
+    return written(cls, name, **layers, flag=True)
 
 
 @pytest.mark.parametrize(("cls", "name"), EDITED)
 def test_a_statement_is_edited_if_the_order_of_evaluation_does_not_matter(
     cls, name, calls
 ):
-    model, plain = twins(written(cls, name))
+    model, plain = twins(made(cls, name))
     assert_same_step(model, plain, cls.X)
     assert calls == ["add before" if cls is Sums else "silu"] * EDITED[cls, name]
     for other in (None, 2.0):
@@ -300,7 +300,7 @@ def test_a_statement_is_edited_if_the_order_of_evaluation_does_not_matter(
 @pytest.mark.parametrize(("cls", "name"), LEFT)
 def test_other_statements_are_left_and_the_reason_is_given(cls, name, calls):
     with pytest.warns(UserWarning, match="nothing to fuse"):
-        model, plain = twins(written(cls, name))
+        model, plain = twins(made(cls, name))
     notes = {row.path: row.note for row in fusions(model)}
     untraced = "Written: its forward takes *args or **kwargs"
     refused = ("other_self", "private_attribute", "try_clause")

@@ -1,7 +1,5 @@
 """Which sites are fused, and which are left."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,51 +15,12 @@ from fuse_cases import (
     assert_same_step,
     swapped,
     twins,
+    written,
 )
 from normplug import fuse, fusions
 from normplug._fuse.edit import REASON
 
-
-class Pooled(Parts):
-    def forward(self, x):
-        return F.max_pool2d(F.relu(self.bn(x)), 2)
-
-
-def test_a_max_pooling_function_is_called_after_the_fused_norm(calls):
-    model, plain = twins(Pooled(bn=nn.BatchNorm2d(8)))
-    assert_same_step(model, plain, X)
-    assert calls == ["relu"]
-
-
-class SecondOfTwo(nn.MaxPool2d):
-    def forward(self, x):
-        return super().forward(x)[..., 1:]
-
-
-def test_other_poolings_are_left(calls):
-    for pool in (SecondOfTwo(2), nn.AvgPool2d(2), nn.MaxPool2d(2, return_indices=True)):
-        model = fuse(swapped(nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), pool)))
-        assert [row.label for row in fusions(model)] == ["ReLU"]
-    with_silu = nn.Sequential(nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2))
-    assert [row.label for row in fusions(fuse(swapped(with_silu)))] == ["SiLU"]
-
-
-class Functional(Parts):
-    def forward(self, x):
-        y = F.relu(self.bn(x), inplace=True)
-        z = self.other(y).add(x)
-        return torch.relu(z)
-
-
-@pytest.mark.parametrize("mode", ["golden", "standard", 0.5])
-def test_functions_and_methods_are_fused_like_modules(mode, calls):
-    model, plain = twins(Functional(bn=nn.BatchNorm2d(8), other=nn.BatchNorm2d(8)), mode)
-    assert [row.label for row in fusions(model)] == ["ReLU", "add, ReLU"]
-    assert_same_step(model, plain, X)
-    assert calls == ["relu", "add, relu"]
-    normplug.set_mode(model, 2.0)
-    normplug.set_mode(plain, 2.0)
-    assert_same_step(model, plain, X)
+SQUARE = torch.randn(4, 8, 8, 8, dtype=torch.double)
 
 
 class Scaled(Parts):
@@ -69,45 +28,183 @@ class Scaled(Parts):
         return self.norm(x * scale)
 
 
-class GivesANumber(Parts):
-    def forward(self, x):
+class Fused(Parts):
+    """Each method is a forward with norms that are fused."""
+
+    def max_pooling_function(self, x):
+        return F.max_pool2d(F.relu(self.norm(x)), 2)
+
+    def functions_and_methods(self, x):
+        y = F.relu(self.norm(x), inplace=True)
+        return torch.relu(self.second(y).add(x))
+
+    def number_for_a_module(self, x):
         return self.act(self.inner(x, 2.0))
 
-
-def test_a_norm_in_a_module_that_is_called_with_a_number_is_fused(calls):
-    model, plain = twins(
-        GivesANumber(inner=Scaled(norm=nn.BatchNorm2d(8)), act=nn.ReLU())
-    )
-    assert_same_step(model, plain, X)
-    assert calls == ["relu"]
-
-
-class Dropped(Parts):
-    def forward(self, x):
+    def training_flag(self, x):
         return F.dropout(self.act(self.norm(x) + x), 0.5, self.training)
 
+    def leaky_relu(self, x):
+        x = F.leaky_relu(self.norm(x), 0.3)
+        x = F.leaky_relu(self.other(x), negative_slope=0.1, inplace=True)
+        return self.leaky(self.third(F.leaky_relu(x)))
 
-def test_a_forward_that_passes_its_training_flag_on_is_fused_for_both_values(calls):
-    model, plain = twins(Dropped(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
-    for training in (True, False):
-        assert_same_step(model, plain, X, training=training)
-    assert calls == ["add, relu"] * 2
+    def permute_method(self, x):
+        return self.line(self.rows(self.conv(x).permute(0, 2, 3, 1)))
+
+    def permute_function(self, x):
+        return self.line(self.rows(torch.permute(self.conv(x), (0, 3, 2, 1))))
 
 
-class Leaky(Parts):
+class Left(Parts):
+    """Each method is a forward with norms that are left."""
+
+    def changed_before_the_addition(self, x):
+        x = x * 1
+        y = self.norm(x)
+        return self.act(y + self.in_place(x))
+
+    def sum_in_place(self, x):
+        y = self.line(x)
+        x = x * 1
+        z = x
+        x += y
+        return self.rows(x) + z
+
+    def sum_that_changes(self, x):
+        total = x + self.line(x)
+        total.mul_(2)
+        return self.rows(total)
+
+    def called_twice(self, x):
+        return self.act(self.norm(self.act(self.norm(x) + x)) + x)
+
+    def read_twice(self, x):
+        y = self.norm(x)
+        return self.act(y) + y
+
+    def added_to_itself(self, x):
+        y = self.norm(x)
+        return self.act(y + y)
+
+    def called_by_a_module_in_between(self, x):
+        y = self.norm(self.conv(x))
+        return self.act(y + self.down(x))
+
+    def channels_first(self, x):
+        return self.line(self.rows(self.conv(x).permute(0, 1, 3, 2)))
+
+    def permuted_read_twice(self, x):
+        y = self.conv(x).permute(0, 2, 3, 1)
+        return y + self.line(self.rows(y))
+
+    def called_in_between(self, x):
+        y = self.conv(x)
+        x = self.rows(x)
+        return self.rows(y.permute(0, 2, 3, 1)) + x
+
+    def no_bias(self, x):
+        return self.line(self.rows(self.without_bias(x).permute(0, 2, 3, 1)))
+
+    def two_dimensions(self, x):
+        return self.line(self.planes(self.conv(x).permute(0, 2, 3, 1)))
+
+
+def parts_of(*names):
+    made = {
+        "norm": nn.BatchNorm2d(8),
+        "second": nn.BatchNorm2d(8),
+        "other": nn.InstanceNorm2d(8),
+        "third": nn.GroupNorm(2, 8),
+        "rows": nn.LayerNorm(8),
+        "planes": nn.LayerNorm((8, 8)),
+        "act": nn.ReLU(),
+        "in_place": nn.ReLU(inplace=True),
+        "leaky": nn.LeakyReLU(0.2),
+        "conv": nn.Conv2d(8, 8, 3, padding=1, groups=8),
+        "without_bias": nn.Conv2d(8, 8, 1, bias=False),
+        "line": nn.Linear(8, 8),
+        "inner": Scaled(norm=nn.BatchNorm2d(8)),
+    }
+    made["down"] = nn.Sequential(nn.AvgPool2d(1), made["norm"])
+    made["down"].register_forward_hook(lambda *_: None)  # so it is not traced
+    return {name: made[name] for name in names}
+
+
+# Forward -> its layers, the labels of its norms, and what is computed in one call with each.
+LEAKY = [("leaky_relu", slope) for slope in (0.3, 0.1, 0.2)]
+BIAS = ["bias of Conv2d"], ["bias before"]
+FUSED = {
+    "max_pooling_function": (["norm"], ["ReLU"], ["relu"]),
+    "functions_and_methods": (
+        ["norm", "second"],
+        ["ReLU", "add, ReLU"],
+        ["relu", "add, relu"],
+    ),
+    "number_for_a_module": (["inner", "act"], ["ReLU"], ["relu"]),
+    "training_flag": (["norm", "act"], ["add, ReLU"], ["add, relu"]),
+    "leaky_relu": (["norm", "other", "third", "leaky"], ["LeakyReLU"] * 3, LEAKY),
+    "permute_method": (["conv", "rows", "line"], *BIAS),
+    "permute_function": (["conv", "rows", "line"], *BIAS),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_norms_are_fused_with_the_operations_next_to_them_in_every_mode(name, calls):
+    parts, labels, expected = FUSED[name]
+    model, plain = twins(written(Fused, name, **parts_of(*parts)))
+    assert [row.label for row in fusions(model)] == labels
+    for mode in ("golden", "standard", 2.0):
+        for each in (model, plain):
+            normplug.set_mode(each, mode)
+        for training in (True, False):
+            calls.clear()
+            assert_same_step(model, plain, X, training=training)
+            assert calls == expected
+
+
+ROWS_ONLY = ("sum_in_place", "sum_that_changes")
+LEFT = {
+    **dict.fromkeys(ROWS_ONLY, ["rows", "line"]),
+    "changed_before_the_addition": ["norm", "act", "in_place"],
+    **dict.fromkeys(["called_twice", "read_twice", "added_to_itself"], ["norm", "act"]),
+    "called_by_a_module_in_between": ["conv", "norm", "act", "down"],
+    "channels_first": ["conv", "rows", "line"],
+    "permuted_read_twice": ["conv", "rows", "line"],
+    "called_in_between": ["conv", "rows"],
+    "no_bias": ["without_bias", "rows", "line"],
+    "two_dimensions": ["conv", "planes", "line"],
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_norm_is_left_where_one_call_could_change_the_result(name, calls):
+    with pytest.warns(UserWarning, match=REASON):
+        model, plain = twins(written(Left, name, **parts_of(*LEFT[name])))
+    assert not any(row.label for row in fusions(model))
+    x = ROWS if name in ROWS_ONLY else SQUARE
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    assert calls == []
+
+
+class SecondOfTwo(nn.MaxPool2d):
     def forward(self, x):
-        x = F.leaky_relu(self.first(x), 0.3)
-        x = F.leaky_relu(self.second(x), negative_slope=0.1, inplace=True)
-        return self.act(self.third(F.leaky_relu(x)))
+        return super().forward(x)[..., 1:]
 
 
-def test_leaky_relu_is_fused_with_its_slope(calls):
-    norms = nn.GroupNorm(2, 8), nn.InstanceNorm2d(8), nn.BatchNorm2d(8)
-    parts = dict(zip(("first", "second", "third"), norms, strict=True))
-    model, plain = twins(Leaky(**parts, act=nn.LeakyReLU(0.2)))
-    assert [row.label for row in fusions(model)] == ["LeakyReLU"] * 3
-    assert_same_step(model, plain, X)
-    assert calls == [("leaky_relu", slope) for slope in (0.3, 0.1, 0.2)]
+@pytest.mark.parametrize(
+    ("act", "pool"),
+    [
+        (nn.ReLU(), SecondOfTwo(2)),
+        (nn.ReLU(), nn.AvgPool2d(2)),
+        (nn.ReLU(), nn.MaxPool2d(2, return_indices=True)),
+        (nn.SiLU(), nn.MaxPool2d(2)),
+    ],
+)
+def test_other_poolings_are_left(act, pool):
+    model = fuse(swapped(nn.Sequential(nn.BatchNorm2d(8), act, pool)))
+    assert [row.label for row in fusions(model)] == [type(act).__name__]
 
 
 def test_the_addition_at_a_blocks_end_is_fused_with_the_next_blocks_norm(calls):
@@ -130,39 +227,9 @@ def test_the_addition_at_a_blocks_end_is_fused_with_the_next_blocks_norm(calls):
     assert calls == ["add before"] * 2
 
 
-class ByFunction(Depthwise):
-    def forward(self, x):
-        return self.linear(self.norm(torch.permute(self.conv(x), (0, 3, 2, 1))))
-
-
-class ChannelsFirst(Depthwise):
-    def forward(self, x):
-        return self.linear(self.norm(self.conv(x).permute(0, 1, 3, 2)))
-
-
-class ReadTwice(Depthwise):
-    def forward(self, x):
-        y = self.conv(x).permute(0, 2, 3, 1)
-        return y + self.linear(self.norm(y))
-
-
-class CalledInBetween(Depthwise):
-    def forward(self, x):
-        y = self.conv(x)
-        x = self.norm(x)
-        return self.norm(y.permute(0, 2, 3, 1)) + x
-
-
-@pytest.mark.parametrize("cls", [Depthwise, ByFunction])
-def test_the_bias_of_a_convolution_is_added_by_the_layer_norm_after_it(cls, calls):
-    model, plain = twins(cls())
-    assert fusions(model).summary() == "1 of 1 norm layers fused: 1 with bias of Conv2d"
-    for training in (True, False):
-        calls.clear()
-        assert_same_step(model, plain, X, training=training)
-        assert calls == ["bias before"]
+def test_a_compiled_forward_leaves_the_bias_of_a_convolution_to_the_norm(calls):
+    model, plain = twins(Depthwise())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    calls.clear()
     torch.testing.assert_close(compiled(X), plain(X))
     assert calls == ["bias before"]
 
@@ -182,18 +249,6 @@ def test_convolutions_of_every_rank_leave_their_bias_to_the_norm(dims, calls):
     model, plain = twins(Embedding(conv=conv, norm=nn.LayerNorm(8), order=order))
     assert_same_step(model, plain, torch.randn(2, 3, *[6] * dims, dtype=torch.double))
     assert calls == ["bias before"]
-
-
-OTHERS = [partial(Depthwise, bias=False), partial(Depthwise, shape=(8, 8))]
-
-
-@pytest.mark.parametrize("make", [ChannelsFirst, ReadTwice, CalledInBetween, *OTHERS])
-@pytest.mark.filterwarnings("ignore:normplug.fuse. nothing to fuse")
-def test_other_layer_norms_after_a_convolution_are_left(make, calls):
-    model, plain = twins(make())
-    assert not any(row.label for row in fusions(model))
-    assert_same_step(model, plain, torch.randn(2, 8, 8, 8, dtype=torch.double))
-    assert calls == []
 
 
 def test_without_kernels_the_modules_run_as_they_are_written(monkeypatch):
@@ -255,75 +310,3 @@ def test_a_sum_of_two_memory_formats_has_that_of_its_left_operand(order, calls):
     assert calls == []
     model(last, last)
     assert calls == ["add, relu"]
-
-
-def test_a_value_that_changes_between_norm_and_addition_is_not_read_late():
-    class Changing(Parts):
-        def forward(self, x):
-            x = x * 1
-            y = self.norm(x)
-            return self.act(y + self.change(x))
-
-    class Adding(Parts):
-        def forward(self, x):
-            y = self.line(x)
-            x = x * 1
-            z = x
-            x += y
-            return self.norm(x) + z
-
-    class Later(Parts):
-        def forward(self, x):
-            total = x + self.line(x)
-            total.mul_(2)
-            return self.norm(total)
-
-    for written, x in (
-        (
-            Changing(norm=nn.BatchNorm2d(8), act=nn.ReLU(), change=nn.ReLU(inplace=True)),
-            X,
-        ),
-        (Adding(norm=nn.LayerNorm(8), line=nn.Linear(8, 8)), ROWS),
-        (Later(norm=nn.LayerNorm(8), line=nn.Linear(8, 8)), ROWS),
-    ):
-        with pytest.warns(UserWarning, match=REASON):
-            model, plain = twins(written)
-        with torch.no_grad():
-            assert torch.equal(model(x), plain(x))
-
-
-def test_a_norm_that_is_called_twice_or_whose_output_is_read_twice_is_left():
-    class Twice(Parts):
-        def forward(self, x):
-            return self.act(self.norm(self.act(self.norm(x) + x)) + x)
-
-    class Read(Parts):
-        def forward(self, x):
-            y = self.norm(x)
-            return self.act(y) + y
-
-    class AddedToItself(Parts):
-        def forward(self, x):
-            y = self.norm(x)
-            return self.act(y + y)
-
-    for cls in (Twice, Read, AddedToItself):
-        model = swapped(cls(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
-        with pytest.warns(UserWarning, match=REASON):
-            fuse(model)
-
-
-def test_a_norm_that_another_module_calls_in_between_keeps_its_order():
-    class Shared(Parts):
-        def forward(self, x):
-            y = self.norm(self.conv(x))
-            return self.act(y + self.down(x))
-
-    norm = nn.BatchNorm2d(8)
-    down = nn.Sequential(nn.AvgPool2d(1), norm)
-    down.register_forward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match=REASON):
-        model, plain = twins(
-            Shared(conv=nn.Conv2d(8, 8, 1), norm=norm, act=nn.ReLU(), down=down)
-        )
-    assert_same_step(model, plain, X)

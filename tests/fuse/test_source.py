@@ -19,6 +19,7 @@ from fuse_cases import (
     assert_same_step,
     swapped,
     twins,
+    written,
 )
 from normplug import fuse, fusions
 from normplug._convert import fused_modules
@@ -190,13 +191,13 @@ FORWARDS = [
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_forward_that_a_trace_would_bake_values_into_is_left_with_the_reason(name):
-    cls = type("Written", (Untraceable,), {"forward": getattr(Untraceable, name)})
     children = {
         "norm": nn.BatchNorm2d(8),
         "act": nn.ReLU(),
         "list": nn.ModuleList([nn.Identity()]),
     }
-    model = swapped(cls(settings={"flag": True}, size=1, **children))
+    parts = {**children, "settings": {"flag": True}, "size": 1}
+    model = swapped(written(Untraceable, name, **parts))
     before = {p: (type(m), dict(vars(m))) for p, m in model.named_modules()}
     with pytest.warns(UserWarning, match="normplug.fuse: nothing to fuse in Written"):
         fuse(model)

@@ -22,6 +22,11 @@ class Parts(nn.Module):
             setattr(self, name, part)
 
 
+def written(cls, name, **parts):
+    """A module whose forward is the method `name` of a subclass of `Parts`."""
+    return type("Written", (cls,), {"forward": vars(cls)[name]})(**parts)
+
+
 class Block(nn.Module):
     """A residual block with every pattern that can be fused in one."""
 
