@@ -517,6 +517,16 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "guard: a trace runs for more arguments than the forward takes",
+        "normplug/_fuse/trace.py",
+        "        if len(args) > len(self.positional):\n            return None\n",
+        "",
+        tests_of(
+            SITES,
+            "test_a_traced_forward_refuses_the_calls_that_the_users_own_refuses",
+        ),
+    ),
+    Mutation(
         "guard: 1 and True are the same value",
         "normplug/_fuse/fusion.py",
         "if type(now) is not type(then) or now != then:",

@@ -84,7 +84,7 @@ class Traced:
     def fits(self, inputs: tuple[Any, ...]) -> bool:
         """Whether the required inputs are of the types that the trace assumes."""
         reads = self.guard.reads
-        for name, value in zip(reads.inputs, inputs, strict=True):
+        for name, value in zip(reads.inputs, inputs, strict=False):
             if name not in reads.sequences:
                 if not isinstance(value, Tensor):
                     return False

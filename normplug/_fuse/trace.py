@@ -92,7 +92,7 @@ class Reads:
             return args
         if any(name in kwargs for name in names):
             return None
-        values = {**dict(zip(names, args, strict=True)), **kwargs}
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
         for name, default in self.options.items():
             if values.pop(name, default) is not default:
                 return None

@@ -163,6 +163,50 @@ def test_norms_are_fused_with_the_operations_next_to_them_in_every_mode(name, ca
             assert calls == expected
 
 
+class Optional(Parts):
+    def forward(self, x, shift=None, *, scale=None):
+        if shift is not None:
+            x = x + shift
+        return self.act(self.norm(x) + x)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "fused"),
+    [
+        ((X,), {}, True),
+        ((X, None), {"scale": None}, True),
+        ((), {"shift": None, "x": X}, True),
+        ((X,), {"shift": X}, False),  # the trace was made without it
+        ((X, X), {}, False),
+    ],
+)
+def test_inputs_at_their_defaults_may_be_passed_to_a_traced_forward(
+    args, kwargs, fused, calls
+):
+    model, plain = twins(Optional(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
+    expected = plain(*args, **kwargs)
+    assert torch.equal(model(*args, **kwargs), expected)
+    assert calls == ["add, relu"] * fused
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(*args, **kwargs), expected)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((), {}),
+        ((X,), {"x": X}),
+        ((X,), {"other": None}),
+        ((X, None, None), {}),
+    ],
+)
+def test_a_traced_forward_refuses_the_calls_that_the_users_own_refuses(args, kwargs):
+    model, plain = twins(Optional(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
+    for each in (model, plain):
+        with pytest.raises(TypeError, match="forward"):
+            each(*args, **kwargs)
+
+
 ROWS_ONLY = ("sum_in_place", "sum_that_changes")
 LEFT = {
     **dict.fromkeys(ROWS_ONLY, ["rows", "line"]),
