@@ -124,9 +124,8 @@ class _Editor:
             if isinstance(node, _REFUSED):
                 raise Untraceable("its forward has a try or match statement")
             name = getattr(node, "attr", "")
-            if name.startswith("__") and not name.endswith(
-                "__"
-            ):  # Python renames it in a class
+            # Python renames such an attribute in a class.
+            if name.startswith("__") and not name.endswith("__"):
                 raise Untraceable(f"its forward uses {name}, a private attribute")
 
     def edit(self, body: list[ast.stmt], in_branch: bool = False) -> None:
@@ -157,9 +156,8 @@ class _Editor:
         for end, statement in enumerate(body[i + 1 :], i + 2):
             inner = statement.body[0] if isinstance(statement, ast.If) else statement
             first = self._first_effect(getattr(inner, "value", None))
-            if self._child(
-                first, "activation", "sum"
-            ):  # it begins with a norm or activation
+            begins_with_one = self._child(first, "activation", "sum")
+            if begins_with_one:
                 for block in (choice.body, choice.orelse):
                     block += copy.deepcopy(body[i + 1 : end])
                 del body[i + 1 : end]

@@ -151,9 +151,8 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
             why += ". Call normplug.swap(model) first"
         _checks.warn(f"normplug.fuse: nothing to fuse in {type(model).__name__}; {why}.")
     classes = {module: fused_class(unfused_class(module)) for module in analysis.fusions}
-    release(
-        m for m in fused_modules(model).values() if m not in classes
-    )  # of earlier calls
+    of_earlier_calls = [m for m in fused_modules(model).values() if m not in classes]
+    release(of_earlier_calls)
     for module, fusion in analysis.fusions.items():
         vars(module)[FORWARDS] = fusion
         _convert.assign_class(module, classes[module])
@@ -256,9 +255,8 @@ class _Analysis:
         self._recompute = recompute
         self._reads: dict[nn.Module, Reads] = {}
         self._inner: dict[nn.Module, set[nn.Module]] = {}
-        self.fusions: dict[
-            nn.Module, FusedForwards
-        ] = {}  # module to fuse -> its new forwards
+        # Module to fuse -> its new forwards.
+        self.fusions: dict[nn.Module, FusedForwards] = {}
         # Norm -> why the forward that calls it is not fused. An outer module may still fuse it.
         self.reasons: dict[nn.Module, str] = {}
         called = set[nn.Module]()  # the norms that the forwards so far may call

@@ -64,15 +64,12 @@ class Reads:
     inputs: tuple[str, ...]  # the names of its required inputs
     # Name of each other input -> its default.
     options: dict[str, Any] = field(default_factory=dict)
-    positional: tuple[
-        str, ...
-    ] = ()  # the inputs that may be passed by position, in order
-    sequences: set[str] = field(
-        default_factory=set
-    )  # the inputs that are sequences of tensors
-    values: dict[str, Any] = field(
-        default_factory=dict
-    )  # attribute that it reads -> its value
+    # The inputs that may be passed by position, in order.
+    positional: tuple[str, ...] = ()
+    # The inputs that are sequences of tensors.
+    sequences: set[str] = field(default_factory=set)
+    # Attribute that it reads -> its value.
+    values: dict[str, Any] = field(default_factory=dict)
     # Parameter, buffer or training flag that it reads -> whether it had a value, and not None.
     proxies: dict[str, bool] = field(default_factory=dict)
     # The forward and the methods of the class that it calls, by name.
@@ -141,17 +138,20 @@ class _Reader:
     """Reads the source of a forward, and of the module's methods that it calls."""
 
     def __init__(self, module: nn.Module, cls: type[nn.Module], reads: Reads) -> None:
-        self.module, self.cls, self.reads = module, cls, reads
+        self.module = module
+        self.cls = cls
+        self.reads = reads
 
     def function(self, function: types.FunctionType, forward: bool = True) -> None:
         if hasattr(function, "__wrapped__"):
             raise Untraceable(f"its {function.__name__} is decorated")
-        found, code = _shared_definition(function), function.__code__
+        written = _shared_definition(function)
+        code = function.__code__
         if set(code.co_freevars) - {"__class__"}:
             raise Untraceable(
                 f"its {function.__name__} uses variables of an enclosing function"
             )
-        arguments = found.args
+        arguments = written.args
         names = [
             a.arg
             for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
@@ -160,11 +160,11 @@ class _Reader:
             raise Untraceable(f"its {function.__name__} is a static method")
         first = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
         optional = set(names[first:]) if forward else set()
-        given = set(self.reads.inputs) if forward else set()
+        required = set(self.reads.inputs) if forward else set()
         scope = _Scope(
-            names[0], function.__globals__, set(code.co_varnames), given, optional
+            names[0], function.__globals__, set(code.co_varnames), required, optional
         )
-        for node in ast.walk(found):
+        for node in ast.walk(written):
             if isinstance(node, ast.For):
                 scope.loop |= {
                     n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)
@@ -174,8 +174,8 @@ class _Reader:
                     raise Untraceable("its forward assigns to an attribute or an item")
                 if isinstance(node, ast.Name):
                     scope.optional.discard(node.id)
-                    scope.given.discard(node.id)
-        self.statements(found.body, scope)
+                    scope.required.discard(node.id)
+        self.statements(written.body, scope)
 
     def statements(self, body: list[ast.stmt], scope: _Scope) -> None:
         for node in body:
@@ -207,13 +207,10 @@ class _Reader:
 
     def expression(self, node: ast.expr, scope: _Scope, module: bool = False) -> None:
         """Check an expression; module: whether it may be a module, to call or compare with None."""
-        text = getattr(node, "left", None) or getattr(
-            node, "value", None
-        )  # of `%` or `.format`
+        # The operand of `%` or of `.format`. The trace would freeze the text.
+        text = getattr(node, "left", None) or getattr(node, "value", None)
         if isinstance(text, ast.Constant) and isinstance(text.value, str):
-            raise Untraceable(
-                "its forward formats a string"
-            )  # the trace would freeze the text
+            raise Untraceable("its forward formats a string")
         if not isinstance(node, _EXPRESSIONS):
             raise Untraceable(
                 f"its forward has a {type(node).__name__.lower()} expression"
@@ -245,7 +242,7 @@ class _Reader:
         """Record an attribute that is read; return whether nothing inside it is left to check."""
         base: Any = node.value
         if is_name(base, {scope.me}):
-            self.own(node.attr)
+            self.attribute_of_module(node.attr)
             if isinstance(self.module._modules.get(node.attr), nn.Module) and not module:
                 raise Untraceable(
                     f"its forward passes self.{node.attr} to another function"
@@ -267,23 +264,25 @@ class _Reader:
             return False
         what, cls = node.args
         name = what.id if isinstance(what, ast.Name) else ""
-        if name not in scope.given or _resolve(cls, scope) is not torch.Tensor:
+        if name not in scope.required or _resolve(cls, scope) is not torch.Tensor:
             raise Untraceable("its forward uses isinstance")
         self.reads.sequences.add(name)  # the trace assumes a sequence
         return True
 
-    def own(self, name: str) -> None:
-        module, reads = self.module, self.reads
-        found = inspect.getattr_static(self.cls, name, None)
-        hidden = name in vars(module) and not inspect.isdatadescriptor(found)
+    def attribute_of_module(self, name: str) -> None:
+        """Record an attribute of the module that the forward reads, or refuse it."""
+        module = self.module
+        reads = self.reads
+        member = inspect.getattr_static(self.cls, name, None)
+        hidden = name in vars(module) and not inspect.isdatadescriptor(member)
         if name == "training":
             reads.proxies[name] = True
-        elif found is not None and not hidden:
-            if not isinstance(found, types.FunctionType) or hasattr(nn.Module, name):
+        elif member is not None and not hidden:
+            if not isinstance(member, types.FunctionType) or hasattr(nn.Module, name):
                 raise Untraceable(f"its forward reads {name}, an attribute of its class")
             if name not in reads.methods:
-                reads.methods[name] = found
-                self.function(found, forward=False)
+                reads.methods[name] = member
+                self.function(member, forward=False)
         elif name in module._modules:
             return  # the trace records which children it reaches
         elif name in module._parameters or name in module._buffers:
@@ -326,7 +325,7 @@ class _Scope:
     me: str  # the module itself
     globals: dict[str, Any]
     local: set[str]
-    given: set[str]  # required inputs that are not assigned to
+    required: set[str]  # required inputs that are not assigned to
     optional: set[str]  # other inputs that are not assigned to
     loop: set[str] = field(default_factory=set)  # variables of loops
 
@@ -401,7 +400,8 @@ class Trace(fx.Tracer):
         inner: Collection[nn.Module],
     ) -> None:
         super().__init__()
-        self.root, self.graph = root, fx.Graph()
+        self.root = root
+        self.graph = fx.Graph()
         self.tensor_attrs = {}
         # For each node, the modules whose forward made it, outermost first.
         self.scopes: dict[fx.Node, tuple[nn.Module, ...]] = {}
@@ -410,7 +410,8 @@ class Trace(fx.Tracer):
         # The modules on whose children the graph depends: the root, the followed modules, and
         # the containers that were read.
         self.reached: dict[nn.Module, None] = {}
-        self._reads, self._inner = reads, frozenset(inner)
+        self._reads = reads
+        self._inner = frozenset(inner)
         self._scope: tuple[nn.Module, ...] = ()
         self._stand_ins: dict[str, nn.Module] = {}
         self._tensors: dict[str, fx.Proxy] = {}
@@ -529,7 +530,8 @@ def _joined(path: str, name: str) -> str:
 
 def definition(function: types.FunctionType) -> ast.FunctionDef:
     """Parse the definition of a function, without its decorators, if it compiles to its code."""
-    name, code = function.__name__, function.__code__
+    name = function.__name__
+    code = function.__code__
     try:
         lines, first = inspect.getsourcelines(function)
         indented = lines[0][:1].isspace()
@@ -537,19 +539,18 @@ def definition(function: types.FunctionType) -> ast.FunctionDef:
         compiles = code in _codes("".join(linecache.getlines(code.co_filename)))
     except (OSError, TypeError, SyntaxError):
         raise Untraceable(f"the source of its {name} cannot be read") from None
-    found = tree.body[0].body[0] if indented else tree.body[0]  # type: ignore[attr-defined]
-    if not isinstance(found, ast.FunctionDef):
+    parsed = tree.body[0].body[0] if indented else tree.body[0]  # type: ignore[attr-defined]
+    if not isinstance(parsed, ast.FunctionDef):
         raise Untraceable(f"its {name} is not a plain function")
     if not compiles:
         raise Untraceable(f"its {name} does not match its source")
-    ast.increment_lineno(found, first - 1 - indented)
-    found.decorator_list = []
-    return found
+    ast.increment_lineno(parsed, first - 1 - indented)
+    parsed.decorator_list = []
+    return parsed
 
 
-_shared_definition = functools.cache(
-    definition
-)  # not for `edit`, which changes what it gets
+# Not for `edit`, which changes what it gets.
+_shared_definition = functools.cache(definition)
 
 
 @functools.cache
@@ -560,24 +561,24 @@ def _codes(source: str) -> frozenset[types.CodeType]:
     waiting: list[Any] = [
         compile(part, "<source>", "exec", dont_inherit=True) for part in parts
     ]
-    found = set[types.CodeType]()
+    codes = set[types.CodeType]()
     while waiting:
         code = waiting.pop()
         if isinstance(code, types.CodeType):
-            found.add(code)
+            codes.add(code)
             waiting += code.co_consts
-    return frozenset(found)
+    return frozenset(codes)
 
 
 def compiled(
-    function: types.FunctionType, found: ast.FunctionDef, enclosing: Iterable[str] = ()
+    function: types.FunctionType, written: ast.FunctionDef, enclosing: Iterable[str] = ()
 ) -> types.CodeType:
     """Compile a definition to replace a function's code; it may use more `enclosing` variables."""
     code = function.__code__
     around = ast.parse(f"def around({', '.join((*code.co_freevars, *enclosing))}): pass")
-    around.body[0].body = [found]  # type: ignore[attr-defined]
+    around.body[0].body = [written]  # type: ignore[attr-defined]
     made = compile(around, code.co_filename, "exec", dont_inherit=True)
-    for name in ("around", found.name):
+    for name in ("around", written.name):
         parts = (c for c in made.co_consts if isinstance(c, types.CodeType))
         made = next(c for c in parts if c.co_name == name)
     return made.replace(co_firstlineno=code.co_firstlineno)

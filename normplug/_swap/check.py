@@ -65,10 +65,10 @@ class Verified(Rows[CheckedLayer]):
         """One line: the number of layers in each mode."""
         modes = Counter(f"in mode {layer.mode}" for layer in self.rows)
         targets = sorted({layer.mode.target_variance for layer in self.rows})
-        found = counts(modes)
+        text = counts(modes)
         if len(modes) > 4:
-            found = f"in {len(modes)} modes from {NormMode(targets[0])} to {NormMode(targets[-1])}"
-        return f"{len(self.rows)} norm layers verified: {found}"
+            text = f"in {len(modes)} modes from {NormMode(targets[0])} to {NormMode(targets[-1])}"
+        return f"{len(self.rows)} norm layers verified: {text}"
 
 
 def check(model: nn.Module, *batch: Any, **keywords: Any) -> Verified:
@@ -112,7 +112,8 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Verified:
     """
     _checks.module("check", model)
     layers = list(_convert.normplug_layers(model))
-    findings, rows = _record.findings(model), []
+    findings = _record.findings(model)
+    rows = []
     if not layers and not findings:
         raise ValueError(
             f"normplug.check: {type(model).__name__} has no normplug layers, and no record of a "
@@ -163,7 +164,8 @@ def _untestable(layer: TargetVarianceNorm) -> str | None:
 
 def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
     """Compare a layer with its formula; return the settings compared, and the mismatches."""
-    names, found = [], []
+    names = []
+    problems = []
     patched = " (its forward was replaced on the instance)" if is_patched(layer) else ""
     for name, training, grad in _SETTINGS:
         generator = torch.Generator().manual_seed(0)
@@ -179,16 +181,16 @@ def _compared(layer: TargetVarianceNorm) -> tuple[list[str], list[str]]:
                 away = _distance(twin.forward(x), expected, tolerance)
         except Exception as error:
             text = str(error).splitlines()[0] if str(error) else ""
-            found.append(
+            problems.append(
                 f"in {name}, its forward fails{patched}: {type(error).__name__}: {text}"
             )
             continue
         if away is not None:
-            found.append(
+            problems.append(
                 f"in {name}, its output differs from the formula of mode {layer.mode} by "
                 f"{away[0]:.3g}; rounding explains at most {away[1]:.1g}{patched}."
             )
-    return names, found
+    return names, problems
 
 
 @contextmanager
@@ -200,7 +202,8 @@ def _stand_in(
     A forward that was replaced on the instance may hold a reference to the instance. Then the layer
     itself is yielded with the copy's attributes, and gets its own back after the block.
     """
-    patched, own = is_patched(layer), dict(vars(layer))
+    patched = is_patched(layer)
+    before = dict(vars(layer))
     # Autograd cannot save parameters that were created in inference mode.
     inference = any(p.is_inference() for p in layer.parameters())
     try:
@@ -219,7 +222,7 @@ def _stand_in(
     finally:
         if patched:
             vars(layer).clear()
-            vars(layer).update(own)
+            vars(layer).update(before)
 
 
 def _copy(module: Any) -> Any:
@@ -251,13 +254,12 @@ def _distance(
     finite = expected.isfinite()
     if not torch.equal(got.isfinite(), finite):  # or the shapes differ
         return torch.inf, 0.0
-    got, expected = got.detach()[finite].double(), expected.detach()[finite].double()
+    got = got.detach()[finite].double()
+    expected = expected.detach()[finite].double()
     if got.numel() == 0:
         return None
-    off, allowed = (
-        (got - expected).abs().max().item(),
-        tolerance * expected.abs().max().item(),
-    )
+    off = (got - expected).abs().max().item()
+    allowed = tolerance * expected.abs().max().item()
     return (off, allowed) if off > allowed else None
 
 
@@ -271,28 +273,28 @@ def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> li
     reader.model = model  # frees the copy
 
     def outputs(copied: nn.Module) -> dict[str, list[Tensor]]:
-        found = {}
+        by_setting = {}
         for name, training, grad in _SETTINGS:
             with torch.set_grad_enabled(grad):
                 leaves = tree_leaves(_call(reader, copied.train(training), call))
             tensors = [x.detach() for x in leaves if isinstance(x, Tensor)]
-            found[name] = [x for x in tensors if x.is_floating_point()]
-            if not found[name]:
+            by_setting[name] = [x for x in tensors if x.is_floating_point()]
+            if not by_setting[name]:
                 text = "the model's output for these inputs has no float tensor"
                 raise ValueError(f"normplug.check: {text}.")
-        return found
+        return by_setting
+
+    def differences(
+        these: dict[str, list[Tensor]], those: dict[str, list[Tensor]]
+    ) -> dict[str, tuple[float, float]]:
+        pairs = {name: _largest_distance(these[name], those[name]) for name in these}
+        return {name: pair for name, pair in pairs.items() if pair is not None}
 
     # One after another: a second copy may not fit into the memory.
-    ours, stock = outputs(_duplicate(model)), outputs(unswap(_duplicate(model)))
-    far = {
-        name: away
-        for name in ours
-        if (away := _largest_distance(ours[name], stock[name]))
-    }
-    again = outputs(_duplicate(model)) if far else {}
-    unsteady = {
-        name: away for name in far if (away := _largest_distance(again[name], ours[name]))
-    }
+    ours = outputs(_duplicate(model))
+    far = differences(ours, outputs(unswap(_duplicate(model))))
+    unsteady = differences(outputs(_duplicate(model)), ours) if far else {}
+    unsteady = {name: pair for name, pair in unsteady.items() if name in far}
     if unsteady:
         _checks.warn(
             f"normplug.check: in {', '.join(unsteady)}, two calls of {type(model).__name__} with "

@@ -131,9 +131,8 @@ def kind_of_data(
             return t.dtype, t.device
     default = torch.empty(0)
     for t in layer.buffers():
-        if _is_like_data(
-            t
-        ):  # a watched statistic, which starts as float32 whatever the data
+        if _is_like_data(t):
+            # A watched statistic starts as float32, whatever the data.
             return default.dtype if t.dtype == torch.float32 else t.dtype, t.device
     return default.dtype, default.device
 

@@ -47,9 +47,8 @@ class Inventory:
 
 def is_known_norm(module: nn.Module) -> bool:
     """Whether a module is a norm by its class, or is recognised by its behaviour."""
-    if (
-        _convert.replacement(module) is not None
-    ):  # this registers other libraries' norms, too
+    # `replacement` registers other libraries' norms, too.
+    if _convert.replacement(module) is not None:
         return True
     if isinstance(module, (TargetVarianceNorm, *_convert.REPLACEMENTS)):
         return True

@@ -190,9 +190,8 @@ class Counted(Parts):
 
 def test_an_attribute_of_another_type_is_another_value(calls):
     model, plain = twins(Counted(norm=nn.BatchNorm2d(8), act=nn.ReLU(), scale=1))
-    counts = torch.full(
-        X.shape, 2**24 + 1
-    )  # float32, the dtype of counts * 1.0, rounds it
+    # float32, the dtype of counts * 1.0, rounds it.
+    counts = torch.full(X.shape, 2**24 + 1)
     for scale in (1, 1.0):
         model.scale = plain.scale = scale
         assert torch.equal(model(X, counts), plain(X, counts))

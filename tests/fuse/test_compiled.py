@@ -81,9 +81,8 @@ def operators_for_a_compiler(model, x):
 @pytest.mark.gpu
 def test_a_compiler_gets_an_operator_for_isolated_norms_and_for_added_biases(monkeypatch):
     biased = fuse(swapped(nn.Sequential(Depthwise())).float().cuda())
-    assert (
-        operators_for_a_compiler(biased, torch.randn(2, 8, 64, 64, device="cuda")) == 0
-    )  # small
+    small = torch.randn(2, 8, 64, 64, device="cuda")
+    assert operators_for_a_compiler(biased, small) == 0
     routes.use_operators_for_small_inputs(monkeypatch)
     assert operators_for_a_compiler(biased, torch.randn(2, 8, 32, 32, device="cuda")) == 1
     model = fuse(swapped(ZOO["resnet18"][0]()).float().cuda())
