@@ -4,8 +4,7 @@
 
 Each checkout has a process of its own, which holds the model, swapped in mode standard. A step is a
 forward and a backward under bfloat16 autocast; the optimizer is left out, as it does not depend on
-normplug. `--first-step` times first steps instead, also of a single checkout. The arm with warm_up
-calls it in its first step, whose time includes it.
+normplug. `--first-step` times first steps instead, also of a single checkout.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import nets
 
-ARMS = ("eager", "swap", "swap+fuse", "swap+fuse+warm_up")
+ARMS = ("eager", "swap", "swap+fuse")
 COMPILED = "swap+fuse+compile"
 WARM_UPS, TURN_MS, MOST = 4, 50, 400
 PROFILES, STEPS = 5, 3  # profiles of an arm, and steps in each
@@ -111,17 +110,9 @@ def _step(name: str, batch: int, arm: str, device: str) -> Callable[[], Any]:
     if "compile" in arm:
         model = torch.compile(model)
 
-    def warmed_up(*inputs: Any, **named: Any) -> Any:
-        print(normplug.warm_up(model, *inputs, **named), file=sys.stderr)
-        return model(*inputs, **named)
-
-    call: Any = warmed_up if "warm_up" in arm else model
-
     def step() -> None:
-        nonlocal call
         with torch.autocast(device, torch.bfloat16):
-            value = loss(call, data)
-        call = model
+            value = loss(model, data)
         value.backward()
         model.zero_grad()
 

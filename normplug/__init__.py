@@ -5,10 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from normplug import functional
+from normplug import _checks, functional
 from normplug._checks import MissingPackage
 from normplug._files import __version__ as __version__
-from normplug._ops.warm_up import warm_up
 from normplug._swap.check import check
 from normplug._swap.layer_modes import by_depth
 from normplug._swap.plan import plan
@@ -45,7 +44,7 @@ __all__ = [
     "InstanceNorm2d", "InstanceNorm3d", "LayerNorm", "NormMode", "RMSNorm", "SyncBatchNorm",
     "by_depth", "check", "doctor", "freeze", "functional", "fuse", "fusions", "param_groups",
     "plan", "recalibrate", "set_mode", "swap", "swapped", "sync_buffers", "target_variance",
-    "thaw", "unfuse", "unswap", "warm_up", "watch",
+    "thaw", "unfuse", "unswap", "watch",
 ]  # fmt: skip
 
 # Imported on first use, which saves a quarter of import time: name -> module.
@@ -78,6 +77,15 @@ def __getattr__(name: str) -> Any:
     module = import_module(f"{__name__}.{_LATE[name]}")
     value = globals()[name] = getattr(module, name)
     return value
+
+
+def warm_up(*arguments: Any, **named: Any) -> None:
+    """Do nothing. Deprecated: kernels compile ahead by themselves."""
+    _checks.warn(
+        "normplug.warm_up: deprecated, and does nothing. Since version 0.2, worker processes "
+        "compile kernels ahead by themselves. Remove the call.",
+        DeprecationWarning,
+    )
 
 
 def __dir__() -> list[str]:

@@ -72,7 +72,7 @@ def needs(
         raise missing from None
 
 
-def warn(text: str) -> None:
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn, at the line of the user's code that called normplug."""
     frame, level = sys._getframe(1), 2
     inside = ("normplug", "contextlib")  # `swapped` is entered through the latter
@@ -80,7 +80,7 @@ def warn(text: str) -> None:
         frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in inside
     ):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 def module(caller: str, model: Any) -> None:

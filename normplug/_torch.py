@@ -10,13 +10,11 @@ All names exist in torch 2.6 to 2.15, except where a comment says otherwise.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
@@ -24,16 +22,9 @@ from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "BatchNormBase",
-    "InstanceNormBase",
-    "NormBase",
-    "tree_leaves",
-    "tree_map_only",
-]
+__all__ = ["BatchNormBase", "InstanceNormBase", "NormBase", "tree_leaves"]
 
 # Whether autocast makes `F.rms_norm` return float32 on CUDA, like `F.layer_norm`; not in 2.11.
 RMS_NORM_AUTOCASTS: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
@@ -50,46 +41,8 @@ current_device_index: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 # Whether a transform of `torch.func` is active.
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# The active `recording`, if any: a mode of fake tensors, and what takes the jobs of their launches.
-recordings: list[tuple[Any, Callable[[Any], None]]] = []
-
-
-def dispatch_modes() -> int:
-    """How many `TorchDispatchMode`s are active, without the one of a `recording`."""
-    count = _dispatch_modes()
-    if count and recordings and _get_current_dispatch_mode() is recordings[0][0]:
-        count -= 1
-    return count
-
-
-@contextmanager
-def recording(take: Callable[[Any], None]) -> Iterator[Any]:
-    """Inside the block, plans take fake tensors: launches do not run, but give `take` their jobs.
-
-    Yields the active mode of these tensors, which have shapes and no values. Compiled functions run
-    uncompiled.
-    """
-    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
-    mode._allow_unsafe_data_ptr_access = (
-        False  # other kernels must raise an error, not read at 0
-    )
-    # Importing the compiler takes seconds. Before that, nothing is compiled.
-    is_compiled = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-    recordings.append((mode, take))
-    try:
-        with eager, mode:
-            yield mode
-    finally:
-        recordings.clear()
-
-
-def recorder_of(t: Any) -> Callable[[Any], None] | None:
-    """What takes the jobs of launches on this fake tensor; None for any other tensor."""
-    if recordings and getattr(t, "fake_mode", None) is recordings[0][0]:
-        return recordings[0][1]
-    return None
+# How many `TorchDispatchMode`s are active.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def is_tracing() -> bool:
@@ -108,7 +61,7 @@ def interposed() -> bool:
     return (
         transforms_active()
         or forward_ad._current_level >= 0
-        or (_dispatch_modes() > 0 and dispatch_modes() > 0)
+        or dispatch_modes() > 0
         or torch._C._get_tracing_state() is not None
     )
 

@@ -42,16 +42,10 @@ def pytest_collection_modifyitems(items):
     # Start the longest first, so that no process waits for them at the end.
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
-    no_gpu, no_triton = not torch.cuda.is_available(), find_spec("triton") is None
+    no_gpu = not torch.cuda.is_available()
     for item in items:
         if no_gpu and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if no_triton and item.name.startswith(
-            ("normplug._ops.warm_up", "test_swap_norms_warms")
-        ):
-            item.add_marker(
-                pytest.mark.skip(reason="without Triton, it gives another reason")
-            )
 
 
 def pytest_collection_finish():

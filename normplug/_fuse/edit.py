@@ -33,6 +33,7 @@ from torch import nn
 from normplug import _activations
 from normplug._fuse import calls
 from normplug._fuse.trace import SCOPES, Untraceable, compiled, definition, is_name
+from normplug._ops.guess import Fusion
 
 # Why a norm is not edited, for a report.
 REASON = "nothing to do: no plain addition or activation is next to it"
@@ -67,18 +68,18 @@ class Edited:
     forward: Any  # the edited one
     calls: dict[str, list[EditedCall]]  # name of a norm -> its edited calls
 
-    def label(self, norm: str, module: nn.Module) -> str:
-        """The label in a report of the norm with this name; "" if it is not fused."""
+    def fusion(self, norm: str, module: nn.Module) -> Fusion | None:
+        """What the norm with this name is fused with; None if it is not fused."""
         for activation, in_branch in self.calls.get(norm, ()):
-            label = "add before it"
-            if activation:
-                child: Any = module._modules.get(activation)
-                name = _activations.of_module(child)
-                if name is None:
-                    continue
+            where = " (in a branch)" if in_branch else ""
+            if not activation:
+                return Fusion(f"add before it{where}", adds=True)
+            child: Any = module._modules.get(activation)
+            name = _activations.of_module(child)
+            if name is not None:
                 label = _activations.label(name)
-            return f"{label} (in a branch)" if in_branch else label
-        return ""
+                return Fusion(f"{label}{where}", activation=name)
+        return None
 
 
 @functools.cache

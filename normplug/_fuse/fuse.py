@@ -156,8 +156,8 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     for module, fusion in analysis.fusions.items():
         vars(module)[FORWARDS] = fusion
         _convert.assign_class(module, classes[module])
-        for norm, label in fusion.labels(module).items():
-            guess.record(norm, label)
+        for norm, operations in fusion.fusions(module).items():
+            guess.record(norm, operations)
     return model
 
 
@@ -209,14 +209,15 @@ def _report(
     model: nn.Module, fused: dict[nn.Module, FusedForwards], analysis: _Analysis
 ) -> Fusions:
     """List the norms of a model; fused: its fused modules, or the modules to fuse."""
-    found, possible = _labels(model, fused), _labels(model, analysis.fusions)
+    found, possible = _fused(model, fused), _fused(model, analysis.fusions)
     rows = []
     for path, norm in _convert.norm_layers(model):
         label, owner, note = None, "", ""
         if not isinstance(norm, TargetVarianceNorm):
             note = NOT_SWAPPED
         elif norm in found:
-            label, owner = found[norm]
+            fusion, owner = found[norm]
+            label = fusion.label
         elif norm in possible:
             note = "not fused since the last change; normplug.fuse(model) fuses it"
         else:
@@ -225,15 +226,15 @@ def _report(
     return Fusions(tuple(rows))
 
 
-def _labels(
-    model: nn.Module, fusions: dict[nn.Module, FusedForwards]
-) -> dict[nn.Module, tuple[str, str]]:
+def _fused(
+    model: nn.Module, forwards: dict[nn.Module, FusedForwards]
+) -> dict[nn.Module, tuple[guess.Fusion, str]]:
     """Norm -> what it is fused with, and the path of the outermost module that fuses it."""
-    found: dict[nn.Module, tuple[str, str]] = {}
+    found: dict[nn.Module, tuple[guess.Fusion, str]] = {}
     for path, module in model.named_modules():
-        labels = fusions[module].labels(module) if module in fusions else {}
-        for norm, label in labels.items():
-            found.setdefault(norm, (label, path))
+        fusions = forwards[module].fusions(module) if module in forwards else {}
+        for norm, fusion in fusions.items():
+            found.setdefault(norm, (fusion, path))
     return found
 
 
@@ -300,7 +301,7 @@ class _Analysis:
             edited = edit(cls, inspect.getattr_static(cls, "forward"), children)
         except Untraceable:
             return None
-        left = [name for name in norms if not edited.label(name, module)]
+        left = [name for name in norms if edited.fusion(name, module) is None]
         if untraced:
             reason = f"{untraced}; to fuse, write the addition or activation right next to the norm"
             self.reasons |= {module._modules[name]: reason for name in left}  # type: ignore[misc]
@@ -318,7 +319,9 @@ class _Analysis:
             and not self._reads[m].sequences
         }
         trace = Trace(module, self._reads, traceable)
-        labels, needed, own_sites = dict[str, str](), set[nn.Module](), 0
+        fusions = dict[str, guess.Fusion]()
+        needed = set[nn.Module]()
+        own_sites = 0
         for site in find(trace.graph, module):
             scopes = [trace.scopes[node] for node in site.nodes]
             if scopes[0] and len({scope[:1] for scope in scopes}) == 1:
@@ -328,8 +331,8 @@ class _Analysis:
             needed |= origins.union(
                 *(self._inner[m] for m in origins if m in self._inner)
             )
-            if site.label:
-                labels[str(site.norm.target)] = site.label
+            if site.fusion is not None:
+                fusions[str(site.norm.target)] = site.fusion
         if not own_sites:
             return None
         if set(trace.followed) != needed:
@@ -347,7 +350,7 @@ class _Analysis:
                 for m in trace.reached
                 if m is not module
             ),
-            labels,
+            fusions,
         )
 
     def _guard(self, module: nn.Module, called: bool) -> Guard:

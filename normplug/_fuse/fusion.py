@@ -16,6 +16,7 @@ from normplug import _checks, _convert
 from normplug._convert import FORWARDS, has_fused_class, unfused_class
 from normplug._fuse.edit import Edited
 from normplug._fuse.trace import Reads
+from normplug._ops.guess import Fusion
 from normplug._torch import GLOBAL_HOOKS, has_hooks
 from normplug.modules.frozen import unseen_subclass
 
@@ -79,7 +80,7 @@ class Traced:
     guard: Guard  # of the module itself
     # Each other module that the trace followed or read children of.
     inner: tuple[tuple[nn.Module, Guard], ...]
-    labels: dict[str, str]  # path of a norm in the module -> what the norm is fused with
+    fusions: dict[str, Fusion]  # path of a norm in the module -> what it is fused with
 
     def fits(self, inputs: tuple[Any, ...]) -> bool:
         """Whether the required inputs are of the types that the trace assumes."""
@@ -109,21 +110,22 @@ class FusedForwards:
     traced: Traced | None  # runs while what it depends on is unchanged
     edited: Edited | None  # runs otherwise
 
-    def labels(self, root: nn.Module) -> dict[nn.Module, str]:
+    def fusions(self, root: nn.Module) -> dict[nn.Module, Fusion]:
         """Fused norm -> what it is fused with now; root: the module."""
-        found = dict[nn.Module, str]()
+        found = dict[nn.Module, Fusion]()
         if (
             self.edited is not None
             and unfused_class(root).forward is self.edited.original
         ):
             for name in self.edited.calls:
-                child, label = root._modules.get(name), self.edited.label(name, root)
-                if child is not None and label:
-                    found[child] = label
+                child = root._modules.get(name)
+                fusion = self.edited.fusion(name, root)
+                if child is not None and fusion is not None:
+                    found[child] = fusion
         if self.traced is not None and self.traced.holds(root):
             found |= {
-                root.get_submodule(path): label
-                for path, label in self.traced.labels.items()
+                root.get_submodule(path): fusion
+                for path, fusion in self.traced.fusions.items()
             }
         return found
 

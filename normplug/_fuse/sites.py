@@ -28,6 +28,7 @@ from normplug._fuse.calls import (
     norm_max_pool,
 )
 from normplug._ops import recompute
+from normplug._ops.guess import Fusion
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.base import FusionSites
 
@@ -57,7 +58,7 @@ class Site:
     add: fx.Node | None = (
         None  # the addition of a residual after the norm, if the site has one
     )
-    label: str = ""  # the operations, for a report
+    fusion: Fusion | None = None  # the operations; None for the norm alone
 
 
 def find(graph: fx.Graph, root: nn.Module) -> list[Site]:
@@ -144,9 +145,10 @@ def _after(traced: Forward, node: fx.Node, declared: FusionSites) -> Site | None
     found = {label: part for label, part in parts.items() if part is not None}
     nodes = (node, *between, *found.values())
     function = norm_add_activation if pool is None else norm_max_pool
-    return (
-        Site(node, nodes, function, arguments, add, ", ".join(found)) if found else None
-    )
+    if not found:
+        return None
+    fusion = Fusion(", ".join(found), adds=add is not None, activation=name)
+    return Site(node, nodes, function, arguments, add, fusion)
 
 
 def _is_residual(
@@ -177,7 +179,8 @@ def _add_before(traced: Forward, node: fx.Node) -> Site | None:
     earlier = min(readers, key=traced.order.__getitem__) is not node
     if earlier or traced.calls(traced.amid(add, node), node):
         return None
-    return Site(node, (add, node), add_norm, lambda _: add.args, label="add before it")
+    fusion = Fusion("add before it", adds=True)
+    return Site(node, (add, node), add_norm, lambda _: add.args, fusion=fusion)
 
 
 def _bias_before(traced: Forward, node: fx.Node) -> Site | None:
@@ -203,8 +206,8 @@ def _bias_before(traced: Forward, node: fx.Node) -> Site | None:
         return module(source), permutation, dims, source.args[0]
 
     nodes = (source, permute, node)
-    label = f"bias of {type(layer).__name__}"
-    return Site(node, nodes, convolution_norm, arguments, label=label)
+    fusion = Fusion(f"bias of {type(layer).__name__}", adds_bias=True)
+    return Site(node, nodes, convolution_norm, arguments, fusion=fusion)
 
 
 # Operation in `FusionSites.before` -> the function that finds its site.

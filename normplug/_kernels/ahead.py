@@ -11,8 +11,8 @@ all waiting kernels before this process can exit. If a worker fails, this proces
 kernel itself. If the logger `normplug` is set to DEBUG, the workers' tracebacks go to stderr.
 
 The environment variable `NORMPLUG_COMPILE_WORKERS` sets how many kernels are compiled at once; 0
-disables the workers. The default is one less than the number of cores, at most 15; it is twice that
-for `warm_up`, which guesses nothing. Under torchrun, the processes of a node share its cores.
+disables the workers. The default is one less than the number of cores, at most 15. Under torchrun,
+the processes of a node share its cores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent import futures
 from functools import cache
 from pathlib import Path
@@ -64,8 +64,8 @@ class Job(NamedTuple):
 
 
 @cache
-def most_workers(certain: bool = False) -> int:
-    """How many kernels to compile at once in other processes. certain: see `expect`."""
+def most_workers() -> int:
+    """How many kernels to compile at once in other processes."""
     wanted = os.environ.get("NORMPLUG_COMPILE_WORKERS", "")
     if wanted and not wanted.isdecimal():
         raise ValueError(
@@ -78,7 +78,7 @@ def most_workers(certain: bool = False) -> int:
     cores = len(os.sched_getaffinity(0)) // max(
         int(beside) if beside.isdecimal() else 1, 1
     )
-    return min(max(cores - 1, 0), _MOST) * (2 if certain else 1)
+    return min(max(cores - 1, 0), _MOST)
 
 
 class Ahead:
@@ -105,28 +105,17 @@ class Ahead:
         self._server: subprocess.Popen[bytes] | None = None
         self._to_server: socket.socket | None = None
 
-    def expect(self, job: Job, certain: bool = False) -> bool:
-        """Have a worker compile a kernel that will be launched later; False if none has to.
-
-        certain: whether it is no guess. It may then share a core with another worker.
-        """
+    def expect(self, job: Job) -> bool:
+        """Have a worker compile a kernel that will be launched later; False if none has to."""
         key = job.key
         # A process that was forked from this one does not have its threads.
         is_off = self._off or most_workers() == 0 or self._process != os.getpid()
         if is_off or key in self._settled:
             return False
         if key not in self._expected:  # at worst, two threads submit one job twice
-            is_kept = _is_kept(_name(job))
-            self._expected[key] = (
-                None if is_kept else self._submit(job, most_workers(certain))
-            )
+            self._expected[key] = None if _is_kept(_name(job)) else self._submit(job)
         future = self._expected[key]
         return future is not None and not future.done()
-
-    def wait(self, keys: Iterable[str]) -> int:
-        """Wait for these kernels; return how many of them workers have compiled."""
-        expected = [self._expected[key] for key in keys]
-        return sum(future.result() for future in expected if future is not None)
 
     def settle(self, job: Job) -> str | None:
         """Wait for a kernel if a worker is compiling it; called before its first launch.
@@ -176,7 +165,7 @@ class Ahead:
                 os.killpg(self._server.pid, signal.SIGKILL)
             self._server.wait()
 
-    def _submit(self, job: Job, most: int) -> futures.Future[bool]:
+    def _submit(self, job: Job) -> futures.Future[bool]:
         future: futures.Future[bool] = futures.Future()
         on = triton.runtime.driver.active.get_current_target()
         keys = triton.runtime.cache.triton_key(), job.kernel.cache_key
@@ -187,8 +176,10 @@ class Ahead:
         self._launchers.add(types)
         self._queue.put((future, pickle.dumps(work)))
         self.start()
-        if len(self._threads) < most and (thread := _started(self._run_jobs)) is not None:
-            self._threads.append(thread)
+        if len(self._threads) < most_workers():
+            thread = _started(self._run_jobs)
+            if thread is not None:
+                self._threads.append(thread)
         return future
 
     def _run_jobs(self) -> None:
@@ -210,8 +201,9 @@ class Ahead:
 
 
 _ahead = Ahead()
-expect, wait, settle = _ahead.expect, _ahead.wait, _ahead.settle
-start, stop = _ahead.start, _ahead.stop
+expect = _ahead.expect
+settle = _ahead.settle
+stop = _ahead.stop
 atexit.register(stop)
 native.kernels = _ahead.counts
 

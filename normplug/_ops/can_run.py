@@ -15,7 +15,6 @@ from normplug._torch import (
     in_forward_ad,
     is_exporting,
     is_tracing,
-    recorder_of,
     transforms_active,
 )
 
@@ -93,7 +92,7 @@ def refusal_of(t: Tensors) -> str | None:
     if tracked is not None and tracked.dtype != torch.int64:
         return f"num_batches_tracked is {tracked.dtype}, not torch.int64"
     for each in (x, *present):
-        if type(each) not in (Tensor, torch.nn.Parameter) and recorder_of(each) is None:
+        if type(each) not in (Tensor, torch.nn.Parameter):
             return f"a tensor is a {type(each).__name__}, which the kernels cannot read"
     if (why := refusal_of_device(x, *present)) is not None:
         return why

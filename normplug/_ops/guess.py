@@ -11,13 +11,14 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from normplug import _activations
+from normplug._activations import ActivationLike
 from normplug._ops.call import key_of
 from normplug._ops.spec import Tensors
 
@@ -27,13 +28,29 @@ if TYPE_CHECKING:
 # Size of a layer's input, relative to the first layer's. Halving leaves an eighth of a volume.
 _SMALLEST, _SMALLEST_VOLUME, _LARGEST = 1 / 16, 1 / 4096, 4
 
-# Layer -> what `fuse` runs in one call with it, and the first calls after which it was guessed.
-_layers: WeakKeyDictionary[Any, tuple[str, set[Any]]] = WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class Fusion:
+    """What `fuse` runs in one call with a norm.
+
+    label: the operations, for a report. adds: whether the call adds a residual, before the norm or
+    after it. adds_bias: whether it adds the bias of a convolution before the norm.
+    """
+
+    label: str = ""
+    adds: bool = False
+    adds_bias: bool = False
+    activation: ActivationLike = None
 
 
-def record(layer: Any, label: str = "") -> None:
-    """Record a layer that may be called. label: what it is fused with, in the words of a report."""
-    _layers[layer] = (label, set())
+# Layer -> what it is fused with, and the first calls after which it was guessed.
+_layers: WeakKeyDictionary[Any, tuple[Fusion, set[Any]]] = WeakKeyDictionary()
+_ALONE = Fusion()
+
+
+def record(layer: Any, fusion: Fusion = _ALONE) -> None:
+    """Record a layer that may be called, and what it is fused with."""
+    _layers[layer] = (fusion, set())
 
 
 def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
@@ -52,11 +69,11 @@ def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
         layer = reference()
         if layer is None or kind in _layers[layer][1]:
             continue
-        label, guessed = _layers[layer]
+        fusion, guessed = _layers[layer]
         guessed.add(kind)
         # A layer of another family may refuse the input. No guess may fail the first call.
         with contextlib.suppress(Exception):
-            for other, spec in _calls(layer, label, t, plan.spec):
+            for other, spec in _calls(layer, fusion, t, plan.spec):
                 if (key := key_of(other, spec, None)) in known:
                     continue
                 known.add(key)
@@ -72,7 +89,7 @@ def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
 
 
 def _calls(
-    layer: Any, label: str, t: Tensors, spec: Any
+    layer: Any, fusion: Fusion, t: Tensors, spec: Any
 ) -> Iterator[tuple[Tensors, Any]]:
     """The likely calls of a layer after a first call of `spec` with t; none for another norm.
 
@@ -80,10 +97,7 @@ def _calls(
     keeps the dtype of x, or takes the branches' dtype at the first norm. If the first norm follows
     a sum, all sums have the branches' dtype.
     """
-    adds, adds_bias, row = "add" in label, label.startswith("bias"), layer._affine_shape()
-    words, known = label.replace(",", "").split(), _activations.ACTIVATIONS.values()
-    names = (each.name for each in known if each.module.__name__ in words)
-    activation = _activations.joined(next(names, None), _activations.SLOPE)
+    row = layer._affine_shape()
     shared = {
         name: getattr(spec, name) for name in ("autocast", "join") if hasattr(spec, name)
     }
@@ -91,10 +105,10 @@ def _calls(
         name: getattr(t, name) for name in ("running_mean", "running_var", "tracked")
     }
     branch = shared.get("autocast") or t.x.dtype
-    only_branch = adds_bias or t.residual is not None
+    only_branch = fusion.adds_bias or t.residual is not None
     dtypes = [branch] if only_branch else list(dict.fromkeys((t.x.dtype, branch)))
     pairs: list[tuple[Any, Any]] = [(dtype, None) for dtype in dtypes]
-    if adds:
+    if fusion.adds:
         pairs = [(a, b) for a in dtypes for b in dtypes if branch in (a, b)]
     for like in _inputs(t.x, row, getattr(spec, "normalized_shape", ())):
         for pair in pairs:
@@ -107,10 +121,13 @@ def _calls(
             )
             dtype = (t.x if t.weight is None else t.weight).dtype
             vector = torch.empty(row, dtype=dtype, device="meta", requires_grad=True)
-            reading = (x, residual, vector if adds_bias else None)
-            other, its = layer._call(*reading, *([activation] if activation else []))
-            if type(its) is type(spec):
-                yield other._replace(**statistics), its._replace(**shared)
+            arguments: list[Any] = [x, residual]
+            arguments.append(vector if fusion.adds_bias else None)
+            if fusion.activation is not None:
+                arguments.append(fusion.activation)
+            call, call_spec = layer._call(*arguments)
+            if type(call_spec) is type(spec):
+                yield call._replace(**statistics), call_spec._replace(**shared)
 
 
 def _inputs(x: Tensor, row: Sequence[int], first_row: Sequence[int]) -> Iterator[Tensor]:

@@ -28,8 +28,6 @@ from normplug._torch import (
     applier,
     current_device_index,
     current_raw_stream,
-    recorder_of,
-    recordings,
     unwrap_if_dead,
 )
 from normplug.reference import accumulator_dtype
@@ -146,13 +144,6 @@ class Program:
         for slot, shape, stride, dtype in self.empties:
             slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         if self.steps:
-            if (
-                recordings
-                and (take := recorder_of(slots[self.steps[0].slots[0]])) is not None
-            ):
-                for job in self.jobs(plan.acc):
-                    take(job)
-                return
             stream, work = plan.workspace(self.scratch)
             slots[_PARTIAL], slots[_COUNTERS] = work.partial, work.counters
             for launch, _, pick in self.steps:
@@ -250,8 +241,7 @@ class Plan:
         if found is None:
             call = Tensors(*t)  # type: ignore[arg-type]
             found = self._programs[keep] = self.forward_program(call, keep)
-            is_on_gpu = self.gpu is not None and not recordings
-            if is_on_gpu and not torch.cuda.is_current_stream_capturing():
+            if self.gpu is not None and not torch.cuda.is_current_stream_capturing():
                 self._expect_next(call, keep)
         return found
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from normplug import _checks, _convert
 from normplug._fuse.fuse import fuse as fuse_norms
-from normplug._ops.warm_up import warm_up as warm_up_model
 from normplug._swap import record
 from normplug._swap.check import refuse
 from normplug._swap.layer_modes import ModesLike, read
@@ -38,15 +37,17 @@ class SwapNorms(Callback):
         mode: one mode, or a mode for each layer, for `normplug.swap`.
         fuse: run norms and the operations next to them in one kernel, by `normplug.fuse`.
         recompute: with `fuse`, save memory by recomputing results in the backward.
-        warm_up: at the start of fit, compile what a step needs, by `normplug.warm_up`. The
-            module's forward is run on its `example_input_array`, which must be shaped as a batch.
+        warm_up: deprecated, and has no effect: kernels compile ahead by themselves.
         **options: further options of `normplug.swap`.
 
     Raises:
         ValueError: an unknown mode, autocast_output or backend; `recompute` without `fuse`; a
-            checkpoint of another mode; `warm_up` without an `example_input_array`.
+            checkpoint of another mode.
         TypeError: an unknown option, or an option of the wrong type.
         RuntimeError: swapped layers were rebuilt or are bypassed; `Trainer(sync_batchnorm=True)`.
+
+    Warns:
+        DeprecationWarning: `warm_up` is passed.
 
     Examples:
         >>> trainer = Trainer(callbacks=[SwapNorms(fuse=True)], logger=False)
@@ -59,7 +60,7 @@ class SwapNorms(Callback):
         *,
         fuse: bool = False,
         recompute: bool = False,
-        warm_up: bool = False,
+        warm_up: bool | None = None,
         **options: Any,
     ) -> None:
         self.mode = read(mode)
@@ -67,19 +68,22 @@ class SwapNorms(Callback):
         if unknown:
             raise TypeError(
                 f"normplug.lightning.SwapNorms: unknown option {unknown[0]!r}; the options are "
-                f"fuse, recompute, warm_up, {', '.join(_OPTIONS)}."
+                f"fuse, recompute, {', '.join(_OPTIONS)}."
             )
         _checks.swap_options("lightning.SwapNorms", **options)
-        _checks.flags(
-            "lightning.SwapNorms", fuse=fuse, recompute=recompute, warm_up=warm_up
-        )
+        _checks.flags("lightning.SwapNorms", fuse=fuse, recompute=recompute)
+        if warm_up is not None:
+            _checks.warn(
+                "normplug.lightning.SwapNorms: warm_up is deprecated, and has no effect. Since "
+                "version 0.2, worker processes compile kernels ahead by themselves. Leave it out.",
+                DeprecationWarning,
+            )
         if recompute and not fuse:
             raise ValueError(
                 "normplug.lightning.SwapNorms: recompute=True needs fuse=True."
             )
         self.fuse = fuse
         self.recompute = recompute
-        self.warm_up = warm_up
         self.options = options
         self._model: LightningModule | None = None
         # The target variance of each layer, at the swap and in a checkpoint that is resumed.
@@ -107,8 +111,6 @@ class SwapNorms(Callback):
             saved = self._saved
             self._saved = None
             record.refuse_other_modes("lightning.SwapNorms", self._targets, saved)
-        if self.warm_up:
-            _warm_up(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Verify the swapped layers."""
@@ -137,23 +139,6 @@ class SwapNorms(Callback):
         if self._model is not pl_module:
             self._swap(pl_module)
         refuse("lightning.SwapNorms", pl_module, record.findings(pl_module))
-
-
-def _warm_up(trainer: Trainer, pl_module: LightningModule) -> None:
-    example = pl_module.example_input_array
-    if example is None:
-        raise ValueError(
-            "normplug.lightning.SwapNorms: warm_up=True needs the shapes of a batch. Set the "
-            "module's example_input_array, or call normplug.warm_up(model, *batch) yourself."
-        )
-    example = trainer.strategy.batch_to_device(example)
-    inputs, named = (), {}
-    if isinstance(example, dict):
-        named = example
-    else:
-        inputs = example if isinstance(example, tuple) else (example,)
-    with trainer.precision_plugin.forward_context():
-        rank_zero_info(str(warm_up_model(pl_module, *inputs, **named)))
 
 
 class SyncNorms(LayerSync):

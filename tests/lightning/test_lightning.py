@@ -160,52 +160,22 @@ def test_swap_norms_is_standard_by_default_and_warns_of_no_run_that_starts_or_re
         trainer(tmp_path, SwapNorms("golden")).fit(stock, loader())
 
 
-class Forward(lightning_cases.Module):
-    """A module with a forward and an example of its input."""
-
-    def forward(self, x, scale=1.0):
-        return self.net(x * scale)
-
-
-@pytest.mark.parametrize(
-    "example",
-    [IMAGES[:8], (IMAGES[:8], 2.0), {"x": IMAGES[:8]}],
-    ids=["tensor", "tuple", "dict"],
-)
-def test_swap_norms_warms_up_on_the_modules_example(
-    tmp_path, monkeypatch, caplog, example
-):
-    warmed, found = [], normplug.warm_up
-
-    def warm_up(model, *batch, **named):
-        warmed.append([*batch, *named.values()][0])
-        assert torch.is_autocast_enabled("cpu")
-        return found(model, *batch, **named)
-
-    monkeypatch.setattr("normplug.lightning.swap_norms.warm_up_model", warm_up)
-    module = Forward(make_net)
-    module.example_input_array = example
-    caplog.set_level(
-        "INFO", "lightning.pytorch.utilities.rank_zero"
-    )  # train.py silences it
-    trainer(tmp_path, SwapNorms(warm_up=True), precision="bf16-mixed").fit(
-        module, loader()
-    )
-    assert [x.shape for x in warmed] == [(8, 3, 6, 6)]
-    assert "normplug: compiled 0 kernels" in caplog.text
-    assert "The input is on cpu, and the kernels need a CUDA device." in caplog.text
+def test_warm_up_is_deprecated_and_does_nothing():
+    model = nn.Linear(2, 2)
+    with pytest.warns(DeprecationWarning, match="normplug.warm_up: .* Remove the call"):
+        assert normplug.warm_up(model, torch.ones(2, 2)) is None
+    with pytest.warns(DeprecationWarning, match="SwapNorms: warm_up .* Leave it out"):
+        SwapNorms(warm_up=True)
 
 
-def test_swap_norms_rejects_wrong_options_at_once_and_a_warm_up_without_shapes(tmp_path):
+def test_swap_norms_rejects_wrong_options_at_once():
     for error, message, options in (
         (TypeError, "SwapNorms: fuse must be True or False; got 'yes'", {"fuse": "yes"}),
         (ValueError, "recompute=True needs fuse=True", {"recompute": True}),
-        (TypeError, "options are fuse, recompute, warm_up, include", {"fused": True}),
+        (TypeError, "options are fuse, recompute, include", {"fused": True}),
     ):
         with pytest.raises(error, match=message):
             SwapNorms(**options)
-    with pytest.raises(ValueError, match="Set the module's example_input_array"):
-        trainer(tmp_path, SwapNorms(warm_up=True)).fit(Module(), loader())
 
 
 def test_swap_norms_detects_that_another_tool_rebuilt_a_layer(tmp_path):
