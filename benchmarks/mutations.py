@@ -285,7 +285,7 @@ MUTATIONS = (
     ),
     Mutation(
         "joined batch: no variance between processes",
-        "normplug/_ops/batch_norm.py",
+        "normplug/_ops/collectives.py",
         "var = (weights * (variances + (means - mean).square())).sum(0)",
         "var = (weights * variances).sum(0)",
         tests_of(
@@ -295,10 +295,9 @@ MUTATIONS = (
     ),
     Mutation(
         "joined batch: running variance over n",
-        "normplug/_ops/batch_norm.py",
-        "unbiased = var * (n / (n - 1).clamp(min=1))\n"
-        "        stock.update_running(t, spec.momentum",
-        "unbiased = var\n        stock.update_running(t, spec.momentum",
+        "normplug/_ops/collectives.py",
+        "unbiased = var * (n / (n - 1).clamp(min=1))",
+        "unbiased = var",
         tests_of(
             SYNC,
             "test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch",
@@ -308,8 +307,8 @@ MUTATIONS = (
         "joined operator: running variance over n",
         "normplug/_ops/batch_norm.py",
         "unbiased = var * (n / (n - 1).clamp(min=1))\n"
-        "            stock.update_running(t, self.momentum",
-        "unbiased = var\n            stock.update_running(t, self.momentum",
+        "            torch_way.update_running(t, self.momentum",
+        "unbiased = var\n            torch_way.update_running(t, self.momentum",
         tests_of(
             "tests/modules/test_sync_kernels.py",
             "test_in_each_of_two_processes"

@@ -49,8 +49,7 @@ class Constants(KernelConstant):
         tracked: `tracked` is incremented.
         safe: a channel whose moments are not finite updates nothing; the first channel's decide
             whether the batch is counted.
-        world: the processes that join their batches: see `batch_norm.exchange`. 0: they have been
-            joined before.
+        world: the processes that join their batches: see `batch_norm.exchange`.
         sums: backward, the sums over the batch are needed: for dweight, dbias, `late` or `share`.
         late: dx depends on the sums, so it is written after them; else statistics are constants.
         share: another kernel writes dx, from terms that this one stores in place of it, in `acc`.

@@ -1,20 +1,7 @@
 """BatchNorm, with a residual, an activation and max pooling: its spec and its operators.
 
 A SyncBatchNorm normalises over the joined batch of a group of processes. The kernels exchange the
-statistics where they can: see `normplug._ops.peers`. Otherwise the functions at the end of this
-file send one collective in each direction.
-
-Forward, an all-gather collects n_r, mean_r and var_r of each process r. With w_r = n_r / sum n_r:
-
-    mean = sum_r w_r * mean_r        var = sum_r w_r * (var_r + (mean_r - mean)^2)
-
-All processes add the same numbers in the order of the ranks, so they get the same bits. A process
-without data takes part with n_r = 0. Source of the merge: Chan, Golub and LeVeque 1983,
-doi:10.1080/00031305.1983.10483115.
-
-Backward, an all-reduce sums sum(dy) and sum(dy * (x - mean)) over the processes; the rest is the
-formula of `normplug.reference` with the n of the joined batch. The gradients of weight and bias
-stay sums over the process's own batch, which DDP averages, as in `torch.nn.SyncBatchNorm`.
+statistics where they can: see `exchange`. Otherwise each call sends `collectives`.
 """
 
 from __future__ import annotations
@@ -24,26 +11,21 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from normplug import _activations, _checks, native
 from normplug._activations import ActivationLike
 from normplug._layouts import dense, laid_out_like
-from normplug._ops import can_run, exchange, torch_way
-from normplug._ops.call import call, key_of, made_once
+from normplug._ops import can_run, collectives, exchange, torch_way
+from normplug._ops.call import key_of, made_once
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Plan
 from normplug._ops.spec import Pool, Tensors
 from normplug._torch import interposed, transforms_active
-from normplug.reference import accumulator_dtype, channel_dims, per_channel
+from normplug.reference import accumulator_dtype, channel_dims
 
 _OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 _LAST = torch.channels_last
-# torch 2.14 deprecated the second name; a build without distributed has neither.
-_all_gather: Any = getattr(
-    dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
-)
 
 
 class BatchNormSpec(NamedTuple):
@@ -101,7 +83,7 @@ class BatchNormSpec(NamedTuple):
         return self._by_torch(t)
 
     def _by_torch(self, t: Tensors) -> Tensor:
-        y = _by_collectives(t, self) if self.join else self._normalised(t)
+        y = collectives.batch_norm(t, self) if self.join else self._normalised(t)
         # In place if possible: nothing else holds y, nor does the backward need it.
         in_place = not transforms_active()
         if t.residual is not None:
@@ -295,7 +277,7 @@ def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
     if can_run.is_asked_for(backend, x) and not (
         differentiates or torch.compiler.is_compiling()
     ):
-        stats = _by_kernel("StatisticsPlan", Tensors(dense(x.detach())), _BATCH)
+        stats = _stats_by_kernel(Tensors(dense(x.detach())))
         if stats is not None:
             mean, var = stats.chunk(2)
             return mean, var
@@ -308,141 +290,19 @@ def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
 
 
 _BATCH = BatchNormSpec(True, 0.0, 0.0, 1.0)
+_STATISTICS = "statistics"  # in place of a backend, in the keys of these calls
 
 
-def _by_kernel(plan: str, t: Tensors, spec: BatchNormSpec) -> Tensor | None:
-    """The statistics that a plan of `batch_norm_plan` computes; None if no kernel can."""
-    stats = native.call(spec, plan, t)
-    if stats is None and not (interposed() or can_run.refusal_now() or _BATCH.refusal(t)):
-        from normplug._ops import batch_norm_plan
+def _stats_by_kernel(t: Tensors) -> Tensor | None:
+    """Mean and variance of the channels in one vector; None if no kernel can compute them."""
+    stats = native.call(_BATCH, _STATISTICS, t)
+    if stats is not None:
+        return stats
+    if interposed() or can_run.refusal_now() or _BATCH.refusal(t):
+        return None
+    from normplug._ops.batch_norm_plan import StatisticsPlan
 
-        run = made_once(
-            key_of(t, spec, plan), getattr(batch_norm_plan, plan), t, spec
-        ).run
-        stats = native.keep(spec, plan, t, t, run)
-        stats = run(t) if stats is None else stats
-    return stats
-
-
-def _by_collectives(t: Tensors, spec: BatchNormSpec) -> Tensor:
-    """The norm of the batches that `spec` joins, without residual and activation.
-
-    Raises:
-        ValueError: on the CPU, one value per channel in the joined batch. On other devices the host
-            would have to wait for the GPU, so y is `bias` instead.
-    """
-    group, backend, _ = exchange.joins[spec.join]
-    gathered = _gathered(t.x.detach(), group)
-    merged, c = None, t.x.shape[1]
-    if can_run.is_asked_for(backend, t.x) and not torch.compiler.is_compiling():
-        own = t._replace(x=gathered, residual=None, weight=None, bias=None)
-        merged = _by_kernel("MergePlan", own, spec)
-    mean, var, n = _merged(gathered) if merged is None else merged.split([c, c, 1])
-    numbers = (spec.eps, spec.target_variance)
-    y = _SyncBatchNorm.apply(
-        t.x, t.weight, t.bias, mean, var, n, *numbers, backend, group
-    )
-    if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
-        whole = f"the joined batch of {dist.get_world_size(group)} processes"
-        raise _checks.one_value("SyncBatchNorm", whole)
-    if merged is None and t.running_mean is not None:
-        # A batch of one value per channel has no variance: it updates nothing and is not counted.
-        unbiased = var * (n / (n - 1).clamp(min=1))
-        torch_way.update_running(t, spec.momentum, mean, unbiased, counts=n > 1)
-    return y
-
-
-class _SyncBatchNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        n: Tensor,
-        eps: float,
-        target_variance: float,
-        backend: str,
-        group: Any,
-    ) -> Tensor:
-        """Normalise by mean and biased variance of a joined batch of n values per channel."""
-        acc = accumulator_dtype(x.dtype)
-        scale, shift = (None if v is None else v.to(acc) for v in (weight, bias))
-        t = Tensors(x, None, scale, shift, None, mean, var)
-        spec = BatchNormSpec(False, 0.0, eps, target_variance)
-        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), n)
-        ctx.scale, ctx.group = math.sqrt(target_variance), group
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return call("SyncBatchNorm", t, spec, backend if x.numel() else "torch")
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of x, weight and bias."""
-        x, weight, mean, rstd, n = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError(exchange.NO_SECOND_DERIVATIVE)
-        acc, dims = mean.dtype, channel_dims(x)
-        # The kernels of torch's SyncBatchNorm; a compiler fuses torch operations instead. For
-        # contiguous tensors, the first kernel rounds each product to the dtype of x before it adds.
-        kernels = x.is_cuda and x.numel() > 0 and not torch.compiler.is_compiling()
-        if kernels:
-            x = dense(x)
-            given = laid_out_like(dy, x), x, mean, rstd
-            values = (given[0].to(acc), x.to(acc)) if x.is_contiguous() else given[:2]
-            which = (
-                True,
-                False,
-                False,
-            )  # the sums, and not the gradients of weight and bias
-            sums = torch.batch_norm_backward_reduce(*values, mean, rstd, None, *which)[:2]
-        else:
-            dy, centred = dy.to(acc), x.to(acc) - per_channel(mean, x)
-            sums = dy.sum(dims), (dy * centred).sum(dims)
-        sum_dy, sum_dy_centred = sums
-        dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            total = torch.cat(sums)
-            dist.all_reduce(total, group=ctx.group)
-            scale = (
-                torch.ones_like(rstd) if weight is None else weight.to(acc)
-            ) * ctx.scale
-            if kernels:
-                last = scale, *total.view(2, -1).unbind(), n.to(torch.int32).view(1)
-                dx = torch.batch_norm_backward_elemt(*given, *last)
-            else:
-                mean_dy, mean_dy_centred = (total / n.clamp(min=1)).chunk(2)
-                slope = per_channel(mean_dy_centred * rstd * rstd, x)
-                dx = dy - per_channel(mean_dy, x) - centred * slope
-                dx = (dx * per_channel(scale * rstd, x)).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            dweight = (sum_dy_centred * rstd * ctx.scale).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            dbias = sum_dy.to(ctx.bias_dtype)
-        return (dx, dweight, dbias, *[None] * 7)
-
-
-def _gathered(x: Tensor, group: Any) -> Tensor:
-    """For each process, mean and biased variance of its channels, and the count of values."""
-    acc, channels = accumulator_dtype(x.dtype), x.shape[1]
-    if x.numel() == 0:
-        own = x.new_zeros(2 * channels + 1, dtype=acc)
-    else:
-        # A count above 2^24 is rounded in float32, a relative error of 1e-7 in a weight.
-        count = x.new_full((1,), x.numel() // channels, dtype=acc)
-        own = torch.cat([*channel_stats(x), count])
-    gathered = own.new_empty(dist.get_world_size(group), own.shape[0])
-    _all_gather(gathered.view(-1), own, group)
-    return gathered
-
-
-def _merged(gathered: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and count of each channel of the joined batch."""
-    channels = gathered.shape[1] // 2
-    means, variances, counts = gathered.split([channels, channels, 1], dim=1)
-    n = counts.sum()
-    weights = counts / n.clamp(min=1)
-    mean = (weights * means).sum(0)
-    var = (weights * (variances + (means - mean).square())).sum(0)
-    return mean, var, n
+    key = key_of(t, _BATCH, _STATISTICS)
+    run = made_once(key, StatisticsPlan, t, _BATCH).run
+    stats = native.keep(_BATCH, _STATISTICS, t, t, run)
+    return run(t) if stats is None else stats

@@ -255,31 +255,6 @@ class StatisticsPlan(BatchNormPlan):
         """Nothing: a model's layers need not be called next."""
 
 
-class MergePlan(StatisticsPlan):
-    """The launch that merges the processes' statistics; y: mean, var and n of the joined batch."""
-
-    def forward_program(self, t: Tensors, keep: bool) -> Program:
-        processes, width = t.x.shape
-        acc = self._constants.acc
-        constants = Constants(acc=acc, variance=True, world=0, **self._updates)
-        momentum = self.spec.momentum or 0.0
-        work = schedule.merge(processes, width // 2)
-        launch = Launch(
-            columns.batch_norm_merge,
-            work,
-            constants,
-            momentum=momentum,
-            eps=self.spec.eps,
-        )
-        return Program(
-            named(t),
-            (launch, {"stats": "y"}),
-            empties={"y": ((width,), (1,), self.acc)},
-            updates=RUNNING,
-            counts=self._counts,
-        )
-
-
 def refusal_to_pool(t: Tensors, pool: Pool) -> str | None:
     """Why the kernels cannot pool the result of a norm of x; None if they can."""
     x = t.x

@@ -22,7 +22,6 @@ from launches import (  # noqa: E402
     Driver,
     batch_norm_launches,
     group_norm_launches,
-    merge_launch,
     pool_launches,
     row_launches,
 )
@@ -116,7 +115,7 @@ def every_kernel(dtype):
                 (n, 512, 400, channels_last), dtype, False, **joined
             )
         yield from group_norm_launches((1 << 14, 32, 10, 4096, channels_last), dtype)
-    yield from (*pool_launches(dtype), merge_launch(dtype))
+    yield from pool_launches(dtype)
     for width in (768, 1 << 17):
         yield from row_launches(4096, width, dtype, width, residual=True, running=True)
 

@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def test_two_dumps_differ_where_a_kernel_or_a_size_does(tmp_path, monkeypatch):
-    label = "batch_norm_merge: float64, merge, forward"
+    label = "batch_norm_columns_forward: float64, own rows, statistics, forward"
     monkeypatch.setattr(
         ptx,
         "every_launch",
@@ -26,10 +26,10 @@ def test_two_dumps_differ_where_a_kernel_or_a_size_does(tmp_path, monkeypatch):
     )
     before, after = tmp_path / "before", tmp_path / "after"
     for folder in (before, after):
-        ptx.dump(folder, "merge", every=1, processes=1)
+        ptx.dump(folder, "statistics", every=1, processes=1)
     assert ptx.compare(before, after) == []
     kernel = after / f"{label}.ptx"
-    assert ".visible .entry batch_norm_merge" in kernel.read_text()
+    assert ".visible .entry batch_norm_columns_forward" in kernel.read_text()
     kernel.write_text(kernel.read_text().replace("add.f64", "sub.f64"))
     facts = json.loads((after / "launches.json").read_text())
     facts[label]["numbers"]["C"] += 1

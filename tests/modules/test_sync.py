@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 import pickle
 import tempfile
 from types import SimpleNamespace
@@ -30,15 +29,11 @@ from sync_cases import (
     ran,
 )
 
-INTERPRETED = "TRITON_INTERPRET" in os.environ
-
 
 def numbers(rank, world, device):
-    """Every case's outcome, by kernels in the interpreter."""
-    cases, backend = TWO if world == 2 else THREE, "triton" if INTERPRETED else "auto"
-    return [
-        outcome(*case.of_rank(rank, device, backend), case.activation) for case in cases
-    ]
+    """Every case's outcome."""
+    cases = TWO if world == 2 else THREE
+    return [outcome(*case.of_rank(rank, device), case.activation) for case in cases]
 
 
 def one_message_forward_one_backward_and_none_in_eval(rank, world, device):
@@ -62,6 +57,14 @@ def one_value_in_the_joined_batch_is_refused_on_every_process(rank, world, devic
     ):
         layer(torch.randn(1 if rank == world - 1 else 0, CHANNELS))
     assert torch.equal(layer.running_var, torch.ones(CHANNELS))
+
+
+def one_value_in_the_joined_batch_gives_the_bias(rank, world, device):
+    layer = SyncBatchNorm(CHANNELS, device=device)
+    before = copy.deepcopy(layer.state_dict())
+    y = layer(torch.randn(1 - rank, CHANNELS, device=device))
+    assert not y.any()
+    assert_same_bits(layer.state_dict(), before)
 
 
 def data_parallel_training_matches_one_process_on_all_data(rank, world, device):
@@ -121,7 +124,8 @@ def three_processes(*where):
 def by_collectives(*where):
     """Processes whose kernels cannot exchange statistics."""
     exchange._agree = lambda group, device: (None, "the GPUs count as two hosts'")
-    sync_cases.process(*where, [numbers], on_gpu=not INTERPRETED, may_warn=[numbers])
+    checks = [numbers, one_value_in_the_joined_batch_gives_the_bias]
+    sync_cases.process(*where, checks, on_gpu=True)
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +143,12 @@ def test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch(case
     assert_joined(case, [result["numbers"][TWO.index(case)] for result in two])
 
 
-@pytest.mark.parametrize(
-    "place", ["interpreter", pytest.param("gpus", marks=pytest.mark.gpu)]
-)
-def test_so_are_two_whose_kernels_cannot_exchange_statistics(place, tmp_path):
-    results = sync_cases.ran_in(place, by_collectives, tmp_path)
+@pytest.mark.gpu
+def test_so_are_two_gpus_whose_kernels_cannot_exchange_statistics(tmp_path):
+    results = sync_cases.ran_in("gpus", by_collectives, tmp_path)
     for index, case in enumerate(TWO):
         assert_joined(case, [result["numbers"][index] for result in results])
+    assert_passed(one_value_in_the_joined_batch_gives_the_bias, results)
 
 
 @pytest.mark.parametrize("case", THREE, ids=str)

@@ -9,7 +9,7 @@ from normplug._kernels import launch
 from normplug._layouts import Levels
 from normplug._ops import exchange
 from normplug._ops.batch_norm import BatchNormSpec
-from normplug._ops.batch_norm_plan import BatchNormPlan, MergePlan, PooledPlan
+from normplug._ops.batch_norm_plan import BatchNormPlan, PooledPlan
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.plans import BLANKS, SLOT
 from normplug._ops.row_norms import LayerNormSpec
@@ -136,12 +136,6 @@ def pool_launches(dtype):
     shape = (64, 64, 112, 112)
     t, spec = batch_call(shape, True, dtype, activation="relu", pool=pool, join=JOIN)
     return launches_of(PooledPlan(t, spec), t)
-
-
-def merge_launch(dtype):
-    t, spec = batch_call((3, 1025), False, dtype)
-    (made,) = launches_of(MergePlan(t, spec), t)
-    return made
 
 
 def row_call(

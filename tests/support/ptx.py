@@ -45,7 +45,6 @@ from launches import (
 from normplug import _kernels
 from normplug._ops.batch_norm_plan import (
     BatchNormPlan,
-    MergePlan,
     PooledPlan,
     StatisticsPlan,
 )
@@ -108,10 +107,6 @@ def other_batch_calls(dtype: torch.dtype, machine: Any) -> Iterator[Any]:
     for where, (shape, last) in (BATCH_SHAPES | MORE_BATCH_SHAPES).items():
         t, spec = batch_call(shape, last, dtype, vectors=False, running=False)
         yield f"{where}, statistics", StatisticsPlan(t, spec), t, ()
-    t, spec = batch_call((3, 1025), False, FLOAT64 if dtype == FLOAT64 else FLOAT32)
-    t = t._replace(running_mean=t.running_mean[:512], running_var=t.running_var[:512])
-    yield "merge", MergePlan(t, spec), t, ()
-    yield "merge, cumulative", MergePlan(t, spec._replace(momentum=None)), t, ()
     for what, given in (
         ("train", {}),
         ("eval", {"training": False}),

@@ -20,7 +20,7 @@ from accuracy import assert_no_worse, assert_same_bits
 from batch_norm_cases import laid_out
 from calls import describe
 from normplug import SyncBatchNorm, _activations, target_variance
-from normplug._ops import batch_norm as _joined
+from normplug._ops import collectives
 from normplug.modules.probe import Probe, averages
 from normplug.reference import accumulator_dtype, channel_dims, per_channel
 from programs import STARTS
@@ -208,7 +208,7 @@ def assert_joined(case, parts):
 @contextmanager
 def counting():
     """Yield a list that records the messages sent inside the block."""
-    sent, gather, reduce = [], _joined._all_gather, dist.all_reduce
+    sent, gather, reduce = [], collectives._all_gather, dist.all_reduce
 
     def counted_gather(out, own, group):
         sent.append(("gather", own.numel()))
@@ -219,7 +219,7 @@ def counting():
         reduce(values, group=group)
 
     with (
-        patch.object(_joined, "_all_gather", counted_gather),
+        patch.object(collectives, "_all_gather", counted_gather),
         patch.object(dist, "all_reduce", counted_reduce),
     ):
         yield sent

@@ -157,10 +157,9 @@ def coefficients(stats_ptr, vectors, channels, live, C, F):
 def finish_forward(mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, BCH, F):
     """Save a slab's statistics, update its running statistics, and count the batch.
 
-    A batch is joined by the exchange if F.world > 1, and was joined before if F.world is 0. A
-    joined batch with fewer than two values per channel updates nothing, and is not counted. With
-    F.safe, neither does a channel whose moments are not finite; the first channel's decide whether
-    the batch is counted.
+    A batch is joined by the exchange if F.world > 1. A joined batch with fewer than two values per
+    channel updates nothing, and is not counted. With F.safe, neither does a channel whose moments
+    are not finite; the first channel's decide whether the batch is counted.
 
     sizes: channels, rows and values per row of a channel; channels of a slab. running: the
     addresses of mean, variance and count, and the momentum. BCH: channels of a slab, with padding.
@@ -175,7 +174,6 @@ def finish_forward(mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, BCH, F
     counted = 1
     if F.world > 1:
         n, mean, m2 = joined_moments(mean, m2, ROWS * HW, channels, there, C, PEERS, F)
-    if F.world != 1:
         updated = there & (n > 1)
         counted = tl.where(tl.max(n, axis=0) > 1, 1, 0)
         tl.store(stats_ptr + 2 * C + 0 * channels, n, mask=channels == 0)
@@ -192,7 +190,7 @@ def finish_forward(mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, BCH, F
         step = scalar(momentum, F.acc)
         if F.cumulative:
             step = 1.0 / tl.load(tracked_ptr).to(F.acc)
-            if F.world != 1:
+            if F.world > 1:
                 if slab == 0:  # the host has counted the batch
                     tl.store(tracked_ptr, tl.load(tracked_ptr) + counted - 1)
         old_mean = tl.load(running_mean_ptr + channels, mask=updated, other=0.0)
@@ -202,35 +200,6 @@ def finish_forward(mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, BCH, F
     if F.tracked:
         if slab == 0:
             tl.store(tracked_ptr, tl.load(tracked_ptr) + counted)
-
-
-@kernel
-def batch_norm_merge(
-    x_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, stats_ptr, C, PROCESSES, momentum, eps,
-    T: tl.constexpr, F: tl.constexpr,
-):  # fmt: skip
-    """Merge the statistics of PROCESSES processes: stats = (mean, var, n) of the joined batch.
-
-    x has the mean and var of all channels, and the number of values, of each process in turn.
-    """
-    BCH: tl.constexpr = T.bch
-    slab = tl.program_id(0)
-    channels = slab * BCH + tl.arange(0, BCH)
-    there = channels < C
-    n = tl.zeros([BCH], F.acc)
-    mean = tl.zeros([BCH], F.acc)
-    m2 = tl.zeros([BCH], F.acc)
-    for process in range(PROCESSES):
-        own_ptr = x_ptr + process * (2 * C + 1)
-        count = tl.load(own_ptr + 2 * C)
-        fraction = count / tl.maximum(n + count, 1.0)
-        own_mean, own_var = load_both(own_ptr, channels, there, C)
-        difference = own_mean - mean
-        m2 += own_var * count + difference * difference * (n * fraction)
-        mean += difference * fraction
-        n += count
-    running = running_mean_ptr, running_var_ptr, tracked_ptr, momentum
-    finish_forward(mean, m2, slab, (C, n, 1, BCH), running, stats_ptr, eps, 0, BCH, F)
 
 
 @triton.jit

@@ -130,13 +130,6 @@ class ColumnsTile(KernelConstant):
     wide: bool
 
 
-@dataclass(frozen=True)
-class MergeTile(KernelConstant):
-    """A tile of `bch` channels, whose statistics a program merges."""
-
-    bch: int
-
-
 @dataclass
 class Columns:
     """`rows` rows of `c` channels of `hw` columns, in slabs of `channels`; see `columns`.
@@ -337,12 +330,6 @@ def geometry(
     if hw <= _SMALL_PLANE:
         return _columns(n, c, hw, itemsize, tensors, sms, cooperative)
     return _planes(n, c, hw, itemsize, tensors, sms)
-
-
-def merge(processes: int, c: int) -> Work:
-    """The launch that merges the statistics that processes have of `c` channels."""
-    tile = MergeTile(bch=256)
-    return Work(-(-c // tile.bch), 4, tile, {"C": c, "PROCESSES": processes})
 
 
 def mask_bytes(n: int, c: int, hw: int, channels_last: bool, itemsize: int) -> int:

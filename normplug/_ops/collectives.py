@@ -1,0 +1,181 @@
+"""The norm of a batch that several processes join by collectives, one in each direction.
+
+The kernels exchange statistics where they can: see `exchange`. This page is for the other groups.
+
+Forward, an all-gather collects n_r, mean_r and var_r of each process r. With w_r = n_r / sum n_r:
+
+    mean = sum_r w_r * mean_r        var = sum_r w_r * (var_r + (mean_r - mean)^2)
+
+All processes add the same numbers in the order of the ranks, so they get the same bits. A process
+without data takes part with n_r = 0. Source of the merge: Chan, Golub and LeVeque 1983,
+doi:10.1080/00031305.1983.10483115.
+
+Backward, an all-reduce sums sum(dy) and sum(dy * (x - mean)) over the processes; the rest is the
+formula of `normplug.reference` with the n of the joined batch. The gradients of weight and bias
+stay sums over the process's own batch, which DDP averages, as in `torch.nn.SyncBatchNorm`.
+
+On CUDA, the kernels of `torch.nn.SyncBatchNorm` run. The function around them would make the host
+wait for the GPU, and takes no empty 16-bit batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from normplug import _checks
+from normplug._layouts import dense, laid_out_like
+from normplug._ops import exchange, torch_way
+from normplug._ops.spec import Tensors
+from normplug.reference import accumulator_dtype, channel_dims, per_channel
+
+# torch 2.14 deprecated the second name; a build without distributed has neither.
+_all_gather: Any = getattr(
+    dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
+)
+_NEARLY_0 = 1e-30  # PyTorch's kernel divides by the number of values so far
+
+
+def batch_norm(t: Tensors, spec: Any) -> Tensor:
+    """The norm of the batches that a `BatchNormSpec` joins, without residual and activation.
+
+    Raises:
+        ValueError: on the CPU, one value per channel in the joined batch. On other devices the host
+            would have to wait for the GPU, so y is `bias` instead.
+    """
+    group = exchange.joins[spec.join].group
+    acc = accumulator_dtype(t.x.dtype)
+    weight, shift = (None if v is None else v.to(acc) for v in (t.weight, t.bias))
+    shape = (t.x.shape[1],)
+    scale = torch_way.scaled(weight, spec.target_variance, shape, acc, t.x.device)
+    kernels = (
+        t.x.is_cuda and not torch.compiler.is_compiling()
+    )  # a compiler fuses the rest
+    y, mean, unbiased, n = _Joined.apply(t.x, scale, shift, spec.eps, group, kernels)
+    if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
+        whole = f"the joined batch of {dist.get_world_size(group)} processes"
+        raise _checks.one_value("SyncBatchNorm", whole)
+    if t.running_mean is not None:
+        # A batch of one value per channel has no variance: it updates nothing and is not counted.
+        torch_way.update_running(t, spec.momentum, mean, unbiased, counts=n > 1)
+    return y
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        eps: float,
+        group: Any,
+        kernels: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """y, and of the joined batch: mean, unbiased variance, number of values per channel.
+
+        kernels: whether to run PyTorch's kernels for SyncBatchNorm.
+        """
+        x = dense(x) if kernels else x
+        merge = _merged_by_kernel if kernels else _merged
+        mean, rstd, unbiased, n = merge(x, eps, group)
+        if x.numel() == 0:
+            y = torch.empty_like(x)
+        elif kernels:
+            y = torch.batch_norm_elemt(x, scale, shift, mean, rstd, eps)
+        else:
+            slope = rstd if scale is None else rstd * scale
+            var = torch.ones_like(rstd)
+            y = torch.batch_norm(x, slope, shift, mean, var, False, 0.0, 0.0, False)
+        ctx.group, ctx.kernels = group, kernels
+        ctx.save_for_backward(x, scale, mean, rstd, n)
+        ctx.mark_non_differentiable(mean, unbiased, n)
+        return y, mean, unbiased, n
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(exchange.NO_SECOND_DERIVATIVE)
+        x, scale, mean, rstd, n = ctx.saved_tensors
+        kernels = ctx.kernels and x.numel() > 0
+        if kernels:
+            dy = laid_out_like(dy, x)
+            # The kernel for contiguous tensors rounds each product to the dtype of x.
+            dtype = mean.dtype if x.is_contiguous() else x.dtype
+            values = (dy.to(dtype), x.to(dtype))
+            which = (True, False, False)  # the sums, not the gradients of scale and shift
+            sums: Any = torch.batch_norm_backward_reduce(
+                *values, mean, rstd, None, *which
+            )
+            sum_dy, sum_dy_centred = sums[:2]
+        else:
+            wide_dy = dy.to(mean.dtype)
+            centred = x.to(mean.dtype) - per_channel(mean, x)
+            sum_dy = wide_dy.sum(channel_dims(x))
+            sum_dy_centred = (wide_dy * centred).sum(channel_dims(x))
+        dx = None
+        if ctx.needs_input_grad[0]:
+            total = torch.cat([sum_dy, sum_dy_centred])
+            dist.all_reduce(total, group=ctx.group)
+            if kernels:
+                count = n.to(torch.int32).view(1)
+                last = (scale, *total.chunk(2), count)
+                dx = torch.batch_norm_backward_elemt(dy, x, mean, rstd, *last)
+            else:
+                mean_dy, mean_dy_centred = (total / n.clamp(min=1)).chunk(2)
+                through = per_channel(mean_dy_centred * rstd * rstd, x)
+                dx = wide_dy - per_channel(mean_dy, x) - centred * through
+                slope = rstd if scale is None else rstd * scale
+                dx = (dx * per_channel(slope, x)).to(x.dtype)
+        dscale = sum_dy_centred * rstd if ctx.needs_input_grad[1] else None
+        dshift = sum_dy if ctx.needs_input_grad[2] else None
+        return dx, dscale, dshift, None, None, None
+
+
+Moments = tuple[Tensor, Tensor, Tensor, Tensor]  # mean, rstd, unbiased variance, and n
+
+
+def _merged(x: Tensor, eps: float, group: Any) -> Moments:
+    """The moments of the joined batch."""
+    c = x.shape[1]
+    own = x.new_zeros(2 * c + 1, dtype=accumulator_dtype(x.dtype))
+    if x.numel() > 0:
+        var, mean = torch.var_mean(x.to(own.dtype), channel_dims(x), correction=0)
+        # A count above 2^24 is rounded in float32, a relative error of 1e-7 in a weight.
+        own = torch.cat([mean, var, own.new_full((1,), x.numel() // c)])
+    means, variances, counts = _gathered(own, group).split([c, c, 1], dim=1)
+    n = counts.sum()
+    weights = counts / n.clamp(min=1)
+    mean = (weights * means).sum(0)
+    var = (weights * (variances + (means - mean).square())).sum(0)
+    unbiased = var * (n / (n - 1).clamp(min=1))
+    return mean, torch.rsqrt(var + eps), unbiased, n
+
+
+def _merged_by_kernel(x: Tensor, eps: float, group: Any) -> Moments:
+    """The same by PyTorch's kernels, in fewer launches."""
+    c = x.shape[1]
+    own = x.new_ones(2 * c + 1, dtype=accumulator_dtype(x.dtype))
+    if x.numel() > 0:
+        stats = torch.batch_norm_stats(x, eps)
+        own = torch.cat([*stats, own.new_full((1,), x.numel() // c)])
+    else:
+        own[-1:] = _NEARLY_0
+    means, rstds, counts = _gathered(own, group).split([c, c, 1], dim=1)
+    # With a momentum of 1, the running statistics become those of the batch.
+    mean, unbiased = own.new_zeros(2, c)
+    _, rstd = torch.batch_norm_gather_stats_with_counts(
+        x, means, rstds, mean, unbiased, 1.0, eps, counts.flatten()
+    )
+    n = counts.sum()
+    return mean, rstd, torch.where(n > 1, unbiased, 0.0), n  # of one value, it was nan
+
+
+def _gathered(own: Tensor, group: Any) -> Tensor:
+    """The vectors of all processes, as rows."""
+    gathered = own.new_empty(dist.get_world_size(group), own.shape[0])
+    _all_gather(gathered.view(-1), own, group)
+    return gathered
