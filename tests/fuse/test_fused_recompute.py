@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import recompute_cases
 import routes
@@ -88,16 +87,14 @@ def test_recomputed_outputs_are_not_held_on_the_gpu_and_change_no_bit(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make", [recompute_cases.Feed, recompute_cases.Attend])
-def test_recomputing_a_layer_norms_output_on_the_gpu_changes_no_bit(make, low):
-    ours, plain = recompute_cases.twins(make(256).cuda())
+def test_recomputing_a_layer_norms_output_on_the_gpu_changes_no_bit(low):
+    ours, plain = recompute_cases.twins(recompute_cases.Feed(256).cuda())
     x = torch.randn(16, 100, 256, device="cuda")
-    with sdpa_kernel(SDPBackend.MATH):  # other backends may sum in any order
-        recompute_cases.check_same(ours, plain, x, low, steps=2)
+    recompute_cases.check_same(ours, plain, x, low, steps=2)
     held, our_held = (memory_of_a_step(model, x, low)[0] for model in (plain, ours))
     output_bytes = x.numel() * (4 if low is None else 2)
     assert held - our_held >= output_bytes
-    if low is None and make is recompute_cases.Feed:
+    if low is None:
         recomputed = recompute_cases.kept(plain, x) - recompute_cases.kept(ours, x)
         assert recomputed == {"mlp.0"}
 
