@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from normplug import _activations, _checks, native
 from normplug._activations import ActivationLike
-from normplug._layouts import dense, laid_out_like
+from normplug._layouts import dense, is_channels_last, laid_out_like
 from normplug._ops import can_run, collectives, exchange, torch_way
-from normplug._ops.call import key_of, made_once
+from normplug._ops.call import Way, key_of, made_once
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Plan
 from normplug._ops.spec import Pool, Tensors
@@ -69,7 +70,8 @@ class BatchNormSpec(NamedTuple):
         _checks.scalars(caller, num_batches_tracked=t.tracked)
         updates = self.training and t.running_mean is not None
         _checks.momentum(caller, self.momentum, t.tracked, updates)
-        if self.training and not self.join and t.x.numel() == t.x.shape[1] != 0:
+        has_one_value = t.x.numel() > 0 and t.x.numel() == t.x.shape[1]
+        if self.training and not self.join and has_one_value:
             raise _checks.one_value(caller, f"input of shape {tuple(t.x.shape)}")
         _checks.activation(caller, self.activation)
         _checks.same_shape(caller, t.x, residual=t.residual)
@@ -97,7 +99,9 @@ class BatchNormSpec(NamedTuple):
 
     def _normalised(self, t: Tensors) -> Tensor:
         """Call ATen's operator, since `torch.nn.functional.batch_norm` refuses an eps of 0."""
-        x, mean, var, momentum = t.x, t.running_mean, t.running_var, self.momentum or 0.0
+        x = t.x
+        mean, var = t.running_mean, t.running_var
+        momentum = self.momentum or 0.0
         weight = torch_way.scaled_channels(
             t, self.target_variance, None if self.instance else mean
         )
@@ -117,7 +121,8 @@ class BatchNormSpec(NamedTuple):
                 batch_var, batch_mean = torch.var_mean(values, channel_dims(x))
                 torch_way.update_running(t, None, batch_mean, batch_var)
                 mean = var = None
-        given, cudnn = (x, weight, t.bias, mean, var), torch.backends.cudnn.enabled
+        given = (x, weight, t.bias, mean, var)
+        cudnn = torch.backends.cudnn.enabled
         if self.instance:  # it is contiguous, and takes statistics of any dtype
             y = torch.instance_norm(*given, False, 0.0, self.eps, cudnn)
         else:
@@ -128,21 +133,22 @@ class BatchNormSpec(NamedTuple):
 
     def refusal(self, t: Tensors) -> str | None:
         if self.pool is not None:
-            from normplug._ops.batch_norm_plan import refusal_to_pool
-
-            if (why := refusal_to_pool(t, self.pool)) is not None:
+            why = _refusal_to_pool(t.x, self.pool)
+            if why is not None:
                 return why
         if t.residual is not None and t.residual.dtype != t.x.dtype:
             return f"the input is {t.x.dtype} and the residual {t.residual.dtype}"
         mean, var = t.running_mean, t.running_var
         if mean is not None and var is not None and mean.dtype != var.dtype:
             return "running_mean and running_var differ in dtype"
-        if self.join and (most := exchange.most_channels(self.join)) == 0:
-            return "the processes exchange statistics by collectives"
-        if self.join and t.x.shape[1] > most:
-            return f"it has more than {most} channels"
-        if self.join and t.x.numel() == 0:  # the kernels do not read it
-            t = t._replace(x=t.x.new_empty(1, *t.x.shape[1:2]), residual=None)
+        if self.join:
+            most = exchange.most_channels(self.join)
+            if most == 0:
+                return "the processes exchange statistics by collectives"
+            if t.x.shape[1] > most:
+                return f"it has more than {most} channels"
+            if t.x.numel() == 0:  # the kernels do not read it
+                t = t._replace(x=t.x.new_empty(1, *t.x.shape[1:2]), residual=None)
         why = can_run.refusal_of(t)
         if why is None and t.x.shape[0] * math.prod(t.x.shape[2:]) >= 2**31:
             why = "a channel has 2^31 values or more"
@@ -155,10 +161,21 @@ class BatchNormSpec(NamedTuple):
             residual = laid_out_like(residual, x)
         return t.reading(x, residual)
 
-    def plan(self, t: Tensors) -> Plan:
-        from normplug._ops.batch_norm_plan import BatchNormPlan, PooledPlan
+    def without_kernels(
+        self, t: Tensors, why: str, choose: Callable[[BatchNormSpec], Way]
+    ) -> Way | None:
+        """Without its pooling a norm may have kernels; a joined batch needs none."""
+        pool = self.pool
+        if pool is not None:
+            way = choose(self._replace(pool=None))
+            return way._replace(run=lambda t: pool.of(way.run(t)))
+        return Way(self.by_torch, t, why) if self.join else None
 
-        return BatchNormPlan(t, self) if self.pool is None else PooledPlan(t, self)
+    def plan(self, t: Tensors) -> Plan:
+        page = _plans()
+        make = page.BatchNormPlan if self.pool is None else page.PooledPlan
+        plan: Plan = make(t, self)
+        return plan
 
     # The operators for compilers. Torch operations outside them update the running statistics: a
     # compiler fuses these, and the operators have no side effects.
@@ -180,8 +197,9 @@ class BatchNormSpec(NamedTuple):
         return self.operator if pays or self.join else None
 
     def operator(self, t: Tensors) -> Tensor:
-        pool, mean, var = self.pool, t.running_mean, t.running_var
-        constants = (None, None) if self.training else (mean, var)
+        pool = self.pool
+        mean = t.running_mean
+        constants = (None, None) if self.training else (mean, t.running_var)
         tensors = (t.x, t.residual, t.weight, t.bias, None, *constants, None)
         activation = _activations.parts(self.activation)
         numbers = (self.training, self.eps, self.target_variance, *activation)
@@ -227,7 +245,8 @@ class BatchNormSpec(NamedTuple):
             return y, stats, peaks, places
         from normplug._kernels.batch_norm import schedule
 
-        x, count = dense(t.x), 0
+        x = dense(t.x)
+        count = 0
         if t.residual is not None and self.activation == "relu":
             channels_last = not x.is_contiguous()
             count = schedule.mask_bytes(
@@ -240,6 +259,28 @@ class BatchNormSpec(NamedTuple):
         if self.pool is not None:
             return x.contiguous(memory_format=torch.channels_last)
         return dense(x)
+
+
+def _refusal_to_pool(x: Tensor, pool: Pool) -> str | None:
+    """Why the kernels cannot pool the result of a norm of x; None if they can."""
+    from normplug._kernels.batch_norm.windows import LARGEST_WINDOW
+
+    if x.dim() != 4 or x.is_contiguous() or not is_channels_last(x.shape, x.stride()):
+        return "the input is not channels_last"
+    if max(math.prod(pool.kernel), math.prod(pool.stride)) > LARGEST_WINDOW:
+        return "max-pool windows and strides must span at most 25 elements"
+    n, c, _, width = x.shape
+    pooled = pool.size(x)
+    if can_run.is_too_long(n * math.prod(pooled), width * c, pooled[1] * c):
+        return (
+            "a row of pixels has nearly 2^31 values or more, or the output as many pixels"
+        )
+    return None
+
+
+def _plans() -> Any:
+    """The page of the plans. It imports Triton and this page, so it is imported when needed."""
+    return import_module("normplug._ops.batch_norm_plan")
 
 
 def _spec_of(
@@ -263,9 +304,12 @@ _NUMBERS = (
     "bool training, float eps, float target_variance, str? activation, float slope, int[] pool, "
     "int join"
 )
-PLAIN = NormOperators("batch_norm", _NUMBERS, ("stats", "bits"), _spec_of)
-POOLED = NormOperators(
-    "batch_norm_max_pool", _NUMBERS, ("stats", "peaks", "places"), _spec_of
+PLAIN, POOLED = (
+    NormOperators(name, BatchNormSpec, _spec_of, _NUMBERS, state)
+    for name, state in (
+        ("batch_norm", ("stats", "bits")),
+        ("batch_norm_max_pool", ("stats", "peaks", "places")),
+    )
 )
 # For torch.compile, which guards on each attribute that it reads.
 _plain, _pooled = PLAIN.differentiable, POOLED.differentiable
@@ -300,9 +344,7 @@ def _stats_by_kernel(t: Tensors) -> Tensor | None:
         return stats
     if interposed() or can_run.refusal_now() or _BATCH.refusal(t):
         return None
-    from normplug._ops.batch_norm_plan import StatisticsPlan
-
     key = key_of(t, _BATCH, _STATISTICS)
-    run = made_once(key, StatisticsPlan, t, _BATCH).run
+    run = made_once(key, _plans().StatisticsPlan, t, _BATCH).run
     stats = native.keep(_BATCH, _STATISTICS, t, t, run)
     return run(t) if stats is None else stats

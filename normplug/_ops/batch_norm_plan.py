@@ -21,8 +21,9 @@ from normplug._kernels.batch_norm import columns, planes, schedule, windows
 from normplug._kernels.batch_norm.schedule import Geometry, Planes, Window
 from normplug._kernels.constants import Constants
 from normplug._kernels.launch import COOPERATIVE, Launch, accumulator
-from normplug._layouts import is_channels_last, lies_like
-from normplug._ops import can_run, exchange, torch_way
+from normplug._layouts import lies_like
+from normplug._ops import exchange, torch_way
+from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.plans import (
     RUNNING,
     Needs,
@@ -43,7 +44,7 @@ class BatchNormPlan(Plan):
     a residual.
     """
 
-    spec: Any  # a `batch_norm.BatchNormSpec`, which imports this module
+    spec: BatchNormSpec
     state: ClassVar[tuple[str, ...]] = ("stats", "bits")
 
     def __init__(self, t: Tensors, spec: Any) -> None:
@@ -180,7 +181,9 @@ class BatchNormPlan(Plan):
         return Program(saved, (launch, {}), empties={"y": (x.shape, x.stride(), x.dtype)})
 
     def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
-        x, dy, plain = self._stand_in("meta"), given["dy"], self.spec.activation is None
+        x = self._stand_in("meta")
+        dy = given["dy"]
+        plain = self.spec.activation is None
         copies = {} if lies_like(dy, x) else {"dy": x.stride()}
         # Without an activation, dy is the residual's gradient.
         through = needs[1] and not plain
@@ -209,7 +212,8 @@ class BatchNormPlan(Plan):
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, Any, Tensor]:
         x, residual, weight, bias, _, stats, *_ = saved
-        spec, mean, var = self.spec, None, None
+        spec = self.spec
+        mean = var = None
         if x is None:  # the gradients do not depend on its values
             x = self._stand_in(self.device).zero_().requires_grad_()
         if spec.join:
@@ -253,21 +257,6 @@ class StatisticsPlan(BatchNormPlan):
 
     def _expect_next(self, *_: Any) -> None:
         """Nothing: a model's layers need not be called next."""
-
-
-def refusal_to_pool(t: Tensors, pool: Pool) -> str | None:
-    """Why the kernels cannot pool the result of a norm of x; None if they can."""
-    x = t.x
-    if x.dim() != 4 or x.is_contiguous() or not is_channels_last(x.shape, x.stride()):
-        return "the input is not channels_last"
-    if max(math.prod(pool.kernel), math.prod(pool.stride)) > windows.LARGEST_WINDOW:
-        return "max-pool windows and strides must span at most 25 elements"
-    pooled, (n, c, _, width) = pool.size(x), x.shape
-    if can_run.is_too_long(n * math.prod(pooled), width * c, pooled[1] * c):
-        return (
-            "a row of pixels has nearly 2^31 values or more, or the output as many pixels"
-        )
-    return None
 
 
 class PooledPlan(BatchNormPlan):

@@ -103,12 +103,11 @@ def choose(
     if not can_run.is_asked_for(backend, t.x):
         return Way(spec.by_torch, t, f"the input is on {t.x.device}")
     why = can_run.refusal_now() or spec.refusal(t)
-    if why is not None and (pool := getattr(spec, "pool", None)) is not None:
-        way = choose(caller, t, spec._replace(pool=None), backend)  # may have kernels
-        run = way.run
-        return way._replace(run=lambda t: pool.of(run(t)))
     if why is not None:
-        if backend == "triton" and not getattr(spec, "join", 0):
+        way = spec.without_kernels(t, why, lambda spec: choose(caller, t, spec, backend))
+        if way is not None:
+            return way
+        if backend == "triton":
             raise NotImplementedError(
                 f"normplug.{caller}: backend='triton', but {why}. Use backend='auto' or 'torch'."
             )

@@ -51,9 +51,8 @@ def batch_norm(t: Tensors, spec: Any) -> Tensor:
     weight, shift = (None if v is None else v.to(acc) for v in (t.weight, t.bias))
     shape = (t.x.shape[1],)
     scale = torch_way.scaled(weight, spec.target_variance, shape, acc, t.x.device)
-    kernels = (
-        t.x.is_cuda and not torch.compiler.is_compiling()
-    )  # a compiler fuses the rest
+    # A compiler fuses PyTorch's operations instead.
+    kernels = t.x.is_cuda and not torch.compiler.is_compiling()
     y, mean, unbiased, n = _Joined.apply(t.x, scale, shift, spec.eps, group, kernels)
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
         whole = f"the joined batch of {dist.get_world_size(group)} processes"

@@ -48,7 +48,8 @@ class _Turn:
         if stream == latest:
             return
         self._stream.fill_(stream)
-        other, captured = torch.cuda.default_stream(self._device), False
+        other = torch.cuda.default_stream(self._device)
+        captured = False
         if latest:  # CUDA does not let the default stream be asked during a capture
             other = torch.cuda.ExternalStream(latest, self._device)
             with torch.cuda.stream(other):
@@ -213,7 +214,8 @@ def _agree(group: Any, device: torch.device) -> tuple[Peers | None, str]:
 
 def _refusal(group: Any) -> str | None:
     """Why the kernels of this process cannot join the group; None if they can."""
-    if (why := can_run.refusal_now()) is not None:
+    why = can_run.refusal_now()
+    if why is not None:
         return why
     from normplug._kernels.launch import BUILDS, INTERPRETED
 

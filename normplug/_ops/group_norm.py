@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -71,25 +72,21 @@ class GroupNormSpec(NamedTuple):
         return y if self.activation is None else _activations.apply(self.activation, y)
 
     def _instance_norm(self, t: Tensors) -> Tensor:
-        x, weight = t.x, torch_way.scaled_channels(t, self.target_variance, None)
+        x = t.x
+        weight = torch_way.scaled_channels(t, self.target_variance, None)
         if x.numel() == 0:
             return torch_way.empty_norm(x, weight, t.bias)
-        given = (
-            x,
-            weight,
-            t.bias,
-            t.running_mean,
-            t.running_var,
-            True,
-            self.momentum or 0.0,
-        )
+        given = (x, weight, t.bias, t.running_mean, t.running_var)
+        momentum = self.momentum or 0.0
+        cudnn = torch.backends.cudnn.enabled
         return torch_way.realigned(
-            torch.instance_norm(*given, self.eps, torch.backends.cudnn.enabled)
+            torch.instance_norm(*given, True, momentum, self.eps, cudnn)
         )
 
     def _group_norm(self, t: Tensors) -> Tensor:
         autocast = None if t.x.dtype == torch.float64 else self.autocast
-        vectors, shape = (t.weight, t.bias), (t.x.shape[1],)
+        vectors = (t.weight, t.bias)
+        shape = (t.x.shape[1],)
         promotes = autocast is None and not torch_way.mixes_dtypes(t.x, *vectors)
         x, weight, bias = torch_way.prepared(
             t.x, *vectors, self.target_variance, shape, promotes
@@ -107,7 +104,8 @@ class GroupNormSpec(NamedTuple):
     # Normplug's kernels.
 
     def refusal(self, t: Tensors) -> str | None:
-        why, (n, c, *space) = can_run.refusal_of(t), t.x.shape
+        why = can_run.refusal_of(t)
+        n, c, *space = t.x.shape
         each = c // self.groups * math.prod(space)
         if why is None and can_run.is_too_long(each, n * self.groups):
             why = "a group has nearly 2^31 values or more, or there are as many groups"
@@ -117,10 +115,13 @@ class GroupNormSpec(NamedTuple):
         """The call with x dense."""
         return t.reading(dense(t.x), None)
 
-    def plan(self, t: Tensors) -> Plan:
-        from normplug._ops.group_norm_plan import GroupNormPlan
+    def without_kernels(self, t: Tensors, why: str, choose: Any) -> None:
+        """PyTorch's kernels run it."""
 
-        return GroupNormPlan(t, self)
+    def plan(self, t: Tensors) -> Plan:
+        page = import_module("normplug._ops.group_norm_plan")  # which imports Triton
+        plan: Plan = page.GroupNormPlan(t, self)
+        return plan
 
     # The operator for compilers. Torch operations outside it update the running statistics.
 
@@ -176,8 +177,9 @@ def _spec_of(
 
 OPERATORS = NormOperators(
     "group_norm",
+    GroupNormSpec,
+    _spec_of,
     "int groups, float eps, float target_variance, str? activation, float slope, "
     "ScalarType? autocast, str autocast_output",
     ("stats",),
-    _spec_of,
 )

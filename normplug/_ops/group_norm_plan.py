@@ -14,6 +14,7 @@ from normplug._kernels.group_norm import columns, planes, schedule
 from normplug._kernels.group_norm.schedule import Columns
 from normplug._kernels.launch import Launch, accumulator
 from normplug._layouts import lies_like
+from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.plans import Needs, Plan, Program, gradients_of, named
 from normplug._ops.spec import Tensors
 
@@ -24,7 +25,7 @@ class GroupNormPlan(Plan):
     State: stats, mean and rstd of the groups of all samples, (2 * N * groups,).
     """
 
-    spec: Any  # a `group_norm.GroupNormSpec`, which imports this module
+    spec: GroupNormSpec
     state = ("stats",)
 
     def __init__(self, t: Tensors, spec: Any) -> None:

@@ -58,7 +58,9 @@ def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
 
     keep: whether calls save tensors for a backward. Without it there are no backwards.
     """
-    forwards, backwards, known = list["Job"](), list["Job"](), set[Any]()
+    forwards: list[Job] = []
+    backwards: list[Job] = []
+    known: set[Any] = set()
     dtype = (
         t.x.dtype
         if t.residual is None
@@ -74,12 +76,13 @@ def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
         # A layer of another family may refuse the input. No guess may fail the first call.
         with contextlib.suppress(Exception):
             for other, spec in _calls(layer, fusion, t, plan.spec):
-                if (key := key_of(other, spec, None)) in known:
+                key = key_of(other, spec, None)
+                if key in known:
                     continue
                 known.add(key)
-                its: Any = spec.plan(other)
-                its._machine = plan._machine
-                forward, backward = its.jobs(other, keep)
+                other_plan = spec.plan(other)
+                other_plan._machine = plan._machine
+                forward, backward = other_plan.jobs(other, keep)
                 forwards += forward
                 backwards += backward
     jobs = [*forwards, *reversed(backwards)]

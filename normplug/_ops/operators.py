@@ -13,7 +13,6 @@ compiled graph take the spec as one string, and the host path in C++ implements 
 
 from __future__ import annotations
 
-from ast import literal_eval
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from normplug import native
 from normplug._activations import backward_reads_input
 from normplug._ops.call import plan_of
-from normplug._ops.spec import Tensors
+from normplug._ops.spec import Tensors, from_text, to_text
 from normplug._torch import is_matmul_output
 
 _library = torch.library.Library("normplug", "FRAGMENT")
@@ -43,16 +42,17 @@ class NormOperators:
             gradients of these five that are needed
         NAME(*Tensors, *numbers, automatic) -> (y, [total,] *state)
 
-    If a norm has a total, the backward takes it as x, without a residual. `spec` is the text of the
-    numbers, and `flags_of` makes the flags. If `automatic`, PyTorch's operations run a call unless
+    If a norm has a total, the backward takes it as x, without a residual. `spec` is the text of a
+    spec, and `flags_of` makes the flags. If `automatic`, PyTorch's operations run a call unless
     a matrix multiplication or a convolution makes x or the residual, with which a compiler fuses
     nothing. In a call without a total, they run the forward even then: `traced(t)` of the spec.
 
     Args:
         name: in the namespace "normplug".
-        numbers: the schema of the spec's fields.
+        spec_type: the class of the norm's specs.
+        spec_of: makes a spec from the numbers.
+        numbers: the schema of the numbers.
         state: the names of the tensors that the forward computes for the backward.
-        spec: makes the spec from the numbers.
         has_total: whether the forward returns x + residual as well.
         updates_running: whether the forward updates the running statistics.
     """
@@ -60,17 +60,19 @@ class NormOperators:
     def __init__(
         self,
         name: str,
+        spec_type: type,
+        spec_of: Callable[..., Any],
         numbers: str,
         state: Sequence[str],
-        spec: Callable[..., Any],
         *,
         has_total: bool = False,
         updates_running: bool = False,
     ) -> None:
         self.has_total = has_total
         self.results = 1 + has_total  # y, and the total
-        self._states, self._spec = len(state), spec
-        self._specs: dict[str, Any] = {}
+        self.spec_of = spec_of
+        self._spec_type = spec_type
+        self._states = len(state)
         tensors = f"Tensor x, {_AFFINE}, {_UPDATED if updates_running else _RUNNING}"
         outputs = ", ".join(["Tensor"] * (self.results + len(state)))
         kept = ", ".join(f"Tensor {name}" for name in state)
@@ -103,44 +105,27 @@ class NormOperators:
         _library.impl(name, function, key)
         return getattr(torch.ops.normplug, name).default
 
-    def text_of(self, numbers: Sequence[Any]) -> str:
-        """The numbers as the text that `spec` reads. A compiler may store it on disk."""
-        return repr([str(n) if isinstance(n, torch.dtype) else n for n in numbers])
-
-    def spec(self, text: str) -> Any:
-        """The spec of a text of numbers."""
-        found = self._specs.get(text)
-        if found is None:
-            numbers = (
-                getattr(torch, n.removeprefix("torch."))
-                if str(n).startswith("torch.")
-                else n
-                for n in literal_eval(text)
-            )
-            found = self._specs[text] = self._spec(*numbers)
-        return found
-
     def _call(self, *arguments: Any) -> tuple[Tensor, ...]:
         t, (*numbers, automatic) = Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
         if automatic and not any(is_matmul_output(x) for x in t[:2] if x is not None):
-            result = self.spec(self.text_of(numbers)).by_torch(t)
+            result = self.spec_of(*numbers).by_torch(t)
             none = t.x.new_empty(0)
             return (*(result if self.has_total else (result,)), *[none] * self._states)
         return _Differentiable.apply(self, *arguments)
 
     def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, text = arguments
-        t = Tensors(*tensors)
-        plan, ready = plan_of(t, self.spec(text))
-        native.keep_operator(text, t, ready, plan)
+        plan, ready = self._plan_of(Tensors(*tensors), text)
         result, saved = plan.forward(ready, True)
-        results, state = result if self.has_total else (result,), saved[_INPUTS:]
-        none = t.x.new_empty(0, dtype=torch.uint8)
+        results = result if self.has_total else (result,)
+        state = saved[_INPUTS:]
+        none = ready.x.new_empty(0, dtype=torch.uint8)
         return (*results, *(none if each is None else each for each in state))
 
     def _fake_forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, text = arguments
-        return self.spec(text).fake(Tensors(*tensors))
+        outputs: tuple[Tensor, ...] = self._spec(text).fake(Tensors(*tensors))
+        return outputs
 
     def _backward(
         self, dy: Tensor, dtotal: Tensor | None, *arguments: Any
@@ -149,8 +134,7 @@ class NormOperators:
         # The residual is saved only if the backward reads it; otherwise x is its placeholder.
         is_placeholder = has_residual and residual is None
         t = Tensors(x, x if is_placeholder else residual, *vectors)
-        plan, ready = plan_of(t, self.spec(text))
-        native.keep_operator(text, t, ready, plan)
+        plan, ready = self._plan_of(t, text)
         found = (None if each.numel() == 0 else each for each in state)
         saved = (ready.x, None if is_placeholder else ready.residual, *vectors, *found)
         gradients = plan.backward(saved, dy, dtotal, needs)
@@ -160,10 +144,19 @@ class NormOperators:
         self, dy: Tensor, dtotal: Tensor | None, *arguments: Any
     ) -> list[Tensor]:
         (x, _, *vectors), _, text, has_residual, needs = self._parts(arguments)
-        dx = self.spec(text).fake_dx(x)
+        dx = self._spec(text).fake_dx(x)
         like = (dx, dx if has_residual else None, *vectors)
         pairs = zip(like, needs, strict=True)
         return [torch.empty_like(t) for t, need in pairs if need and t is not None]
+
+    def _spec(self, text: str) -> Any:
+        return from_text(self._spec_type, text)
+
+    def _plan_of(self, t: Tensors, text: str) -> tuple[Any, Tensors]:
+        """The plan of an operator's call, and the tensors that the plan takes."""
+        plan, ready = plan_of(t, self._spec(text))
+        native.keep_operator(text, t, ready, plan)
+        return plan, ready
 
     def _parts(self, arguments: Sequence[Any]) -> tuple[Any, Any, str, bool, Any]:
         """Inputs, state, spec, has_residual and needs of a backward."""
@@ -184,8 +177,9 @@ class _Differentiable(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         t, (*numbers, automatic) = Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
         ctx.others = [None] * (len(arguments) - _INPUTS)
-        ctx.operators, ctx.text = operators, operators.text_of(numbers)
-        ctx.spec = operators.spec(ctx.text)
+        ctx.operators = operators
+        ctx.spec = operators.spec_of(*numbers)
+        ctx.text = to_text(ctx.spec)
         traced = automatic and not operators.has_total
         outputs = ctx.spec.traced(t) if traced else operators.forward(*t, ctx.text)
         x, residual, *vectors = arguments[:_INPUTS]
@@ -208,7 +202,8 @@ class _Differentiable(torch.autograd.Function):
         operators = ctx.operators
         for_x, for_residual, *rest = needs = ctx.needs_input_grad[1 : 1 + _INPUTS]
         # Without an activation, the residual's gradient is dy, which an operator must not return.
-        dtotal, alias = None, ctx.has_residual and ctx.spec.activation is None
+        dtotal = None
+        alias = ctx.has_residual and ctx.spec.activation is None
         if operators.has_total:
             dtotal = others[0]
             asked = [for_x or for_residual, False, *rest]

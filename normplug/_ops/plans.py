@@ -114,9 +114,7 @@ class Program:
             slots = []
             for name in launch.pointers:
                 source = renamed.get(name, name)
-                if source not in (*dtypes, "partial", "counters"):
-                    source = _PLACEHOLDERS.get(name, launch.pointers[0])
-                slots.append(SLOT[source])
+                slots.append(self._slot_of(source, launch))
             self.steps.append(Step(launch, slots, itemgetter(*slots)))
         pairs = ((each, None) if isinstance(each, str) else each for each in results)
         self.results = [
@@ -127,6 +125,12 @@ class Program:
         self.copies = [(SLOT[name], strides) for name, strides in (copies or {}).items()]
         self.updates = [SLOT[name] for name in updates if name in given]
         self.counts, self.scratch = counts, scratch
+
+    def _slot_of(self, name: str, launch: Launch) -> int:
+        """The slot of a tensor of a launch, or of its placeholder if the call has none."""
+        if SLOT[name] in self._dtypes or name in ("partial", "counters"):
+            return SLOT[name]
+        return SLOT[_PLACEHOLDERS.get(name, launch.pointers[0])]
 
     def run(self, slots: list[Any], plan: Plan) -> None:
         """Run the program of a plan, which fills the slots: a list as long as `SLOTS`."""

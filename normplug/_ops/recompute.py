@@ -51,7 +51,8 @@ def _recomputation(y: Any) -> Callable[[], Tensor] | None:
     node: Any = y.grad_fn if isinstance(y, Tensor) else None  # torch.fx passes proxies
     if node is None:
         return None
-    if (known := native.recomputable_node(y)) is not None:
+    known = native.recomputable_node(y)
+    if known is not None:
         return partial(native.recompute, known)
     plan: Any = getattr(node, "plan", None)  # of a norm's node in Python
     if y.output_nr == 0 and getattr(plan, "is_recomputable", False):
@@ -80,7 +81,8 @@ class _Pack:
             return t, t._version
         pack = self if type(t) is Tensor and t.layout is torch.strided else None
         while pack is not None:
-            if (recipe := pack._recipe(t)) is not None:
+            recipe = pack._recipe(t)
+            if recipe is not None:
                 return recipe
             pack = pack._outer
         # Detached, since a node that saves its own result would be a reference cycle.
@@ -88,7 +90,8 @@ class _Pack:
 
     def _recipe(self, t: Tensor) -> Callable[[], Tensor] | None:
         """The function that makes t, which is y or a view of it; None for another tensor."""
-        y, make = self.y, self._make
+        y = self.y
+        make = self._make
         assert y is not None
         assert make is not None
         if t.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,8 @@ class LayerNormSpec(NamedTuple):
 
     def _layer_norm(self, total: Tensor, t: Tensors) -> Tensor:
         h = total if t.input_bias is None else total + t.input_bias
-        shape, autocast = self.normalized_shape, self._autocast_of(total)
+        shape = self.normalized_shape
+        autocast = self._autocast_of(total)
         promotes = autocast is None and not torch_way.mixes_dtypes(h, t.weight, t.bias)
         h, weight, bias = torch_way.prepared(
             h, t.weight, t.bias, self.target_variance, shape, promotes
@@ -120,7 +122,8 @@ class LayerNormSpec(NamedTuple):
         return torch_way.cast(y, total.dtype, autocast, self.autocast_output)
 
     def _rms_norm(self, total: Tensor, t: Tensors) -> Tensor:
-        shape, autocast = self.normalized_shape, self._autocast_of(total)
+        shape = self.normalized_shape
+        autocast = self._autocast_of(total)
         if t.running_var is not None and total.numel() > 0:
             rows = subclasses.rows(total.detach(), shape)
             moment = rows.to(accumulator_dtype(total.dtype)).square().mean()
@@ -152,7 +155,8 @@ class LayerNormSpec(NamedTuple):
 
     def laid_out(self, t: Tensors) -> Tensors:
         """The call with dense rows, where one launch can read the rows of x and of the residual."""
-        row_dims, width = len(self.normalized_shape), math.prod(self.normalized_shape)
+        row_dims = len(self.normalized_shape)
+        width = math.prod(self.normalized_shape)
         x, residual = t.x, t.residual
         spacing = spacing_after(x, row_dims, width)
         if spacing is None:
@@ -164,10 +168,13 @@ class LayerNormSpec(NamedTuple):
             residual = residual.contiguous()
         return t.reading(x, residual)
 
-    def plan(self, t: Tensors) -> Plan:
-        from normplug._ops.row_norms_plan import LayerNormPlan
+    def without_kernels(self, t: Tensors, why: str, choose: Any) -> None:
+        """PyTorch's kernels run it."""
 
-        return LayerNormPlan(t, self)
+    def plan(self, t: Tensors) -> Plan:
+        page = import_module("normplug._ops.row_norms_plan")  # which imports Triton
+        plan: Plan = page.LayerNormPlan(t, self)
+        return plan
 
     # The operators for compilers. They update the running statistics. Outside them, a compiler
     # would need further kernels to average the rows' statistics.
@@ -187,9 +194,11 @@ class LayerNormSpec(NamedTuple):
 
         An RMSNorm has no mean. t: the call, for its weight, bias and input bias.
         """
-        acc, weight = accumulator_of(t), t.weight
+        acc = accumulator_of(t)
+        weight = t.weight
         dims = tuple(range(-len(self.normalized_shape), 0))
-        h, mean = total.to(acc), None
+        h = total.to(acc)
+        mean = None
         if t.input_bias is not None:
             h = h + t.input_bias
         if self.centred:
@@ -198,11 +207,10 @@ class LayerNormSpec(NamedTuple):
         else:
             var = h.square().mean(dims, keepdim=True)
         rstd = torch.rsqrt(var + rms_eps(total.dtype, self.eps))
-        y, dtype = h * rstd, None if weight is None else weight.dtype
-        rounded, root = (
-            self.rounds_to(total.dtype, dtype),
-            math.sqrt(self.target_variance),
-        )
+        y = h * rstd
+        dtype = None if weight is None else weight.dtype
+        rounded = self.rounds_to(total.dtype, dtype)
+        root = math.sqrt(self.target_variance)
         if weight is not None:
             weight = weight.to(acc)
             weight = weight + self.weight_offset if self.weight_offset else weight
@@ -309,7 +317,13 @@ _NUMBERS = (
 )
 PLAIN, ADD = (
     NormOperators(
-        name, _NUMBERS, ("stats",), _spec_of, has_total=has_total, updates_running=True
+        name,
+        LayerNormSpec,
+        _spec_of,
+        _NUMBERS,
+        ("stats",),
+        has_total=has_total,
+        updates_running=True,
     )
     for name, has_total in (("layer_norm", False), ("add_layer_norm", True))
 )

@@ -29,6 +29,7 @@ from normplug._ops.plans import (
     named,
     strides_of,
 )
+from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
 from normplug.reference import rms_eps
 
@@ -95,7 +96,7 @@ class LayerNormPlan(Plan):
     residual, the total x + residual is normalised.
     """
 
-    spec: Any  # a `row_norms.LayerNormSpec`, which imports this module
+    spec: LayerNormSpec
     state = ("stats",)
 
     def __init__(self, t: Tensors, spec: Any) -> None:

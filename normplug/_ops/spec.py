@@ -16,12 +16,16 @@ it is part of the key by which calls are stored. Its methods, for a call with th
     fake(t), fake_dx(x)         the operator's outputs and the gradient of x, without values; sizes
                                 may be symbolic
 
-A spec may have a `pool`, which is None for the norm alone.
+    without_kernels(t, why, choose)
+                                how to run a call that no kernel can run, because of `why`, if not
+                                by PyTorch's kernels; None otherwise. `choose` chooses for a spec
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import json
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +84,31 @@ class Pool(NamedTuple):
         """Height and width of the pooled x; a RuntimeError if torch refuses the window."""
         height, width = self.of(x.new_empty(1, 1, *x.shape[2:], device="meta")).shape[2:]
         return height, width
+
+
+def to_text(spec: Any) -> str:
+    """The fields of a spec as JSON, for operators. A compiler may store it on disk."""
+    return json.dumps(spec, default=lambda dtype: {"dtype": str(dtype)})
+
+
+@cache
+def from_text(cls: type, text: str) -> Any:
+    """The spec of this class, from the text of its fields."""
+    fields = json.loads(text, object_hook=_dtype_of)
+    spec: Any = cls(*(_as_tuple(value) for value in fields))
+    if getattr(spec, "pool", None) is not None:
+        spec = spec._replace(pool=Pool(*spec.pool))
+    return spec
+
+
+def _dtype_of(value: dict[str, str]) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, value["dtype"].removeprefix("torch."))
+    return dtype
+
+
+def _as_tuple(value: Any) -> Any:
+    """The value, with tuples in place of lists."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -6,6 +6,10 @@ import torch
 from calls import walked
 from normplug import functional
 from normplug._ops import call
+from normplug._ops.batch_norm import BatchNormSpec
+from normplug._ops.group_norm import GroupNormSpec
+from normplug._ops.row_norms import LayerNormSpec
+from normplug._ops.spec import Pool, from_text, to_text
 
 X = torch.linspace(-1, 2, 24).view(4, 6)
 
@@ -55,3 +59,21 @@ def test_a_new_call_is_logged_with_its_kernels_and_the_reason(nothing_stored, ca
         f"normplug.functional.{name} of (4, 6): PyTorch's kernels, as {reason}"
         for name, reason in expected.items()
     ]
+
+
+POOL = Pool((3, 3), (2, 2), (1, 1), False)
+SPECS = [
+    BatchNormSpec(True, 0.1, 1e-5, 0.618, ("leaky_relu", 0.2), POOL, join=2),
+    BatchNormSpec(False, None, 1e-3, 1.0),
+    GroupNormSpec(4, 1e-5, 1.0, "silu", torch.bfloat16, "low"),
+    LayerNormSpec(
+        (4, 8), 0.1, None, 1 / 3, torch.float16, "float32", False, 1.0, "input"
+    ),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
+def test_a_spec_is_read_back_from_its_text(spec):
+    again = from_text(type(spec), to_text(spec))
+    assert again == spec
+    assert [type(value) for value in again] == [type(value) for value in spec]

@@ -23,7 +23,7 @@ from normplug._ops import group_norm as group_norms
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.operators import flags_of
 from normplug._ops.row_norms import LayerNormSpec
-from normplug._ops.spec import Pool, Tensors
+from normplug._ops.spec import Pool, Tensors, to_text
 from normplug.modules import base
 
 HAS_RECOMPUTE = recompute.AVAILABLE
@@ -255,18 +255,17 @@ def check_operators(cases: Any, case: Any, device: str, compiles: bool = True) -
     count = running.pop("num_batches_tracked", None)
     t = Tensors(**tensors.inputs(case.needs), **running, tracked=count)
     operators, numbers = cases.operators(case)
-    text = operators.text_of(numbers)
+    spec = operators.spec_of(*numbers)
+    text = to_text(spec)
     rules = (*INNER_RULES, "test_aot_dispatch_dynamic") if compiles else INNER_RULES
-    for automatic in (
-        (False, True) if hasattr(operators.spec(text), "traced") else (False,)
-    ):
+    for automatic in (False, True) if hasattr(spec, "traced") else (False,):
         arguments = (*t, *numbers, automatic)
         torch.library.opcheck(operators.differentiable, arguments, test_utils=rules)
     bare = Tensors(*(each if each is None else each.detach() for each in t))
     torch.library.opcheck(operators.forward, (*bare, text), test_utils=INNER_RULES)
     outputs = operators.forward(*bare, text)
     x, residual, *vectors = bare[:5]
-    spec, has_residual = operators.spec(text), residual is not None
+    has_residual = residual is not None
     needs = [each is not None and each.requires_grad for each in t[:5]]
     state = outputs[1:]
     if operators.has_total:
