@@ -140,12 +140,12 @@ Moments = tuple[Tensor, Tensor, Tensor, Tensor]  # mean, rstd, unbiased variance
 def _merged(x: Tensor, eps: float, group: Any) -> Moments:
     """The moments of the joined batch."""
     c = x.shape[1]
-    own = x.new_zeros(2 * c + 1, dtype=accumulator_dtype(x.dtype))
+    message = x.new_zeros(2 * c + 1, dtype=accumulator_dtype(x.dtype))
     if x.numel() > 0:
-        var, mean = torch.var_mean(x.to(own.dtype), channel_dims(x), correction=0)
+        var, mean = torch.var_mean(x.to(message.dtype), channel_dims(x), correction=0)
         # A count above 2^24 is rounded in float32, a relative error of 1e-7 in a weight.
-        own = torch.cat([mean, var, own.new_full((1,), x.numel() // c)])
-    means, variances, counts = _gathered(own, group).split([c, c, 1], dim=1)
+        message = torch.cat([mean, var, message.new_full((1,), x.numel() // c)])
+    means, variances, counts = _gathered(message, group).split([c, c, 1], dim=1)
     n = counts.sum()
     weights = counts / n.clamp(min=1)
     mean = (weights * means).sum(0)
@@ -157,15 +157,15 @@ def _merged(x: Tensor, eps: float, group: Any) -> Moments:
 def _merged_by_kernel(x: Tensor, eps: float, group: Any) -> Moments:
     """The same by PyTorch's kernels, in fewer launches."""
     c = x.shape[1]
-    own = x.new_ones(2 * c + 1, dtype=accumulator_dtype(x.dtype))
+    message = x.new_ones(2 * c + 1, dtype=accumulator_dtype(x.dtype))
     if x.numel() > 0:
         stats = torch.batch_norm_stats(x, eps)
-        own = torch.cat([*stats, own.new_full((1,), x.numel() // c)])
+        message = torch.cat([*stats, message.new_full((1,), x.numel() // c)])
     else:
-        own[-1:] = _NEARLY_0
-    means, rstds, counts = _gathered(own, group).split([c, c, 1], dim=1)
+        message[-1:] = _NEARLY_0
+    means, rstds, counts = _gathered(message, group).split([c, c, 1], dim=1)
     # With a momentum of 1, the running statistics become those of the batch.
-    mean, unbiased = own.new_zeros(2, c)
+    mean, unbiased = message.new_zeros(2, c)
     _, rstd = torch.batch_norm_gather_stats_with_counts(
         x, means, rstds, mean, unbiased, 1.0, eps, counts.flatten()
     )
@@ -173,8 +173,8 @@ def _merged_by_kernel(x: Tensor, eps: float, group: Any) -> Moments:
     return mean, rstd, torch.where(n > 1, unbiased, 0.0), n  # of one value, it was nan
 
 
-def _gathered(own: Tensor, group: Any) -> Tensor:
+def _gathered(message: Tensor, group: Any) -> Tensor:
     """The vectors of all processes, as rows."""
-    gathered = own.new_empty(dist.get_world_size(group), own.shape[0])
-    _all_gather(gathered.view(-1), own, group)
+    gathered = message.new_empty(dist.get_world_size(group), message.shape[0])
+    _all_gather(gathered.view(-1), message, group)
     return gathered

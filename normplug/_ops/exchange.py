@@ -255,11 +255,11 @@ def _apart(facts: list[Any], device: torch.device) -> str | None:
     return None
 
 
-def _gather(group: Any, own: Any) -> list[Any]:
-    """What each process has passed as `own`."""
-    found = [None] * group.size()
-    dist.all_gather_object(found, own, group=group)
-    return found
+def _gather(group: Any, value: Any) -> list[Any]:
+    """The values of all processes."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _connect(group: Any, device: torch.device) -> Peers:

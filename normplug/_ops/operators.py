@@ -135,8 +135,8 @@ class NormOperators:
         is_placeholder = has_residual and residual is None
         t = Tensors(x, x if is_placeholder else residual, *vectors)
         plan, ready = self._plan_of(t, text)
-        found = (None if each.numel() == 0 else each for each in state)
-        saved = (ready.x, None if is_placeholder else ready.residual, *vectors, *found)
+        state = (None if t.numel() == 0 else t for t in state)
+        saved = (ready.x, None if is_placeholder else ready.residual, *vectors, *state)
         gradients = plan.backward(saved, dy, dtotal, needs)
         return [g for g in gradients if g is not None]
 
@@ -214,8 +214,8 @@ class _Differentiable(torch.autograd.Function):
         made = (
             operators.backward(dy, dtotal, *saved, ctx.text, flags) if any(asked) else []
         )
-        found = iter(made)
-        through, dresidual, *gradients = (next(found) if need else None for need in asked)
+        made = iter(made)
+        through, dresidual, *gradients = (next(made) if need else None for need in asked)
         dx = through
         if operators.has_total and through is not None:
             # One result serves both gradients: an operator's results must not share memory.

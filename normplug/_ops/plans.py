@@ -181,8 +181,8 @@ def gradients_of(
 ) -> dict[str, Layout]:
     """The layouts of the gradients of x, weight, bias and input_bias that are wanted."""
     pairs = zip(("x", "weight", "bias", "input_bias"), wanted, strict=False)
-    found = {name: saved[name] for name, want in pairs if want}
-    return {f"d{name}": (t.shape, t.stride(), t.dtype) for name, t in found.items()}
+    inputs = {name: saved[name] for name, want in pairs if want}
+    return {f"d{name}": (t.shape, t.stride(), t.dtype) for name, t in inputs.items()}
 
 
 def strides_of(
@@ -241,13 +241,13 @@ class Plan:
 
     def forward_of(self, t: Sequence[Tensor | None], keep: bool) -> Program:
         """The program of a forward."""
-        found = self._programs.get(keep)
-        if found is None:
+        program = self._programs.get(keep)
+        if program is None:
             call = Tensors(*t)  # type: ignore[arg-type]
-            found = self._programs[keep] = self.forward_program(call, keep)
+            program = self._programs[keep] = self.forward_program(call, keep)
             if self.gpu is not None and not torch.cuda.is_current_stream_capturing():
                 self._expect_next(call, keep)
-        return found
+        return program
 
     def backward_of(
         self, saved: Sequence[Any], dy: Tensor | None, dtotal: Tensor | None, needs: Needs
@@ -255,20 +255,20 @@ class Plan:
         """The program of a backward."""
         strides = None if dtotal is None else dtotal.stride()
         key = (needs, None if dy is None else dy.stride(), strides)
-        found = self._programs.get(key)
-        if found is None:
+        program = self._programs.get(key)
+        if program is None:
             given = self._by_slot((*saved, dy, dtotal))
-            found = self._programs[key] = self.backward_program(given, needs)
-        return found
+            program = self._programs[key] = self.backward_program(given, needs)
+        return program
 
     def recompute_of(self, saved: Sequence[Any]) -> Program:
         """The program of `recomputed`."""
-        found = self._programs.get("recompute")
-        if found is None:
-            found = self._programs["recompute"] = self.recompute_program(
+        program = self._programs.get("recompute")
+        if program is None:
+            program = self._programs["recompute"] = self.recompute_program(
                 self._by_slot(saved)
             )
-        return found
+        return program
 
     def _by_slot(self, given: Sequence[Any]) -> dict[str, Tensor]:
         pairs = zip(self._given_slots, given, strict=False)
@@ -324,8 +324,9 @@ class Plan:
 
     def run_with_state(self, t: Tensors) -> tuple[Any, Sequence[Any]]:
         """Run a call in Python; return the result, and the tensors that `state` names."""
-        t, found = unwrapped(t), list[Any]()
-        return _apply(*t[:_INPUTS], (self, t, found)), found
+        t = unwrapped(t)
+        state: list[Any] = []
+        return _apply(*t[:_INPUTS], (self, t, state)), state
 
     def forward(self, t: Tensors, keep: bool) -> tuple[Any, tuple[Any, ...]]:
         """The result, and the tensors to save if `keep`."""
@@ -366,10 +367,10 @@ class Plan:
         with torch.autocast(dy.device.type, enabled=False):
             y = spec.by_torch(Tensors(*wide))
             dy = dy.to(self.acc)
-            found = iter(
+            gradients = iter(
                 torch.autograd.grad(y, asked, dy, create_graph=True) if asked else ()
             )
-        return [next(found) if want else None for want in wanted]
+        return [next(gradients) if want else None for want in wanted]
 
     def workspace(self, scratch: tuple[int, int]) -> tuple[int, Workspace]:
         """The current stream, and a workspace on it of `scratch`: (counters, partial results)."""
@@ -393,8 +394,8 @@ class Plan:
         for slot, t in zip(self._given_slots, given, strict=False):
             slots[slot] = t
         program.run(slots, self)
-        found = ((slots[slot], dtype) for slot, dtype in program.results)
-        return [t if t is None or dtype is None else t.to(dtype) for t, dtype in found]
+        results = ((slots[slot], dtype) for slot, dtype in program.results)
+        return [t if t is None or dtype is None else t.to(dtype) for t, dtype in results]
 
 
 def unwrapped(t: Tensors) -> Tensors:
@@ -408,10 +409,10 @@ class _Norm(torch.autograd.Function):
     # Each tensor argument costs host time.
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        plan, t, found = arguments[-1]
-        result, saved = plan.forward(t, found is not None or any(ctx.needs_input_grad))
-        if found is not None:  # the caller wants the state
-            found.extend(saved[_INPUTS:])
+        plan, t, state = arguments[-1]
+        result, saved = plan.forward(t, state is not None or any(ctx.needs_input_grad))
+        if state is not None:  # the caller wants it
+            state.extend(saved[_INPUTS:])
         ctx.save_for_backward(*saved)
         ctx.plan = plan
         if plan.has_total:

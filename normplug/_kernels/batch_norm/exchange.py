@@ -18,8 +18,9 @@ before they wait. So the programs of the lowest unpublished channel can always r
 one such kernel runs at a time, even if there are several streams.
 
 If a process does stop, a wait ends after some time. Then the statistics are nan, the running
-statistics are left as they are, and the host finds a mark: see `normplug._ops.peers`. The process
-that waited sends nothing more. So the others do not merge its nan; their next waits end too.
+statistics are left as they are, and the host finds a mark: see `normplug._ops.exchange`. The
+process that waited sends nothing more. So the others do not merge its nan; their next waits end
+too.
 """
 
 import os
