@@ -72,7 +72,7 @@ def measure(case: Case, device: torch.device, rounds: int | None = None) -> Iter
             facts = {
                 "direction": direction,
                 "provider": name,
-                "native": native.status().way,
+                "native": native.host_path().way,
             }
             yield {**case.facts(), **facts, **timed, **stamp(device.type == "cuda")}
 

@@ -73,7 +73,7 @@ def measure(a: Namespace, batch: int, device: torch.device) -> Iterator[Row]:
             **timed,
             "steps": a.rounds * a.turn,
             "processes": dist.get_world_size(),
-            "native": normplug.native.status().way,
+            "native": normplug.status().way,
             **stamp(device.type == "cuda", gpus=dist.get_world_size()),
         }
 
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for batch in a.batch:
             rows = list(measure(a, batch, device))
             if dist.get_rank() == 0:
-                report([Rows(rows, COLUMNS, [str(normplug.native.status())])], a.json)
+                report([Rows(rows, COLUMNS, [str(normplug.status())])], a.json)
     finally:
         dist.destroy_process_group()
 

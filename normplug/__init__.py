@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from normplug import _checks, functional
 from normplug._checks import MissingPackage
 from normplug._files import __version__ as __version__
+from normplug._status import status
 from normplug._swap.check import check
 from normplug._swap.layer_modes import by_depth
 from normplug._swap.plan import plan
@@ -43,8 +44,8 @@ __all__ = [
     "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "InstanceNorm1d",
     "InstanceNorm2d", "InstanceNorm3d", "LayerNorm", "NormMode", "RMSNorm", "SyncBatchNorm",
     "by_depth", "check", "doctor", "freeze", "functional", "fuse", "fusions", "param_groups",
-    "plan", "recalibrate", "set_mode", "swap", "swapped", "sync_buffers", "target_variance",
-    "thaw", "unfuse", "unswap", "watch",
+    "plan", "recalibrate", "set_mode", "status", "swap", "swapped", "sync_buffers",
+    "target_variance", "thaw", "unfuse", "unswap", "watch",
 ]  # fmt: skip
 
 # Imported on first use, which saves a quarter of import time: name -> module.

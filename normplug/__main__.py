@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 import normplug
-from normplug import native
 from normplug._checks import DEFAULT_BACKEND
 from normplug._ops import can_run
 from normplug._table import table
@@ -56,7 +55,7 @@ def report() -> str:
         rows.append(("host path", str(compiled())))
     except (ImportError, OSError, RuntimeError) as error:
         rows.append(("host path", str(error).partition("\n")[0]))
-    rows.append(("status", str(native.status())))
+    rows.append(("status", str(normplug.status())))
     for name, value in sorted(os.environ.items()):
         if name.startswith(_VARIABLES):
             rows.append((name, value))

@@ -32,7 +32,7 @@ LAYERS = [
     {"_activations", "_layouts", "_files", "_torch", "modes", "native", "reference"},
     {"_checks", "_kernels", "_restore"},
     {"_batches", "_ops", "_table", "compare"},
-    {"functional", "modules"},
+    {"_status", "functional", "modules"},
     {"adapters"},
     {"_convert"},
     {"_fuse", "_swap"},

@@ -37,7 +37,6 @@ from typing import Any, NamedTuple
 
 import triton
 
-from normplug import native
 from normplug._kernels import ahead_worker
 from normplug._kernels.primitives import VERSION
 
@@ -204,8 +203,8 @@ _ahead = Ahead()
 expect = _ahead.expect
 settle = _ahead.settle
 stop = _ahead.stop
+counts = _ahead.counts
 atexit.register(stop)
-native.kernels = _ahead.counts
 
 
 def _started(target: Callable[[], Any]) -> threading.Thread | None:

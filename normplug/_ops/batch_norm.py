@@ -339,12 +339,12 @@ _STATISTICS = "statistics"  # in place of a backend, in the keys of these calls
 
 def _stats_by_kernel(t: Tensors) -> Tensor | None:
     """Mean and variance of the channels in one vector; None if no kernel can compute them."""
-    stats = native.call(_BATCH, _STATISTICS, t)
+    stats = native.path.run_call(_BATCH, _STATISTICS, t)
     if stats is not None:
         return stats
     if interposed() or can_run.refusal_now() or _BATCH.refusal(t):
         return None
     key = key_of(t, _BATCH, _STATISTICS)
     run = made_once(key, _plans().StatisticsPlan, t, _BATCH).run
-    stats = native.keep(_BATCH, _STATISTICS, t, t, run)
+    stats = native.path.store_call(_BATCH, _STATISTICS, t, t, run)
     return run(t) if stats is None else stats

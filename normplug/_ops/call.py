@@ -40,10 +40,9 @@ def call(caller: str, t: Tensors, spec: Any, backend: Any) -> Any:
     """
     key: tuple[Any, ...] = ()
     if not torch.compiler.is_compiling():
-        if native._extension is not None:
-            found = native.call(spec, backend, t)
-            if found is not None:
-                return found
+        found = native.path.run_call(spec, backend, t)
+        if found is not None:
+            return found
         if not interposed():
             key = key_of(t, spec, backend)
             try:
@@ -53,7 +52,7 @@ def call(caller: str, t: Tensors, spec: Any, backend: Any) -> Any:
             if found is not None:
                 run, laid_out = found
                 ready = t if laid_out is None else laid_out(t)
-                if native._extension is not None:
+                if native.path is not native.PYTHON:
                     return _stored_in_cpp(run, t, ready, spec, backend)
                 return run(ready)
     return _new_call(caller, t, spec, backend, key)
@@ -74,7 +73,7 @@ def _new_call(
         return subclasses.run_nested(t, spec.normalized_shape, again)
     way = choose(caller, t, spec, backend, key)
     _checks.devices(caller, *t)
-    in_cpp = key and native._extension is not None
+    in_cpp = key and native.path is not native.PYTHON
     result = (
         _stored_in_cpp(way.run, t, way.t, spec, backend) if in_cpp else way.run(way.t)
     )
@@ -89,7 +88,7 @@ def _new_call(
 
 def _stored_in_cpp(run: Any, t: Tensors, ready: Tensors, spec: Any, backend: Any) -> Any:
     """Have C++ store a call and run it; if it cannot, run it in Python. ready: what `run` takes."""
-    found = native.keep(spec, backend, t, ready, run)
+    found = native.path.store_call(spec, backend, t, ready, run)
     return run(ready) if found is None else found
 
 
@@ -158,7 +157,7 @@ def made_once(key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -
 def _store(key: tuple[Any, ...], value: Any) -> None:
     if len(_stored) >= _MOST:
         _stored.clear()
-        native.forget()
+        native.path.clear()
     _stored[key] = value
 
 
@@ -171,6 +170,6 @@ def _description(way: Way, t: Tensors) -> str:
         f"{job.kernel.__name__} with num_warps={job.options['num_warps']}" for job in jobs
     )
     copied = "" if way.t is t else "copies to a layout that the kernels read, "
-    status = native.status()
-    host = "C++" if status.way == "C++" else f"Python, as {status.why}"
+    path = native.host_path()
+    host = "C++" if path.way == "C++" else f"Python, as {path.why}"
     return f"{type(way.plan).__name__}, {copied}{kernels}, launched by {host}"

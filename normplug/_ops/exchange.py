@@ -2,7 +2,7 @@
 
 The kernels exchange statistics through memory that the GPUs of a host share: see
 `normplug._kernels.batch_norm.exchange`. All processes of a group agree once, at their first call,
-whether they can. If not, `normplug.native.status()` says why, and each call sends collectives.
+whether they can. If not, `normplug.status()` says why, and each call sends collectives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from normplug import _checks, native
+from normplug import _checks
 from normplug._ops import can_run
 from normplug._torch import group_of_name, symmetric_memory
 
@@ -174,6 +174,7 @@ _number_of_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 most_channels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _agreed: dict[tuple[Any, torch.device], Peers | None] = {}
+groups: list[str] = []  # how each group joins its batches, for `normplug.status`
 
 
 def of(group: Any, device: torch.device) -> Peers | None:
@@ -184,7 +185,7 @@ def of(group: Any, device: torch.device) -> Peers | None:
     if (group, device) not in _agreed:
         peers, why = _agree(group, device)
         way = "inside the kernels" if peers else f"collectives, as {why}"
-        native.groups.append(f"{group.size()} processes: {way}")
+        groups.append(f"{group.size()} processes: {way}")
         _agreed[group, device] = peers
     return _agreed[group, device]
 

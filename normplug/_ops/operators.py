@@ -88,7 +88,7 @@ class NormOperators:
         torch.library.register_fake(
             self.backward._name, self._fake_backward, lib=_library
         )
-        native.operators.append(name)
+        native.implement(name)
         whole = f"({tensors}, {numbers}, bool automatic) -> ({outputs})"
         self.differentiable = self._define(
             name, whole, self._call, "CompositeImplicitAutograd"
@@ -155,7 +155,7 @@ class NormOperators:
     def _plan_of(self, t: Tensors, text: str) -> tuple[Any, Tensors]:
         """The plan of an operator's call, and the tensors that the plan takes."""
         plan, ready = plan_of(t, self._spec(text))
-        native.keep_operator(text, t, ready, plan)
+        native.path.store_operator(text, t, ready, plan)
         return plan, ready
 
     def _parts(self, arguments: Sequence[Any]) -> tuple[Any, Any, str, bool, Any]:

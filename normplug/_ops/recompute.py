@@ -51,9 +51,9 @@ def _recomputation(y: Any) -> Callable[[], Tensor] | None:
     node: Any = y.grad_fn if isinstance(y, Tensor) else None  # torch.fx passes proxies
     if node is None:
         return None
-    known = native.recomputable_node(y)
+    known = native.path.recomputable_node(y)
     if known is not None:
-        return partial(native.recompute, known)
+        return partial(native.path.recompute, known)
     plan: Any = getattr(node, "plan", None)  # of a norm's node in Python
     if y.output_nr == 0 and getattr(plan, "is_recomputable", False):
         # `saved_tensors` raises if one has been freed, or modified in place.

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from normplug import _checks, _convert, native
+from normplug import _checks, _convert
+from normplug._ops import exchange
 from normplug._swap.inventory import Filters, Inventory, has_tensors, matching, name_of
 from normplug._swap.layer_modes import ModesLike, Rule, assign, read
 from normplug._table import Rows, counts, shown
@@ -75,7 +76,7 @@ class SwapPlan(Rows[PlanRow]):
             return "no norm layers"
         lines = [super().__str__()]
         if any("Sync" in (row.becomes or "") for row in self.rows):
-            lines += [f"SyncBatchNorm of {group}." for group in native.status().groups]
+            lines += [f"SyncBatchNorm of {group}." for group in exchange.groups]
         return "\n".join(lines)
 
     def summary(self) -> str:

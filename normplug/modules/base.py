@@ -331,7 +331,11 @@ class TargetVarianceNorm(nn.Module):
         """
         if self._normplug.statistics == "safe" and self._is_guarded():
             return self._run_guarded(*reading)
-        y = None if torch.compiler.is_compiling() else native.forward(self, *reading)
+        y = (
+            None
+            if torch.compiler.is_compiling()
+            else native.path.run_module(self, *reading)
+        )
         if y is None:
             y = self._by_torch(*reading)
         if y is None:
@@ -344,7 +348,7 @@ class TargetVarianceNorm(nn.Module):
         backend = self._normplug.backend
         y = call(self._function, t, spec, backend)
         if stores and not torch.compiler.is_compiling():
-            native.learn(spec, backend, t, self, *reading)
+            native.path.store_module(spec, backend, t, self, *reading)
         return y
 
     def _is_guarded(self) -> bool:

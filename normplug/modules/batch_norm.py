@@ -208,7 +208,7 @@ class SyncBatchNorm(_SyncBatchNorm, nn.SyncBatchNorm):
     of all processes of the group. The processes' batches may differ in size, and some may be empty;
     each process must call the layers in the same order. Every process gets the same statistics, bit
     for bit. On GPUs of one host the kernels exchange the statistics themselves; elsewhere a
-    collective is sent in each direction: `normplug.native.status()` says which, and why. The
+    collective is sent in each direction: `normplug.status()` says which, and why. The
     gradients of weight and bias are sums over the process's own batch, which
     `DistributedDataParallel` averages. In eval, in one process, or where no process group is
     initialised, it is a BatchNorm and sends nothing.

@@ -58,7 +58,7 @@ class RowNorm(WatchedRows):
         try:
             if type(input) is not Tensor or input.is_cuda:
                 if self._probe is None and not torch.compiler.is_compiling():
-                    y = native.forward(self, input, None, None)
+                    y = native.path.run_module(self, input, None, None)
                     if y is not None:
                         return y
                 if isinstance(input, fx.Proxy):

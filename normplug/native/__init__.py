@@ -1,4 +1,4 @@
-"""The host path in C++. `_kernels`, `_ops` and `modules` call it; others only read its `status`.
+"""The host path in C++: `path` runs the calls that it has stored, if it is compiled.
 
 In Python, a norm call costs the host 25 us before its kernel runs, and a Python autograd function
 as much again. `host_path.cpp` does the same work without Python. It runs the same programs, so the
@@ -14,102 +14,65 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from subprocess import Popen
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from normplug.native import building
 
-__all__ = ["Status", "build", "python_way", "status"]
+__all__ = ["build", "python_way"]
 
 _log = logging.getLogger("normplug")
 
 
-class Status(NamedTuple):
-    """Whether calls run through C++ or Python, and why.
-
-    Attributes:
-        way: "C++" or "Python".
-        why: the reason, in one sentence.
-        library: the compiled file, or None.
-        groups: how SyncBatchNorm joins the batches of each group of processes.
-        kernels: how many kernels this process has launched, by origin: "here", compiled by the
-            process itself; "workers", by its worker processes; "cache", found in Triton's cache.
-    """
+class HostPath(NamedTuple):
+    """Whether calls run through "C++" or "Python", why, and the compiled file, if it is loaded."""
 
     way: str
     why: str
-    library: Path | None
-    groups: tuple[str, ...] = ()
-    kernels: Mapping[str, int] = MappingProxyType({})
+    library: Path | None = None
 
     def __str__(self) -> str:
-        file = "" if self.library is None else f" ({self.library})"
-        line = f"normplug: calls run through {self.way}: {self.why}{file}."
-        line += "".join(f" SyncBatchNorm of {group}." for group in self.groups)
-        if not any(self.kernels.values()):
-            return line
-        here, workers, cache = (
-            self.kernels[name] for name in ("here", "workers", "cache")
-        )
-        return (
-            f"{line} Kernels: {here} compiled by this process, {workers} by its workers, {cache} "
-            "from Triton's cache."
-        )
+        file = f" ({self.library})" if self.library else ""
+        return f"normplug: calls run through {self.way}: {self.why}{file}."
 
 
-_NOT_STARTED = Status("Python", "no kernel has been needed yet", None)
+class _Python:
+    """The functions of `host_path.cpp`, which explains them, while calls run through Python."""
 
-kernels: Mapping[str, int] = {}  # see `Status`; `_kernels.ahead` assigns it
-groups: list[str] = []  # see `Status`
-operators: list[str] = []  # the norms that have operators
+    @staticmethod
+    def _nothing(*arguments: Any) -> None:
+        """No call is stored."""
 
+    run_call = store_call = run_module = store_module = store_operator = _nothing
+    clear = recomputable_node = recompute = _nothing
+
+
+PYTHON: Any = _Python()
+# The loaded host path, or PYTHON. Callers read it anew for each call.
+path: Any = PYTHON
+
+_NOT_STARTED = HostPath("Python", "no kernel has been needed yet")
+_state = _NOT_STARTED
 _loaded: ModuleType | None = None
 _paused = 0  # how many `python_way` contexts are open
-_extension: ModuleType | None = None  # `_loaded`, or None while paused
-_status = _NOT_STARTED
+_operators: list[str] = []  # the norms that have operators
 _started = False
 _starting = threading.Lock()
 
 
-def _nothing(*arguments: Any) -> Any:
-    """Stand in for a C++ function while calls run through Python."""
-
-
-# The functions of `host_path.cpp`, which explains them. `_kernels`, `_ops` and `modules` call them.
-_FUNCTIONS = (
-    *("call", "keep", "forward", "learn", "keep_operator", "forget"),
-    *("recomputable_node", "recompute"),
-)
-call = keep = forward = learn = keep_operator = forget = _nothing
-recomputable_node = recompute = _nothing
-
-
-def _use(extension: ModuleType | None) -> None:
-    """Run calls through C++, or through Python if `extension` is None."""
-    global _extension
-    _extension = extension
-    for (
-        name
-    ) in _FUNCTIONS:  # a call in another thread finds the old function or the new one
-        globals()[name] = getattr(extension, name, _nothing)
-    if _loaded is not None:
-        _loaded.enable(extension is not None)
-
-
-def status() -> Status:
-    """Return whether calls run through C++ or Python, why, and where the kernels came from."""
-    found = _status
-    if found is _NOT_STARTED and not torch.cuda.is_available():
-        found = found._replace(
-            why="no CUDA device: PyTorch's kernels run, no gain in speed to expect"
-        )
-    return found._replace(kernels=dict(kernels), groups=tuple(groups))
+def host_path() -> HostPath:
+    """Whether calls run through C++ or Python, and why."""
+    if _state is _NOT_STARTED and not torch.cuda.is_available():
+        why = "no CUDA device: PyTorch's kernels run, no gain in speed to expect"
+        return HostPath("Python", why)
+    return _state
 
 
 def build() -> Path:
@@ -126,7 +89,7 @@ def build() -> Path:
         try:
             building.load(library)
         except (ImportError, OSError):
-            building.finish(building.start_compiler(library), library)
+            building.compile_to(library)
             building.load(library)
     except (ImportError, OSError, RuntimeError) as error:
         raise RuntimeError(
@@ -140,12 +103,26 @@ def python_way() -> Iterator[None]:
     """Within a `with` block, run the calls of all threads through Python, for comparison."""
     global _paused
     _paused += 1
-    _use(None)
+    _choose_path()
     try:
         yield
     finally:
         _paused -= 1
-        _use(None if _paused else _loaded)
+        _choose_path()
+
+
+def _choose_path() -> None:
+    """Bind `path`: a call in another thread reads the old one or the new one."""
+    global path
+    is_compiled = _loaded is not None and _paused == 0
+    path = _loaded if is_compiled else PYTHON
+    if _loaded is not None:
+        _loaded.enable(is_compiled)
+
+
+def implement(norm: str) -> None:
+    """Run the operators of a norm through C++, if it is loaded later."""
+    _operators.append(norm)
 
 
 def start() -> None:
@@ -169,44 +146,56 @@ def _start() -> None:
             "these, or unset it."
         )
     if wanted == "0":
-        _set_status(Status("Python", "NORMPLUG_NATIVE is 0", None), logging.DEBUG)
+        _set_state(HostPath("Python", "NORMPLUG_NATIVE is 0"), logging.DEBUG)
     elif wanted == "1":
         _load(build())
     else:
         try:
             _load_or_compile(building.library())
         except Exception as error:  # calls must go on, whatever has failed
-            _set_status(Status("Python", str(error), None))
+            _set_state(HostPath("Python", str(error)))
 
 
 def _load_or_compile(library: Path) -> None:
     try:
         _load(library)
     except (ImportError, OSError):
-        process = building.start_compiler(library, again=False)
+        building.refuse_after_failure(library)
         why = "the host path in C++ is being compiled"
-        _set_status(Status("Python", why, None), logging.DEBUG)
-        threading.Thread(target=_finish, args=(process, library), daemon=True).start()
+        _set_state(HostPath("Python", why), logging.DEBUG)
+        threading.Thread(target=_compile, args=(library,), daemon=True).start()
 
 
-def _finish(process: Popen[bytes], library: Path) -> None:
+def _compile(library: Path) -> None:
     try:
-        building.finish(process, library)
+        building.compile_to(library)
         _load(library)
     except Exception as error:
-        _set_status(Status("Python", str(error), None))
+        _set_state(HostPath("Python", str(error)))
 
 
 def _load(library: Path) -> None:
     global _loaded
     _loaded = building.load(library)
-    for name in operators:
-        _loaded.implement(name)
-    _use(None if _paused else _loaded)
-    _set_status(Status("C++", "the host path is compiled", library), logging.DEBUG)
+    for norm in _operators:
+        _loaded.implement(norm)
+    _choose_path()
+    _set_state(HostPath("C++", "the host path is compiled", library), logging.DEBUG)
 
 
-def _set_status(status: Status, level: int = logging.WARNING) -> None:
-    global _status
-    _log.log(level, "%s", status)
-    _status = status  # last, so that the log line is there when others see the status
+def _set_state(state: HostPath, level: int = logging.WARNING) -> None:
+    global _state
+    _log.log(level, "%s", state)
+    _state = state  # last, so that the log line is there when others see the state
+
+
+def __getattr__(name: str) -> Any:
+    """Return `status` or its result's type, `Status`, under their names of version 0.3."""
+    if name not in ("status", "Status"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"normplug.native.{name} is deprecated: use normplug.status().",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return getattr(import_module("normplug._status"), name)

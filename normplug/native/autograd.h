@@ -157,19 +157,19 @@ inline std::shared_ptr<Program> run_kernels(Plan& plan, Slots& slots, bool keep)
 }
 
 // Run a call, and return the result.
-inline PyObject* run_call(const Way& way, Slots& slots) {
+inline PyObject* run_route(const Route& route, Slots& slots) {
   std::shared_ptr<Program> program;
   {
     py::gil_scoped_release no_gil;
-    copy_tensors(way.copies, slots);  // which autograd records
-    at::DeviceGuard device(way.plan->device);
+    copy_tensors(route.copies, slots);  // which autograd records
+    at::DeviceGuard device(route.plan->device);
     bool keep = torch::autograd::compute_requires_grad(slots[0], slots[1], slots[2], slots[3],
                                                        slots[4]);
-    program = run_kernels(*way.plan, slots, keep);
-    if (keep) make_history(way.plan, *program, slots);
+    program = run_kernels(*route.plan, slots, keep);
+    if (keep) make_history(route.plan, *program, slots);
   }
   const auto& results = program->results;
-  if (!way.plan->has_total) return THPVariable_Wrap(slots[results[0].first]);
+  if (!route.plan->has_total) return THPVariable_Wrap(slots[results[0].first]);
   return py::make_tuple(slots[results[0].first], slots[results[1].first]).release().ptr();
 }
 

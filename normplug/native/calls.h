@@ -89,14 +89,14 @@ struct Call {
   Signature signature;
   py::object type;
   std::vector<py::object> values;
-  Way way;
+  Route route;
 };
 
 struct Calls {
   std::unordered_multimap<size_t, Call> by_hash;
   std::unordered_map<PyObject*, std::shared_ptr<Plan>> plans;  // by the Python plan
 
-  const Way* find(const Reading& reading) const {
+  const Route* find(const Reading& reading) const {
     auto [found, end] = by_hash.equal_range(reading.hash);
     for (; found != end; ++found) {
       const Call& each = found->second;
@@ -106,14 +106,14 @@ struct Calls {
       }
       size_t i = 0;
       while (i < each.values.size() && same(each.values[i].ptr(), reading.values[i])) ++i;
-      if (i == each.values.size()) return &each.way;
+      if (i == each.values.size()) return &each.route;
     }
     return nullptr;
   }
 
-  void store(const Reading& reading, Way way) {
+  void store(const Reading& reading, Route route) {
     Call call{reading.signature, py::reinterpret_borrow<py::object>(reading.type), {},
-              std::move(way)};
+              std::move(route)};
     for (PyObject* value : reading.values) {
       call.values.push_back(py::reinterpret_borrow<py::object>(value));
     }

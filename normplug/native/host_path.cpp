@@ -14,18 +14,18 @@ namespace {
 using namespace normplug;
 
 // Run a stored call; None if there is none. By value: another thread may clear the stored calls.
-PyObject* run_stored(const Way* stored, const Reading& reading) {
+PyObject* run_stored(const Route* stored, const Reading& reading) {
   if (stored == nullptr) Py_RETURN_NONE;
-  Way way = *stored;
+  Route route = *stored;
   Slots slots;
   for (size_t i = 0; i < kTensors; ++i) {
-    if (way.used >> i & 1) slots[i] = THPVariable_Unpack(reading.tensors[i]);
+    if (route.used >> i & 1) slots[i] = THPVariable_Unpack(reading.tensors[i]);
   }
-  return run_call(way, slots);
+  return run_route(route, slots);
 }
 
-// call(spec, backend, t): the result, or None if the call is not stored.
-PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t) {
+// run_call(spec, backend, t): run a stored call. None if it is not stored.
+PyObject* run_call(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   Reading reading;
   bool is_read = read_call(args[0], args[1], args[2], reading);
@@ -33,9 +33,9 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
-// keep(spec, backend, t, ready, run): store a call, for `call` to run, and run it; None unless `run`
-// is the method of a plan. ready: t, with copies of the tensors whose layout the kernels cannot read.
-PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t) {
+// store_call(spec, backend, t, ready, run): store the plan of a call, and run it. None unless `run` is
+// the method of a plan. ready: t, with copies of the tensors whose layout the kernels cannot read.
+PyObject* store_call(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   py::handle run = args[4];
   Reading reading;
@@ -43,37 +43,36 @@ PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t) {
       !read_call(args[0], args[1], args[2], reading)) {
     Py_RETURN_NONE;
   }
-  Way way{calls().plan(run.attr("__self__")), {}, 0};
+  Route route{calls().plan(run.attr("__self__")), {}, 0};
   for (size_t i = 0; i < kTensors; ++i) {
     PyObject* ready = PyTuple_GET_ITEM(args[3], i);
-    way.used |= (ready != Py_None) << i;
+    route.used |= (ready != Py_None) << i;
     if (ready != reading.tensors[i]) {
-      way.copies.emplace_back(i, THPVariable_Unpack(ready).strides().vec());
+      route.copies.emplace_back(i, THPVariable_Unpack(ready).strides().vec());
     }
   }
-  calls().store(reading, way);
-  return run_stored(&way, reading);
+  calls().store(reading, route);
+  return run_stored(&route, reading);
   END_HANDLE_TH_ERRORS
 }
 
-// forward(module, input, residual, input_bias, *others): the result, or None if the call is not
-// stored.
-PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// run_module(module, input, residual, input_bias, *others): run the stored call of a module. None if
+// it is not stored.
+PyObject* run_module(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Reading reading;
   return run_stored(read_module(args, count, reading) ? calls().find(reading) : nullptr, reading);
   END_HANDLE_TH_ERRORS
 }
 
-// learn(spec, backend, t, module, input, residual, input_bias, *others): store the call of a module,
-// for `forward` to run, with the plan of the function call that it makes, if that is stored. Not if
-// a tensor of that call is not in the module (such as a cast copy), or a setting is a tensor, whose
-// value may change.
-PyObject* learn(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// store_module(spec, backend, t, module, input, residual, input_bias, *others): store the call of a
+// module with the plan of the function call that it makes, if that is stored. Not if a tensor of that
+// call is not in the module (such as a cast copy), or a setting is a tensor, whose value may change.
+PyObject* store_module(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Reading function, module;
   bool is_read = read_call(args[0], args[1], args[2], function);
-  const Way* found = is_read ? calls().find(function) : nullptr;
+  const Route* found = is_read ? calls().find(function) : nullptr;
   if (found == nullptr || !read_module(args + 3, count - 3, module) ||
       calls().find(module) != nullptr) {
     Py_RETURN_NONE;
@@ -89,8 +88,8 @@ PyObject* learn(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// keep_operator(spec, t, ready, plan): store the plan of an operator's call. ready: see `keep`.
-PyObject* keep_operator(PyObject*, PyObject* const* args, Py_ssize_t) {
+// store_operator(spec, t, ready, plan): store the plan of an operator's call. ready: see `store_call`.
+PyObject* store_operator(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   Slots slots;
   Copies copies;
@@ -122,7 +121,8 @@ PyObject* enable(PyObject*, PyObject* whether) {
   Py_RETURN_NONE;
 }
 
-PyObject* forget(PyObject*, PyObject*) {
+// clear(): drop all stored calls.
+PyObject* clear(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   operators().clear();
   calls().clear();
@@ -159,14 +159,18 @@ PyObject* recompute(PyObject*, PyObject* capsule) {
 }
 
 PyMethodDef methods[] = {
-    {"call", reinterpret_cast<PyCFunction>(call), METH_FASTCALL, "Run a stored call."},
-    {"keep", reinterpret_cast<PyCFunction>(keep), METH_FASTCALL, "Store a call and run it."},
-    {"forward", reinterpret_cast<PyCFunction>(forward), METH_FASTCALL, "Run a stored call of a module."},
-    {"learn", reinterpret_cast<PyCFunction>(learn), METH_FASTCALL, "Store a call of a module."},
-    {"keep_operator", reinterpret_cast<PyCFunction>(keep_operator), METH_FASTCALL, "Store a plan."},
+    {"run_call", reinterpret_cast<PyCFunction>(run_call), METH_FASTCALL, "Run a stored call."},
+    {"store_call", reinterpret_cast<PyCFunction>(store_call), METH_FASTCALL,
+     "Store the plan of a call, and run it."},
+    {"run_module", reinterpret_cast<PyCFunction>(run_module), METH_FASTCALL,
+     "Run the stored call of a module."},
+    {"store_module", reinterpret_cast<PyCFunction>(store_module), METH_FASTCALL,
+     "Store the call of a module."},
+    {"store_operator", reinterpret_cast<PyCFunction>(store_operator), METH_FASTCALL,
+     "Store the plan of an operator's call."},
     {"implement", implement, METH_O, "Register the operators of a norm."},
     {"enable", enable, METH_O, "Let operators run here, or leave them to Python."},
-    {"forget", forget, METH_NOARGS, "Drop all stored calls."},
+    {"clear", clear, METH_NOARGS, "Drop all stored calls."},
     {"recomputable_node", recomputable_node, METH_O, "The node that can recompute a tensor."},
     {"recompute", recompute, METH_O, "Recompute the result of a node."},
     {nullptr, nullptr, 0, nullptr}};

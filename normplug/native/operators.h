@@ -12,22 +12,22 @@ namespace normplug {
 
 struct Operators {
   std::mutex mutex;
-  std::unordered_map<std::string, Way> stored;
+  std::unordered_map<std::string, Route> stored;
   std::atomic<bool> enabled{false};
 
-  std::optional<Way> find(const std::string& key) {
+  std::optional<Route> find(const std::string& key) {
     std::lock_guard<std::mutex> lock(mutex);
     auto found = stored.find(key);
-    return found == stored.end() ? std::nullopt : std::optional<Way>(found->second);
+    return found == stored.end() ? std::nullopt : std::optional<Route>(found->second);
   }
 
-  void store(const std::string& key, Way way) {
+  void store(const std::string& key, Route route) {
     std::lock_guard<std::mutex> lock(mutex);
-    stored.emplace(key, std::move(way));
+    stored.emplace(key, std::move(route));
   }
 
   void clear() {
-    std::unordered_map<std::string, Way> gone;  // destroyed last: a plan needs the GIL
+    std::unordered_map<std::string, Route> gone;  // destroyed last: a plan needs the GIL
     std::lock_guard<std::mutex> lock(mutex);
     gone.swap(stored);
   }
@@ -69,7 +69,7 @@ class Operator : public c10::OperatorKernel {
     // A residual that was not saved: x is its placeholder in the key.
     bool lacks_residual = is_backward_ && (args.back().toInt() & 1) && !slots[1].defined();
     if (lacks_residual) slots[1] = slots[0];
-    std::optional<Way> known;
+    std::optional<Route> known;
     if (operators().enabled) {
       const std::string& spec = args[count - (is_backward_ ? 2 : 1)].toStringRef();
       if (auto key = operator_key(spec, slots)) known = operators().find(*key);

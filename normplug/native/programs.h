@@ -152,12 +152,12 @@ struct Plan {
   }
 };
 
-// What runs a call: the plan, and the tensors that it takes.
-struct Way {
+// How a stored call runs: its plan, and the tensors that the plan reads.
+struct Route {
   std::shared_ptr<Plan> plan;
   // The tensors whose layout the kernels cannot read, and the strides of their copies.
   Copies copies;
-  uint8_t used = 0xff;  // bit i: whether the plan takes tensor i
+  uint8_t used = 0xff;  // bit i: whether the plan reads tensor i
 };
 
 template <typename T>

@@ -52,7 +52,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(plans, "current_device_index", lambda: 0)
     monkeypatch.setattr(plans, "current_raw_stream", lambda index: 1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(native, "_extension", None)
+    monkeypatch.setattr(native, "path", native.PYTHON)
     monkeypatch.setattr(native, "_started", True)
     monkeypatch.setattr(can_run, "refusal_of_device", lambda *tensors: None)
     for norms in (group_norm, row_norms):

@@ -273,12 +273,12 @@ def test_a_group_falls_back_where_a_waiting_kernel_could_block_it(monkeypatch):
 
 
 def test_the_status_and_a_plan_say_how_a_group_is_joined(monkeypatch):
-    monkeypatch.setattr(normplug.native, "groups", [])
+    monkeypatch.setattr(exchange, "groups", [])
     monkeypatch.setattr(exchange, "_agree", lambda *_: (None, "the hosts differ"))
     group = type("Group", (), {"size": lambda self: 4})()
     assert exchange.of(group, torch.device("cpu")) is None
     text = "SyncBatchNorm of 4 processes: collectives, as the hosts differ."
-    assert text in str(normplug.native.status())
+    assert text in str(normplug.status())
     assert text in str(plan(nn.BatchNorm1d(4), sync=True))
     assert text not in str(plan(nn.BatchNorm1d(4)))
 

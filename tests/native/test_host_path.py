@@ -104,12 +104,12 @@ def test_both_paths_and_their_operators_give_the_same_bits(cases, case, monkeypa
         return
     monkeypatch.setattr(can_run, "is_compiling", lambda: True)
     monkeypatch.setattr(calls, "_stored", {})
-    native.forget()
+    native.path.clear()
     both_ways(lambda: cases.run(case, tensors, "triton"))
     # Once stored, an operator needs no Python.
     monkeypatch.setattr(operators, "plan_of", None)
     cases.run(case, tensors, "triton")
-    native.forget()
+    native.path.clear()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def named(tensors):
 @ENDS
 def test_the_node_is_written_in_cpp(norm):
     y = norm(*leaves())
-    assert native.status().way == "C++"
+    assert native.host_path().way == "C++"
     assert is_cpp(y)
     assert y.grad_fn is y.grad_fn
     assert not y.is_leaf
@@ -507,7 +507,7 @@ before = step()
 child = os.fork()
 if child == 0:
     same = all(torch.equal(a, b) for a, b in zip(step(), before))
-    os._exit(0 if same and native.status().way == "C++" else 1)
+    os._exit(0 if same and native.host_path().way == "C++" else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
@@ -528,7 +528,7 @@ ROWS = Tensors(X, None, WEIGHT, BIAS)
 def test_channel_statistics_give_the_same_bits(dtype, layout):
     x = kernel_cases.make(Batch(IMAGES, dtype, layout)).x
     both_ways(lambda: dict(zip(("mean", "var"), routes.channel_stats(x), strict=True)))
-    found = native.call(_BATCH, "StatisticsPlan", Tensors(x))
+    found = native.path.run_call(_BATCH, "StatisticsPlan", Tensors(x))
     assert (found is None) == (layout == "strided")
 
 
@@ -562,12 +562,12 @@ def test_a_layer_whose_calls_are_known_can_measure(layer):
 def cached():
     """Only one call is stored."""
     native.start()
-    native.forget()
+    native.path.clear()
     bound = calls.choose("test", ROWS, SPEC, "triton").run
-    assert native.call(SPEC, "triton", ROWS) is None
-    native.keep(SPEC, "triton", ROWS, ROWS, bound)
+    assert native.path.run_call(SPEC, "triton", ROWS) is None
+    native.path.store_call(SPEC, "triton", ROWS, ROWS, bound)
     yield
-    native.forget()
+    native.path.clear()
 
 
 class Own(torch.Tensor):
@@ -595,15 +595,15 @@ OTHERS = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_other_calls_are_not_found(what, cached):
-    assert native.call(*OTHERS[what]) is None
-    assert native.call(SPEC, "triton", ROWS) is not None
+    assert native.path.run_call(*OTHERS[what]) is None
+    assert native.path.run_call(SPEC, "triton", ROWS) is not None
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_tensors_are_not_found(layout, cached):
     nested = torch.nested.nested_tensor([X, X], layout=layout)
-    assert native.call(SPEC, "triton", ROWS._replace(x=nested)) is None
+    assert native.path.run_call(SPEC, "triton", ROWS._replace(x=nested)) is None
 
 
 def test_only_y_of_a_norm_in_cpp_can_be_recomputed():
@@ -611,15 +611,15 @@ def test_only_y_of_a_norm_in_cpp_can_be_recomputed():
     y, total = functional.add_layer_norm(
         x, residual, (6,), weight, bias, backend="triton"
     )
-    assert native.recomputable_node(y) is not None
+    assert native.path.recomputable_node(y) is not None
     for other in (total, y + 1, x, X, None, 3):
-        assert native.recomputable_node(other) is None
+        assert native.path.recomputable_node(other) is None
     with native.python_way():
-        assert native.recomputable_node(y) is None
-    node = native.recomputable_node(y)
+        assert native.path.recomputable_node(y) is None
+    node = native.path.recomputable_node(y)
     y.sum().backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        native.recompute(node)
+        native.path.recompute(node)
 
 
 # Calls of modules.
@@ -639,7 +639,10 @@ def is_stored(layer):
         normplug.BatchNorm1d: (None, None, False, False),
         normplug.GroupNorm: (None,),
     }
-    return native.forward(layer, X, None, None, *others.get(type(layer), ())) is not None
+    return (
+        native.path.run_module(layer, X, None, None, *others.get(type(layer), ()))
+        is not None
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")

@@ -36,9 +36,8 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty the cache of plans: from here on, each call is checked and planned anew."""
     monkeypatch.setattr(calls, "_stored", {})
     # Disable the C++ path: its own cache would mix these calls with those before and after.
-    native.forget()
-    for name in ("call", "keep", "forward", "learn"):
-        monkeypatch.setattr(native, name, native._nothing)
+    native.path.clear()
+    monkeypatch.setattr(native, "path", native.PYTHON)
 
 
 def reschedule(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
@@ -81,8 +80,7 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
 
     if torch.cuda.is_available():  # there the C++ path launches without Python
         native.start()
-        for name in native._FUNCTIONS:
-            monkeypatch.setattr(native, name, native._nothing)
+        monkeypatch.setattr(native, "path", native.PYTHON)
     given: list[dict[str, int]] = []
     call = Launch.__call__
 
