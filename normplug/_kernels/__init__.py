@@ -43,6 +43,11 @@ def needs_int64(rows: int, stride: int) -> bool:
     return rows * stride > _INT32
 
 
+def cdiv(a: int, b: int) -> int:
+    """Divide, and round up."""
+    return -(-a // b)
+
+
 def power_of_2(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
@@ -63,9 +68,27 @@ def tile_of(bytes_each: int) -> int:
     return 8192 if bytes_each <= 4 else 4096 if bytes_each <= 8 else 2048
 
 
+def shrink_to_fill(block: int, units: int, width: int, sms: int) -> int:
+    """Halve a tile of `block` values until each multiprocessor has two, or down to 1024 values.
+
+    There are `units` units of `width` values.
+    """
+    while block > 1024 and units * cdiv(width, block) < 2 * sms:
+        block //= 2
+    return block
+
+
+def lag_of(read_bytes: int, tile_bytes: int, tiles: int, units: int) -> int:
+    """Tiles between the first read of a tile and its second: a unit of `tiles` tiles or more.
+
+    read_bytes: what is read in between, by all multiprocessors.
+    """
+    return min(max(read_bytes // tile_bytes, tiles), units * tiles)
+
+
 def room_for_parts(units: int, items: int, columns: int) -> tuple[int, int]:
     """Counters, `merging.ready_flag`'s included, and partial results for `merging.publish_part`."""
-    batches = -(-items // FAN_IN)
+    batches = cdiv(items, FAN_IN)
     return units * (batches + 2), units * (items + batches) * 2 * columns
 
 

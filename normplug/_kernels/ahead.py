@@ -93,9 +93,8 @@ class Ahead:
         self._settled: dict[
             str, str | None
         ] = {}  # by job: the kernel's key in Triton's cache
-        self._launchers: set[tuple[str, ...]] = (
-            set()
-        )  # the types of arguments they are for
+        # The types of arguments they are for.
+        self._launchers: set[tuple[str, ...]] = set()
         self._queue: queue.SimpleQueue[tuple[futures.Future[bool], bytes]] = (
             queue.SimpleQueue()
         )

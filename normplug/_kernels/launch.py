@@ -25,10 +25,8 @@ from normplug._kernels.constants import Constants, Work, as_compiled
 from normplug._kernels.primitives import SCALARS, VERSION
 
 _DIRECT = (3, 3) <= VERSION <= (3, 9) and torch.version.hip is None
-BUILDS = VERSION >= (
-    3,
-    3,
-)  # the compiler of 3.2 crashes the process on some of the kernels
+# The compiler of 3.2 crashes the process on some of the kernels.
+BUILDS = VERSION >= (3, 3)
 COOPERATIVE = BUILDS and torch.version.hip is None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes", "y")
 

@@ -28,10 +28,8 @@ def _field(constant, name):
     raise AttributeError(name)
 
 
-if VERSION < (
-    3,
-    4,
-):  # since 3.4, Triton itself reads the attributes of what a constexpr holds
+# Since 3.4, Triton itself reads the attributes of what a constexpr holds.
+if VERSION < (3, 4):
     tl.constexpr.__getattr__ = _field
 
 

@@ -37,9 +37,8 @@ _LOW = tl.constexpr((1 << 32) - 1)
 # whether a wait ended so; the address of the host's mark; the addresses of all inboxes, in the
 # order of the ranks; and, for each channel, the number of exchanges so far, then the time.
 _INBOXES = tl.constexpr(4)
-_POLLS = tl.constexpr(
-    1024
-)  # after which the threads of a program agree whether to wait on
+# Polls after which the threads of a program agree whether to wait on.
+_POLLS = tl.constexpr(1024)
 # The interpreter has no clock. A poll there takes about a millisecond.
 _CLOCK = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
 

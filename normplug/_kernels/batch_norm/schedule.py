@@ -12,30 +12,29 @@ from typing import NamedTuple
 
 from normplug._kernels import (
     at_once,
+    cdiv,
     floor_2,
+    lag_of,
     needs_int64,
     power_of_2,
     room_for_parts,
+    shrink_to_fill,
     tile_of,
     unit_of,
 )
 from normplug._kernels.constants import KernelConstant, Work
 
 _SMALL_PLANE = 100  # values; contiguous planes of at most this size are columns
-_LAG_BYTES = (
-    24 << 10
-)  # read per multiprocessor between a tile's first read and its second
-_PHASED_SLAB = (
-    64 << 20
-)  # bytes from which items are faster than programs with rows of their own
+# Bytes read per multiprocessor between a tile's first read and its second.
+_LAG_BYTES = 24 << 10
+# Bytes from which items are faster than programs with rows of their own.
+_PHASED_SLAB = 64 << 20
 _ITEM_BYTES = 128 << 10  # times the itemsize: bytes that an item gathers
-_SOLO_SLAB = (
-    1 << 20
-)  # bytes up to which one program is enough for a slab, if there are many
+# Bytes up to which one program is enough for a slab, if there are many.
+_SOLO_SLAB = 1 << 20
 _SEGMENT_COLUMNS = 256  # most columns of a slab of small planes
-_GROUP_BYTES = (
-    12 << 20
-)  # of the slabs that are gathered before the first of them is written
+# Bytes of the slabs that are gathered before the first of them is written.
+_GROUP_BYTES = 12 << 20
 _FEW_ROWS = 2048  # up to which one program takes a slab, and slabs are narrow
 _MANY_ROWS = 1 << 17  # beyond which slabs of float32 are wide
 
@@ -152,23 +151,21 @@ class Columns:
     head: int = 0
 
     def __post_init__(self) -> None:
-        self.slabs = -(-self.c // self.channels)
+        self.slabs = cdiv(self.c, self.channels)
         self.live = self.channels * self.hw  # columns of a slab without its padding
         self.width = self.c * self.hw  # columns of the tensor
         self.segments = self.hw > 1
-        self.bch = (
-            power_of_2(self.channels) if self.segments else self.bc
-        )  # channels, padded
+        # Channels, padded.
+        self.bch = power_of_2(self.channels) if self.segments else self.bc
         self.tile = self.u * self.bt  # rows of a tile
         # Programs that write a slab, a tile each, if other programs gather it.
-        self.writes = -(-self.rows // self.tile)
+        self.writes = cdiv(self.rows, self.tile)
         # Rows that a program gathers, and programs that gather a slab.
-        each = self.gather_rows or -(-self.writes // self.programs) * self.tile
+        each = self.gather_rows or cdiv(self.writes, self.programs) * self.tile
         self.rows_each = max(each, 1)
-        self.gathers = max(-(-self.rows // self.rows_each), 1)
-        self.solo = (
-            self.programs > 0 and self.gathers == 1
-        )  # a single program takes each slab
+        self.gathers = max(cdiv(self.rows, self.rows_each), 1)
+        # A single program takes each slab.
+        self.solo = self.programs > 0 and self.gathers == 1
         self.even = self.c % self.channels == 0 and self.live == self.bc
         self.wide = needs_int64(self.rows, self.width)
 
@@ -224,7 +221,7 @@ class Columns:
         """Programs of a launch that gathers each slab and then writes it."""
         if self.programs:
             return self.slabs * self.gathers
-        groups = -(-self.slabs // self.group)
+        groups = cdiv(self.slabs, self.group)
         gathers, writes = self.group * self.gathers, self.group * self.writes
         # See `columns.assignment`. Of the group after the last, only the idle `head` remains.
         return gathers + groups * (gathers + writes) - (gathers - self.head)
@@ -278,7 +275,7 @@ class Pixels:
 
     def work(self, window: Window) -> Work:
         """The launch of a kernel of `windows`."""
-        slabs = -(-self.c // self.bc)
+        slabs = cdiv(self.c, self.bc)
         height, width = window.size
         pooled_height, pooled_width = window.pooled
         sizes = {
@@ -333,18 +330,26 @@ def mask_bytes(n: int, c: int, hw: int, channels_last: bool, itemsize: int) -> i
         return c * ((n * hw + 7) // 8)
     rows, hw = (n * hw, 1) if channels_last else (n, hw)
     channels, bc = _slab(rows, c, hw, itemsize)
-    return rows * -(-c // channels) * bc // 8
+    return rows * cdiv(c, channels) * bc // 8
 
 
 def _planes(n: int, c: int, hw: int, itemsize: int, tensors: int, sms: int) -> Planes:
     total = n * hw
     block = tile_of(itemsize * tensors)
-    while block > 1024 and (block >= 2 * total or c * -(-total // block) < 2 * sms):
+    while block > 1024 and block >= 2 * total:
         block //= 2
-    warps = max(min(block // 1024, 4), 1)
-    tiles = -(-total // block)
-    lag = min(max(sms * _LAG_BYTES // (block * itemsize), tiles), c * tiles)
-    return Planes(n, c, hw, unit_of(hw), block, warps, tiles, lag)
+    block = shrink_to_fill(block, c, total, sms)
+    tiles = cdiv(total, block)
+    return Planes(
+        n=n,
+        c=c,
+        hw=hw,
+        unit=unit_of(hw),
+        block=block,
+        warps=max(min(block // 1024, 4), 1),
+        tiles_a_channel=tiles,
+        lag=lag_of(sms * _LAG_BYTES, block * itemsize, tiles, c),
+    )
 
 
 def _slab(rows: int, c: int, hw: int, itemsize: int) -> tuple[int, int]:
@@ -364,7 +369,7 @@ def _columns(
 ) -> Columns:
     channels, bc = _slab(rows, c, hw, itemsize)
     unit = unit_of(c * hw, channels * hw)
-    slabs = -(-c // channels)
+    slabs = cdiv(c, channels)
     u = 4 if itemsize == 8 else 8
 
     def cut(warps: int, stages: int, **rest: int) -> Columns:
@@ -383,7 +388,7 @@ def _columns(
     row_bytes = channels * hw * itemsize * tensors
     items = max(1, _ITEM_BYTES * itemsize // row_bytes // tile) * tile
     group = max(1, min(slabs, _GROUP_BYTES // (slab_bytes * tensors)))
-    head = min(4 * sms, group * -(-rows // items))
+    head = min(4 * sms, group * cdiv(rows, items))
     return cut(4, 2, gather_rows=items, group=group, head=head)
 
 

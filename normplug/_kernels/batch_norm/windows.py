@@ -16,9 +16,8 @@ from normplug._kernels.batch_norm.columns import affine
 from normplug._kernels.primitives import kernel, load_both, scalar
 from normplug._kernels.tiles import load
 
-LARGEST_WINDOW = (
-    25  # values: the loops over a window are unrolled, so all its loads are in flight
-)
+# Values: the loops over a window are unrolled, so all its loads are in flight.
+LARGEST_WINDOW = 25
 _NOWHERE = tl.constexpr(255)
 # H, W, OH, OW: height and width of the input and of the output. `schedule.PixelsTile` has the rest.
 

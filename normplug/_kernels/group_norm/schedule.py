@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from normplug._kernels import (
     at_once,
+    cdiv,
     floor_2,
     needs_int64,
     power_of_2,
     room_for_parts,
+    shrink_to_fill,
     tile_of,
     unit_of,
 )
@@ -23,9 +25,8 @@ from normplug._kernels.constants import KernelConstant, Work
 # many as LayerNorm. Backward there are two tensors.
 _HELD_FORWARD, _HELD_BACKWARD = 128 << 10, 64 << 10
 _HELD_HALF_EMPTY = 64 << 10  # bytes up to which a group is held however much is padding
-_HELD_BY_FEW = (
-    16 << 10
-)  # bytes up to which a group is held even if few programs have work
+# Bytes up to which a group is held even if few programs have work.
+_HELD_BY_FEW = 16 << 10
 # Bytes, counted likewise with padding, of a group that one program reads twice; half as many if
 # padding would be a fifth of what it holds.
 _SOLO_GROUP = 128 << 10
@@ -36,20 +37,16 @@ _LAG_FORWARD, _LAG_BACKWARD = 48 << 10, 24 << 10
 # chose half the tile that two tensors would get.
 _TENSORS_BACKWARD = 4
 _TILE_COST = 512  # the overhead of a tile, in values
-_SHORTEST_RUN = (
-    64  # fewest adjacent values of a plane in a tile that does not span the plane
-)
+# Fewest adjacent values of a plane in a tile that does not span the plane.
+_SHORTEST_RUN = 64
 # For columns: chosen by sweeps over tile, warps and lag on an H100.
-_SEGMENT_BYTES = (
-    128  # of a row that a tile reads; rows of up to twice that are read whole
-)
-_CACHED_TENSOR = (
-    64 << 20
-)  # bytes up to which most of a tensor is cached at its second read
+# Bytes of a row that a tile reads; rows of up to twice that are read whole.
+_SEGMENT_BYTES = 128
+# Bytes up to which most of a tensor is cached at its second read.
+_CACHED_TENSOR = 64 << 20
 _LAG_COLUMNS = 192 << 10  # read before a write, where programs wait for whole samples
-_SOLO_SAMPLE = (
-    64 << 10
-)  # bytes of a sample that one program takes, if there are many samples
+# Bytes of a sample that one program takes, if there are many samples.
+_SOLO_SAMPLE = 64 << 10
 _MERGED = 1024  # channels, at most, whose moments a program merges at a time
 _FINISH = 64  # channels of a gradient that one program adds up
 
@@ -153,10 +150,10 @@ class PlanesForward(_Planes):
         super().__post_init__()
         units = self.n * self.groups
         self.unit = unit_of(self.width)
-        self.k = -(-self.width // self.block)  # tiles of a group
+        self.k = cdiv(self.width, self.block)  # tiles of a group
         self.held = self.lag == 0 and self.k == 1
         self.solo = self.lag == 0 and self.k > 1
-        self.grid = units * self.k + self.lag if self.lag else -(-units // self.r)
+        self.grid = units * self.k + self.lag if self.lag else cdiv(units, self.r)
         self.even = self.width % self.block == 0 and units % self.r == 0
 
     @property
@@ -206,13 +203,13 @@ class PlanesBackward(_Planes):
         super().__post_init__()
         self.held = self.lag == 0
         self.unit = unit_of(self.hw)
-        self.ks = -(-self.hw // self.sb)  # tiles across a plane
-        self.k = -(-self.channels // self.cb) * self.ks  # tiles of a group
+        self.ks = cdiv(self.hw, self.sb)  # tiles across a plane
+        self.k = cdiv(self.channels, self.cb) * self.ks  # tiles of a group
         # Programs that read tiles for the first time, and parts of the sums for the gradients of
         # weight and bias.
         if self.held:
             self.programs, self.parts = (
-                -(-self.groups // self.r) * self.splits,
+                cdiv(self.groups, self.r) * self.splits,
                 self.splits,
             )
         else:
@@ -252,7 +249,7 @@ class PlanesBackward(_Planes):
             even=self.even,
             wide=self.wide,
         )
-        finishers = -(-self.groups * self.channels // self.finish) if sums else 0
+        finishers = cdiv(self.groups * self.channels, self.finish) if sums else 0
         return Work(self.programs + lag + finishers, self.warps, tile, sizes)
 
 
@@ -281,10 +278,10 @@ class Columns:
     def __post_init__(self) -> None:
         self.c = self.groups * self.channels
         self.unit = unit_of(self.c)
-        self.slabs = -(-self.c // self.bc)
+        self.slabs = cdiv(self.c, self.bc)
         self.units = self.n * self.slabs
         self.solo = self.lag == 0
-        self.k = -(-self.s // self.rows_each)  # items of a slab of a sample
+        self.k = cdiv(self.s, self.rows_each)  # items of a slab of a sample
         self.single = self.k == 1
         self.programs = self.units * self.k  # that gather items
         self.even = self.c % self.bc == 0
@@ -312,7 +309,7 @@ class Columns:
 
     def backward(self, dx: bool, sums: int) -> Work:
         """The launch of a backward that computes so many sums: for dweight and dbias."""
-        finishers = -(-self.c // self.finish) if sums else 0
+        finishers = cdiv(self.c, self.finish) if sums else 0
         return self._work(self.lag if dx else 0, finishers)
 
     def _work(self, lag: int, finishers: int) -> Work:
@@ -366,7 +363,7 @@ def group_norm_forward(
     dense = 5 * width > 4 * padded
     few = held > _HELD_BY_FEW and 4 * units < sms
     tile = max(padded // 8, 1)
-    fits = -(-width // tile) * tile <= width + width // 8
+    fits = cdiv(width, tile) * tile <= width + width // 8
     solo = held == _SOLO_GROUP or (2 * held == _SOLO_GROUP and not dense)
     if solo and fits and 2 * units >= 3 * sms:
         block, lag, r, warps = tile, 0, 1, tile // 256
@@ -375,12 +372,11 @@ def group_norm_forward(
         warps = _held_warps(r * block, 1)
     else:
         block, r = tile_of(itemsize), 1
-        if -(-width // block) * block > width + width // 8:
+        if cdiv(width, block) * block > width + width // 8:
             block //= 2
-        while block > 1024 and units * -(-width // block) < 2 * sms:
-            block //= 2
+        block = shrink_to_fill(block, units, width, sms)
         warps = max(min(block // 1024, 8), 1)
-        k = -(-width // block)
+        k = cdiv(width, block)
         lag = min(sms * _LAG_FORWARD // (block * itemsize) + k, units * k)
     run = min(space & -space, block)  # the largest power of two that divides the plane
     return PlanesForward(n, groups, channels, space, warps, lag, r, block, run)
@@ -405,15 +401,15 @@ def group_norm_backward(
     if held <= most and not (held > _HELD_BY_FEW and 4 * n * groups < sms):
         r = _held_at_once(values, groups, n, sms)
         # 8 programs per multiprocessor, or a few more, unless each sample has its own already.
-        splits = -(-n // max(n * -(-groups // r) // (8 * sms), 1))
+        splits = cdiv(n, max(n * cdiv(groups, r) // (8 * sms), 1))
         warps = _held_warps(r * values, 2)
         return PlanesBackward(n, groups, channels, space, warps, 0, r, *padded, splits)
-    block, units = tile_of(_TENSORS_BACKWARD * itemsize), n * groups
-    while block > 1024 and units * -(-channels * space // block) < 2 * sms:
-        block //= 2
+    units = n * groups
+    block = tile_of(_TENSORS_BACKWARD * itemsize)
+    block = shrink_to_fill(block, units, channels * space, sms)
     cb, sb = _tile_of_planes(channels, space, block)
     warps = max(min(cb * sb // 1024, 4), 1)
-    k = -(-channels // cb) * -(-space // sb)
+    k = cdiv(channels, cb) * cdiv(space, sb)
     lag = min(sms * _LAG_BACKWARD // (cb * sb * itemsize) + k, units * k)
     return PlanesBackward(n, groups, channels, space, warps, lag, 1, cb, sb)
 
@@ -421,7 +417,7 @@ def group_norm_backward(
 def _held_at_once(values: int, units: int, times: int, sms: int) -> int:
     """How many units of `values` values a program holds at a time, if there are times * units."""
     r = max(min(_SMALL_TILE // values, power_of_2(units)), 1)
-    while r > 1 and times * -(-units // r) < 4 * sms:
+    while r > 1 and times * cdiv(units, r) < 4 * sms:
         r //= 2
     return r
 
@@ -439,7 +435,7 @@ def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:
 
     def cost(tile: tuple[int, int]) -> int:
         cb, sb = tile
-        return -(-channels // cb) * -(-space // sb) * (cb * sb + _TILE_COST)
+        return cdiv(channels, cb) * cdiv(space, sb) * (cb * sb + _TILE_COST)
 
     longest = min(power_of_2(space), block)
     lengths = [
@@ -471,13 +467,13 @@ def _columns(
     def cut(rows_each: int, lag: int) -> Columns:
         return Columns(n, groups, channels, s, bc, bt, u, warps, stages, rows_each, lag)
 
-    slabs, tile = -(-c // bc), u * bt
+    slabs, tile = cdiv(c, bc), u * bt
     if slabs == 1 and (s <= tile or (n >= sms and s * bc * itemsize <= _SOLO_SAMPLE)):
         return cut(s, 0)
-    while tiles > 1 and n * slabs * -(-s // (tiles * tile)) < sms:
+    while tiles > 1 and n * slabs * cdiv(s, tiles * tile) < sms:
         tiles //= 2
     rows_each = tiles * tile
-    items = slabs * -(-s // rows_each)  # per sample
+    items = slabs * cdiv(s, rows_each)  # per sample
     lag = min(sms * _LAG_COLUMNS // (rows_each * bc * itemsize) + items, n * items)
     return cut(rows_each, lag)
 
@@ -488,4 +484,4 @@ def _slab(c: int, itemsize: int) -> int:
     if c <= 2 * most:
         return max(power_of_2(c), 8)
     widths = [max(most >> i, 8) for i in range(4)]
-    return min(widths, key=lambda bc: (-(-c // bc) * bc, -bc))
+    return min(widths, key=lambda bc: (cdiv(c, bc) * bc, -bc))

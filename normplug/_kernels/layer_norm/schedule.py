@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from normplug._kernels import at_once, power_of_2
+from normplug._kernels import at_once, cdiv, lag_of, power_of_2
 from normplug._kernels.constants import KernelConstant, Work
 
-_HELD_BYTES = (
-    128 << 10
-)  # most bytes of a row, as float32 or wider, that a program holds forward
+# Most bytes of a row, as float32 or wider, that a program holds forward.
+_HELD_BYTES = 128 << 10
 _SUMMED_BYTES = 32 << 10  # the same backward, beside the sums for weight and bias
 _SHARED_WIDTH = 65536  # values up to which programs share rows backward, where they can
 # Bytes per multiprocessor that are read between a wide row's first read and its second.
 _WIDE_FORWARD_LAG, _WIDE_BACKWARD_LAG = 24 << 10, 32 << 10
 _MANY_ROWS_EACH = 128  # rows per multiprocessor, above which two programs on it beat one
 _MOST_PROGRAMS = 1 << 17  # with running statistics each has two words of its own
-_FAN_IN = (
-    64  # parts of the running statistics that a program adds at a time, for each warp
-)
+# Parts of the running statistics that a program adds at a time, for each warp.
+_FAN_IN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +105,9 @@ class Rows:
     finish: int = 0
 
     def __post_init__(self) -> None:
-        self.tiles = -(-self.rows // self.r)
-        self.groups = (
-            self.programs // self.k
-        )  # groups of `k` programs that take tiles in turn
+        self.tiles = cdiv(self.rows, self.r)
+        # Groups of `k` programs that take tiles in turn.
+        self.groups = self.programs // self.k
         self.parts = self.programs  # from which the running statistics are added up
         self.even = self.k * self.u * self.bc == self.width and self.rows % self.r == 0
 
@@ -136,7 +133,7 @@ class Rows:
         self, strides: dict[str, int], layout: RowLayout, late: bool, sums: int
     ) -> Work:
         """The launch of a backward that computes so many sums over the rows."""
-        finishers = -(-self.width // self.finish) if sums and self.k == 1 else 0
+        finishers = cdiv(self.width, self.finish) if sums and self.k == 1 else 0
         sizes = {"ROWS": self.rows, **strides, "PROGRAMS": self.programs}
         tile = self._tile(
             layout,
@@ -178,8 +175,8 @@ class Wide:
     lag: int
 
     def __post_init__(self) -> None:
-        self.k = -(-self.width // self.cw)  # tiles of a block
-        self.blocks = -(-self.rows // self.rb)
+        self.k = cdiv(self.width, self.cw)  # tiles of a block
+        self.blocks = cdiv(self.rows, self.rb)
         self.parts = self.rows  # from which the running statistics are added up
         self.even = self.width % self.cw == 0 and self.rows % self.rb == 0
 
@@ -244,8 +241,8 @@ class Wide:
 def _finishers(shape: Rows | Wide) -> int:
     """Programs that add up the parts: at most about the square root of the number of parts."""
     parts, at_a_time = shape.parts, _FAN_IN * shape.warps
-    times = -(-math.isqrt(parts) // at_a_time)
-    return -(-parts // (times * at_a_time))
+    times = cdiv(math.isqrt(parts), at_a_time)
+    return cdiv(parts, times * at_a_time)
 
 
 def layer_norm_forward(
@@ -262,15 +259,17 @@ def layer_norm_forward(
     if padded > _HELD_BYTES // max(itemsize, 4) or (
         width > 8192 and 5 * width <= 4 * padded
     ):
-        block = 4096 if itemsize <= 4 else 2048
-        k = -(-width // block)
-        lag = min(max(sms * _WIDE_FORWARD_LAG // (block * itemsize), k), rows * k)
-        return Wide(rows, width, 1, block, 4, lag)
+        cw = 4096 if itemsize <= 4 else 2048
+        lag = lag_of(sms * _WIDE_FORWARD_LAG, cw * itemsize, cdiv(width, cw), rows)
+        return Wide(rows, width, rb=1, cw=cw, warps=4, lag=lag)
     if padded == 1024 and itemsize <= 4:
         # A row has a warp of its own. Programs of one warp were slower at 4,096 rows of halves.
-        warps = (
-            4 if running and itemsize == 2 else 1 if rows > _MANY_ROWS_EACH * sms else 2
-        )
+        if running and itemsize == 2:
+            warps = 4
+        elif rows > _MANY_ROWS_EACH * sms:
+            warps = 1
+        else:
+            warps = 2
         shape = _row_tile(rows, width, unit, itemsize, warps, 1, 32)
         return replace(shape, keep=itemsize == 4)
     few = itemsize == 8 or padded <= (2048 if itemsize == 4 else 4096)
@@ -317,25 +316,45 @@ def layer_norm_backward(
         stages = max(min(stages, room // (2 * shape.r * padded * itemsize)), 1)
         return replace(shape, programs=programs, stages=stages, keep=True, finish=64)
     if cooperative and itemsize <= 4 and rows >= sms and width <= _SHARED_WIDTH:
-        share, r, warps = 4096, 4, 8
-        if padded > 16384:
-            share, r, warps = (
-                (4096, 2, 4) if itemsize == 4 else (padded // 32, 2**18 // padded, 4)
-            )
-        k = -(-width // share)
+        if padded <= 16384:
+            share = _Share(width=4096, r=4, warps=8)
+        elif itemsize == 4:
+            share = _Share(width=4096, r=2, warps=4)
+        else:
+            share = _Share(width=padded // 32, r=2**18 // padded, warps=4)
+        k = cdiv(width, share.width)
         # Programs of 4 warps run two at a time on any multiprocessor.
-        if (programs := (8 // warps) * sms // k * k) > 0:
+        programs = (8 // share.warps) * sms // k * k
+        if programs > 0:
             vector = min(16 // itemsize, unit)
-            lanes = warps * 32 * vector
-            bc = min(lanes, share)
+            at_a_time = share.warps * 32 * vector
+            bc = min(at_a_time, share.width)
             return Rows(
-                rows, width, r, share // bc, bc, warps, 1, programs, vector, lanes=lanes // bc, k=k,
+                rows=rows,
+                width=width,
+                r=share.r,
+                u=share.width // bc,
+                bc=bc,
+                warps=share.warps,
+                stages=1,
+                programs=programs,
+                vector=vector,
+                lanes=at_a_time // bc,
+                k=k,
                 finish=64,
-            )  # fmt: skip
+            )
     cw, rb = (1024, 8) if itemsize == 2 and width >= 131072 else (512, 16)
-    k = -(-width // cw)
-    lag = max(sms * _WIDE_BACKWARD_LAG // (rb * cw * itemsize), k)
-    return Wide(rows, width, rb, cw, 4, min(lag, k * -(-rows // rb)))
+    tile_bytes = rb * cw * itemsize
+    lag = lag_of(sms * _WIDE_BACKWARD_LAG, tile_bytes, cdiv(width, cw), cdiv(rows, rb))
+    return Wide(rows, width, rb=rb, cw=cw, warps=4, lag=lag)
+
+
+class _Share(NamedTuple):
+    """What a program holds of rows that several programs share: `r` rows of `width` columns."""
+
+    width: int
+    r: int
+    warps: int
 
 
 def _row_tile(
@@ -351,6 +370,17 @@ def _row_tile(
     side_by_side = at_once(warps, bc, itemsize, unit)
     u = padded // bc
     r = side_by_side * max(values // (vector * u), 1)
-    programs = min(-(-rows // r), _MOST_PROGRAMS)
+    programs = min(cdiv(rows, r), _MOST_PROGRAMS)
     vector = min(vector, bc)
-    return Rows(rows, width, r, u, bc, warps, 1, programs, vector, lanes=side_by_side)
+    return Rows(
+        rows=rows,
+        width=width,
+        r=r,
+        u=u,
+        bc=bc,
+        warps=warps,
+        stages=1,
+        programs=programs,
+        vector=vector,
+        lanes=side_by_side,
+    )
