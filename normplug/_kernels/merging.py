@@ -139,7 +139,7 @@ def _merge_column_sums(partial_ptr, items, BC, ACC):
 
 
 @triton.jit
-def publish_part(a, b, scratch, unit, item, sizes, BC, ACC, MOMENTS, SINGLE):
+def publish_part(a, b, scratch, unit, item, sizes, BC, ACC, SINGLE, MOMENTS):
     """Publish an item's part of a unit; return the whole, and True, to the last program to arrive.
 
     The others get False, and no result. There are UNITS units of ITEMS items. A unit is ROWS rows

@@ -7,6 +7,8 @@ addresses. Lanes and steps tie, and a tie goes to the first axis up to Triton 3.
 since 3.7 (triton-lang/triton#7143), so the order of those two axes depends on the version.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -14,8 +16,18 @@ from normplug._kernels.primitives import VERSION, as_stored
 
 STEP_AXIS = tl.constexpr(1 if VERSION < (3, 7) else 0)
 LANE_AXIS = tl.constexpr(0 if VERSION < (3, 7) else 1)
-# An *area* is a tuple: some columns, which of them exist, the row before which its rows end, and
-# how many values they are apart.
+
+
+class Area(NamedTuple):
+    """Some columns of rows: which of them are `live`, and how many values the rows are apart.
+
+    The rows end before row `end`.
+    """
+
+    columns: Any
+    live: Any
+    end: Any
+    stride: Any
 
 
 @triton.jit
@@ -65,12 +77,11 @@ def tile_rows(row, U, BT):
 @triton.jit
 def _places(area, row, U, BT, WIDE):
     """Offsets and mask of a tile: the two axes of its rows, then its columns."""
-    columns, live, end, W = area
     rows = tile_rows(row, U, BT)
-    mask = (rows < end)[:, :, None] & live[None, None, :]
+    mask = (rows < area.end)[:, :, None] & area.live[None, None, :]
     if WIDE:
         rows = rows.to(tl.int64)
-    return rows[:, :, None] * W + columns[None, None, :], mask
+    return rows[:, :, None] * area.stride + area.columns[None, None, :], mask
 
 
 @triton.jit

@@ -37,7 +37,7 @@ from normplug._kernels.primitives import (
     scalar,
     update_running,
 )
-from normplug._kernels.tiles import STEP_AXIS, load_row, load_tile, write_tile
+from normplug._kernels.tiles import STEP_AXIS, Area, load_row, load_tile, write_tile
 from normplug._kernels.waiting import arrive, wait
 
 
@@ -87,7 +87,7 @@ def column_moments(x_ptr, area, start, T, ACC):
     """
     U: tl.constexpr = T.u
     BT: tl.constexpr = T.bt
-    columns, live, end, W = area
+    end = area.end
     top = load_row(x_ptr, area, start, T).to(ACC)
     mean = tl.zeros([BT, T.bc], ACC)
     m2 = tl.zeros([BT, T.bc], ACC)
@@ -216,7 +216,7 @@ def _normalise(x, tensors, area, row, norm, slabs, T, F, WHOLE):
         packed = tiles.as_tile(
             activation.pack_mask(z, T.bt * T.u * T.bc), T.bt, T.u, T.bc // 8
         )
-        bits_area = columns, columns >= 0, area[2], SLABS * (T.bc // 8)
+        bits_area = Area(columns, columns >= 0, area.end, SLABS * (T.bc // 8))
         offsets, mask = tiles.places(bits_area, row, T)
         tiles.store(bits_ptr, offsets, packed, mask, WHOLE, LAST=True)
     y = activation.activate(z, F.activation)
@@ -253,7 +253,7 @@ def batch_norm_columns_forward(
         if not late:
             start = tl.minimum(item * ROWS_EACH, ROWS)
             end = tl.minimum(start + ROWS_EACH, ROWS)
-            area = columns, live, end, W
+            area = Area(columns, live, end, W)
             mean, m2 = column_moments(x_ptr, area, start, T, ACC)
             if T.segments:
                 rows = end - start
@@ -262,9 +262,8 @@ def batch_norm_columns_forward(
             scratch = partial_ptr, counters_ptr
             parts = SLABS, GATHERS, ROWS, ROWS_EACH, HW
             mean, m2, last = publish_part(
-                mean, m2, scratch, slab, item, parts, T.bch, ACC,
-                MOMENTS=True, SINGLE=T.solo,
-            )  # fmt: skip
+                mean, m2, scratch, slab, item, parts, T.bch, ACC, T.solo, MOMENTS=True
+            )
             if last:
                 sizes = C, ROWS, HW, CHANNELS
                 running = running_mean_ptr, running_var_ptr, tracked_ptr, momentum
@@ -291,7 +290,7 @@ def batch_norm_columns_forward(
                     _normalise(x, tensors, area, row, norm, slabs, T, F, WHOLE=True)
         else:
             row = item * R
-            area = columns, live, ROWS, W
+            area = Area(columns, live, ROWS, W)
             x = load_tile(x_ptr, area, row, T, WHOLE=False, LAST=True)
             if F.training:
                 wait(flag_ptr, 1, WRITES)
@@ -349,7 +348,7 @@ def _load_gradient(tensors, area, row, slabs, T, F, WHOLE, LAST):
     if F.bits:
         slab, SLABS = slabs
         columns = _bit_columns(slab, T.bc)
-        bits_area = columns, columns >= 0, area[2], SLABS * (T.bc // 8)
+        bits_area = Area(columns, columns >= 0, area.end, SLABS * (T.bc // 8))
         offsets, mask = tiles.places(bits_area, row, T)
         extra = tiles.load(bits_ptr, offsets, mask, WHOLE, LAST)
     elif F.residual:
@@ -456,23 +455,15 @@ def batch_norm_columns_backward(
         if not late:
             start = tl.minimum(item * ROWS_EACH, ROWS)
             end = tl.minimum(start + ROWS_EACH, ROWS)
-            area = columns, live, end, W
+            area = Area(columns, live, end, W)
             sum_dz = tl.zeros([T.bt, T.bc], F.acc)
             sum_dz_centred = tl.zeros([T.bt, T.bc], F.acc)
             whole = (end - start) // R
             for tile in tl.range(0, whole, num_stages=T.stages):
                 sums = sum_dz, sum_dz_centred
+                row = start + tile * R
                 sum_dz, sum_dz_centred = _first_read(
-                    sums,
-                    tensors,
-                    results,
-                    area,
-                    start + tile * R,
-                    norm,
-                    slabs,
-                    T,
-                    F,
-                    WHOLE=True,
+                    sums, tensors, results, area, row, norm, slabs, T, F, WHOLE=True
                 )
             row = start + whole * R
             if row < end:
@@ -490,16 +481,7 @@ def batch_norm_columns_backward(
                 scratch = partial_ptr, counters_ptr
                 parts = SLABS, GATHERS, ROWS, ROWS_EACH, HW
                 a, b, last = publish_part(
-                    a,
-                    b,
-                    scratch,
-                    slab,
-                    item,
-                    parts,
-                    T.bch,
-                    F.acc,
-                    MOMENTS=False,
-                    SINGLE=T.solo,
+                    a, b, scratch, slab, item, parts, T.bch, F.acc, T.solo, MOMENTS=False
                 )
                 if last:
                     sizes = C, ROWS, HW, CHANNELS
@@ -527,7 +509,7 @@ def batch_norm_columns_backward(
                     )
         else:
             row = item * R
-            area = columns, live, ROWS, W
+            area = Area(columns, live, ROWS, W)
             loaded = _load_gradient(
                 tensors, area, row, slabs, T, F, WHOLE=False, LAST=True
             )

@@ -26,7 +26,7 @@ from normplug._kernels.merging import (
     ready_flag,
 )
 from normplug._kernels.primitives import kernel, load_both, scalar
-from normplug._kernels.tiles import STEP_AXIS, load_tile, write_tile
+from normplug._kernels.tiles import STEP_AXIS, Area, load_tile, write_tile
 from normplug._kernels.waiting import arrive, wait
 
 
@@ -45,7 +45,7 @@ def item_of(turn, SLABS, K, S, ROWS_EACH, C, BC, REVERSE):
     start = k * ROWS_EACH
     columns = slab * BC + tl.arange(0, BC)
     end = tl.minimum(start + ROWS_EACH, S)
-    return sample, slab, k, start, (columns, columns < C, end, C)
+    return sample, slab, k, start, Area(columns, columns < C, end, C)
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def _lane_sums(x, shift, row, end, T, WHOLE):
 @triton.jit
 def _first_sums(x_ptr, area, row, T, ACC, WHOLE):
     """The mean of each lane's first rows, and the sums of their distances from it."""
-    columns, live, end, C = area
+    end = area.end
     x = load_tile(x_ptr, area, row, T, WHOLE, LAST=False).to(ACC)
     if WHOLE:
         mean = tl.sum(x, axis=STEP_AXIS) * (1.0 / T.u)
@@ -101,7 +101,7 @@ def item_moments(x_ptr, area, start, T, ACC):
     Each lane sums distances from the mean of its first U rows, and their squares. That mean is
     within sqrt(rows / U) standard deviations of the lane's mean, so hardly anything cancels in m2.
     """
-    columns, live, end, C = area
+    end = area.end
     R: tl.constexpr = T.u * T.bt
     if start + R <= end:
         shift, a, b = _first_sums(x_ptr, area, start, T, ACC, WHOLE=True)
@@ -185,10 +185,10 @@ def _write_item(tensors, vectors, stats, moments_ptr, item, sizes, eps, T, F):
         m2 += n * difference * difference * count * fraction
         mean += difference * fraction
         count += more
-    rstd = save_statistics(
-        stats_ptr, sample * G + groups, exist & (groups * 0 == start), GROUPS, mean, m2,
-        S.to(ACC) * CHANNELS, eps, ACC,
-    )  # fmt: skip
+    places = sample * G + groups
+    first = exist & (groups * 0 == start)  # of the sample's items
+    values = S.to(ACC) * CHANNELS
+    rstd = save_statistics(stats_ptr, places, first, GROUPS, mean, m2, values, eps, ACC)
     mean = of_columns(mean, groups, columns, CHANNELS, T.each)
     rstd = of_columns(rstd, groups, columns, CHANNELS, T.each)
     norm = _norm(mean, rstd, vectors, columns, live, F)
@@ -231,10 +231,11 @@ def group_norm_columns_forward(
             x_ptr + sample.to(tl.int64) * S * C, area, start, T, F.acc
         )
         scratch = partial_ptr, counters_ptr
+        unit = sample * SLABS + slab
+        parts = UNITS, K, S, ROWS_EACH, 1
         mean, m2, last = publish_part(
-            mean, m2, scratch, sample * SLABS + slab, k, (UNITS, K, S, ROWS_EACH, 1), T.bc, F.acc,
-            MOMENTS=True, SINGLE=T.single,
-        )  # fmt: skip
+            mean, m2, scratch, unit, k, parts, T.bc, F.acc, T.single, MOMENTS=True
+        )
         own_ptr = moments_ptr + sample.to(tl.int64) * (2 * C)
         if last:
             tl.store(own_ptr + columns, mean, mask=live)
@@ -376,10 +377,11 @@ def group_norm_columns_backward(
         dz = tl.sum(sum_dz, axis=0)
         dz_xhat = tl.sum(sum_dz_centred, axis=0) * rstd
         scratch = partial_ptr, counters_ptr
+        unit = sample * SLABS + slab
+        parts = UNITS, K, S, ROWS_EACH, 1
         dz, dz_xhat, last = publish_part(
-            dz, dz_xhat, scratch, sample * SLABS + slab, k, (UNITS, K, S, ROWS_EACH, 1), BC, F.acc,
-            MOMENTS=False, SINGLE=T.single,
-        )  # fmt: skip
+            dz, dz_xhat, scratch, unit, k, parts, BC, F.acc, T.single, MOMENTS=False
+        )
         own_ptr = sums_ptr + sample.to(tl.int64) * (2 * C)
         if last:
             tl.store(own_ptr + columns, dz_xhat, mask=live)

@@ -116,10 +116,10 @@ def group_norm_planes_forward(
                 x, x_ptr, groups, inside, k, count, WIDTH, runs[1], T, ACC
             )
             scratch = partial_ptr, counters_ptr
+            parts = GROUPS, K, WIDTH, T.block, 1
             mean, m2, last = merging.publish_part(
-                mean, m2, scratch, group, k, (GROUPS, K, WIDTH, T.block, 1), 1, ACC,
-                MOMENTS=True, SINGLE=False,
-            )  # fmt: skip
+                mean, m2, scratch, group, k, parts, 1, ACC, False, MOMENTS=True
+            )
             if last:
                 n = WIDTH.to(ACC)
                 save_statistics(stats_ptr, groups, inside, GROUPS, mean, m2, n, eps, ACC)
@@ -325,10 +325,10 @@ def group_norm_planes_backward(
             if DX:
                 sum_g, sum_gx = sum_both(sum_dz * weight, sum_dz_xhat * weight, 1)
                 scratch = partial_ptr, counters_ptr
+                parts = GROUPS, K, K, 1, 1
                 sum_g, sum_gx, last = merging.publish_part(
-                    sum_g, sum_gx, scratch, group, k, (GROUPS, K, K, 1, 1), 1, ACC,
-                    MOMENTS=False, SINGLE=False,
-                )  # fmt: skip
+                    sum_g, sum_gx, scratch, group, k, parts, 1, ACC, False, MOMENTS=False
+                )
                 if last:
                     tl.store(means_ptr + groups, sum_g / n)
                     tl.store(means_ptr + GROUPS + groups, sum_gx / n)
