@@ -13,10 +13,10 @@ from typing import NamedTuple
 INTERPRETER = {"TRITON_INTERPRET": "1", "NORMPLUG_NATIVE": "0"}
 
 ARGUMENTS = "tests/functional/test_arguments.py"
-BATCH_NORM_KERNELS = "tests/kernels/test_batch_norm_kernels.py"
+BATCH_NORM_KERNELS = "tests/interpreted/test_batch_norm_kernels.py"
 BUFFERS = "tests/statistics/test_buffers.py"
 BUILDING = "tests/native/test_building.py"
-CALLS = "tests/kernels/test_calls.py"
+CALLS = "tests/interpreted/test_calls.py"
 CHANGES = "tests/fuse/test_changes.py"
 CHECK = "tests/swap/test_check.py"
 COMPARE = "tests/tools/test_compare.py"
@@ -26,9 +26,9 @@ FOLD = "tests/swap/test_fold.py"
 FREEZING = "tests/statistics/test_freezing.py"
 FROZEN_AND_TOOLS = "tests/statistics/test_frozen_and_tools.py"
 GROUPS = "tests/statistics/test_groups.py"
-GROUP_NORM_KERNELS = "tests/kernels/test_group_norm_kernels.py"
+GROUP_NORM_KERNELS = "tests/interpreted/test_group_norm_kernels.py"
 LAYER_NORM = "tests/functional/test_layer_norm.py"
-LAYER_NORM_KERNELS = "tests/kernels/test_layer_norm_kernels.py"
+LAYER_NORM_KERNELS = "tests/interpreted/test_layer_norm_kernels.py"
 SAFE = "tests/statistics/test_safe.py"
 SITES = "tests/fuse/test_sites.py"
 SOURCE = "tests/fuse/test_source.py"
@@ -94,7 +94,7 @@ MUTATIONS = (
         "normplug/_kernels/batch_norm/columns.py",
         "counted = counted * tl.max(tl.where((places == 0) & finite, 1, 0), axis=0)",
         "counted = counted * tl.max(tl.where(finite, 1, 0), axis=0)",
-        ("tests/kernels/test_safe_kernels.py",),
+        ("tests/interpreted/test_safe_kernels.py",),
         INTERPRETER,
     ),
     Mutation(
@@ -396,7 +396,7 @@ MUTATIONS = (
         "normplug/modules/batch_norm.py",
         "constant = not (training or trains)",
         "constant = not training",
-        ("tests/kernels/test_constant_kernels.py",),
+        ("tests/interpreted/test_constant_kernels.py",),
         INTERPRETER,
     ),
     Mutation(

@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,18 +118,32 @@ def commit() -> str:
     return head.strip() + ("-dirty" if changed else "")
 
 
-def run(python: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run pytest in an environment, on the checkout, without a GPU; return the row."""
+def run(python: Path, jobs: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run pytest in an environment, on the checkout, without a GPU; return the row.
+
+    Without arguments, it runs the whole suite, and then the kernels in Triton's interpreter.
+    """
     variables = {**os.environ, "PYTHONPATH": str(CHECKOUT), "CUDA_VISIBLE_DEVICES": ""}
     variables["NORMPLUG_COMMIT"] = commit()
     stamp = subprocess.check_output([python, "-c", STAMP], text=True, env=variables)
+    command = [str(python), "-m", "pytest", "-q", "-n", jobs]
+    total = Counter(run_pytest([*command, *arguments], variables))
+    has_triton = json.loads(stamp).get("triton") is not None
+    if not arguments and has_triton:
+        interpreted = {**variables, "TRITON_INTERPRET": "1"}
+        total.update(run_pytest([*command, "tests/interpreted"], interpreted))
+    return {**json.loads(stamp), **total, "minutes": round(total["minutes"], 1)}
+
+
+def run_pytest(command: Sequence[str], variables: dict[str, str]) -> dict[str, float]:
+    """Run a command of pytest on the checkout; return the `counts` of its report."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [python, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
-        subprocess.run(command, cwd=CHECKOUT, env=variables)
+        reporting = [*command, f"--junitxml={report}"]
+        subprocess.run(reporting, cwd=CHECKOUT, env=variables)
         if not report.exists():
-            raise OSError(f"pytest ended without a report: {python}")
-        return {**json.loads(stamp), **counts(report.read_text())}
+            raise OSError(f"pytest ended without a report: {command[0]}")
+        return counts(report.read_text())
 
 
 def counts(report: str) -> dict[str, float]:
@@ -168,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for version in arguments.versions:
         try:
             python = python_of(version, arguments.home)
-            row = run(python, ["-n", arguments.jobs, *arguments.pytest])
+            row = run(python, arguments.jobs, arguments.pytest)
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"versions: {version}: {error}", file=sys.stderr)
             failed = True

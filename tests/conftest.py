@@ -10,10 +10,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-# No test starts a compiler by accident: without a GPU, the tests of the C++ path enable it
-# themselves. Builds are cached between sessions, apart from the user's own cache.
+# No test starts a compiler by accident: the C++ path runs on a GPU and in Triton's interpreter
+# only. Builds are cached between sessions, apart from the user's own cache.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IN_CPP = INTERPRETED or torch.cuda.is_available()
 os.environ.setdefault("NORMPLUG_COMPILE_WORKERS", "0")  # pytest's processes use all cores
-os.environ.setdefault("NORMPLUG_NATIVE", "1" if torch.cuda.is_available() else "0")
+os.environ.setdefault("NORMPLUG_NATIVE", "1" if IN_CPP else "0")
 os.environ.setdefault(
     "NORMPLUG_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "native")
 )
@@ -29,20 +31,10 @@ if find_spec("torchvision") is None:
         "tools/test_train*.py",
     ]
 
-# The test files that take longest, about half of the time of all.
-LONGEST = (
-    "test_interpreter.py", "test_compiles.py", "test_train.py", "test_train_setup.py",
-    "test_interpreter_cpp.py", "test_zoo.py", "test_matrix.py", "test_train_resume.py",
-    "test_train_failures.py", "test_train_directories.py", "test_sync.py", "test_package.py",
-    "test_sync_kernels.py", "test_bench_ops.py", "test_ahead.py", "test_benchmarks.py",
-)  # fmt: skip
-
 
 def pytest_collection_modifyitems(items):
-    # Start the longest first, so that no process waits for them at the end.
-    order = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     no_gpu = not torch.cuda.is_available()
+    no_triton = find_spec("triton") is None
     for item in items:
         if no_gpu and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -56,6 +48,19 @@ def pytest_collection_finish():
 
 def pytest_sessionfinish():
     gc.unfreeze()  # or libraries that count live objects at exit report leaks
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say how to run the tests that this run leaves out."""
+    whole_suite = config.args_source is not config.ArgsSource.ARGS
+    interpreted = any("interpreted" in argument for argument in config.args)
+    write = terminalreporter.write_line
+    if not INTERPRETED and (whole_suite or interpreted):
+        write(
+            "The kernels in Triton's interpreter: TRITON_INTERPRET=1 pytest tests/interpreted"
+        )
+    if not torch.cuda.is_available() and whole_suite:
+        write("The tests that need a GPU, on a machine that has one: pytest -m gpu")
 
 
 @pytest.fixture(autouse=True)

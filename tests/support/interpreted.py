@@ -1,10 +1,6 @@
-"""Kernel tests in Triton's interpreter: their marks, a faster interpreter, and how to run them."""
+"""A faster interpreter of Triton, and what it can run."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,22 +11,6 @@ np = pytest.importorskip("numpy")
 from triton.runtime import interpreter  # noqa: E402
 
 from normplug._kernels.launch import INTERPRETED  # noqa: E402
-
-MARKS = [
-    pytest.mark.skipif(
-        not INTERPRETED, reason="needs TRITON_INTERPRET=1: see test_interpreter"
-    ),
-    # numpy's warnings, where a GPU has none: exp of large values, and values masked afterwards.
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-    # The interpreter's own, of Triton before 3.7.
-    pytest.mark.filterwarnings(
-        "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
-    ),
-    # torch's own, of its forward mode.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-]
 
 
 def _patch_each_module_once():
@@ -140,24 +120,3 @@ NEEDS_SINGLE_MASKS = pytest.mark.skipif(
     version(triton) < (3, 3),
     reason="this Triton's interpreter stores a single value even if its mask is False",
 )
-NEEDS_INTERPRETER = pytest.mark.skipif(
-    "TRITON_INTERPRET" in os.environ or not INTERPRETS,
-    reason="interpreted already, or numpy is too new for this Triton",
-)
-
-
-def run(*files, native):
-    """Run tests in a process with TRITON_INTERPRET=1; native: its NORMPLUG_NATIVE."""
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=short", "--color=no"]
-    done = subprocess.run(
-        [*command, *files],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1", "NORMPLUG_NATIVE": native},
-        capture_output=True,
-        text=True,
-    )
-    output = done.stdout + done.stderr
-    if done.returncode != 0:
-        pytest.fail(output, pytrace=False)
-    assert "passed" in output
-    assert "skipped" not in output

@@ -10,7 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("support", "kernels"))]
+FOLDERS = [
+    str(ROOT),
+    *(str(ROOT / "tests" / name) for name in ("support", "kernels", "interpreted")),
+]
 PATHS = [*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])]
 FIXED = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS)}
 # Torch takes longer to import than most programs run: where it can, a server imports it once, and

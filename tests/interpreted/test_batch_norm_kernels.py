@@ -1,10 +1,4 @@
-"""BatchNorm's kernels, run on the CPU by Triton's interpreter.
-
-The interpreter must be chosen before Triton is imported, so these tests run in a process of their
-own: see `test_interpreter`. There, backend="triton" accepts CPU tensors. The interpreter runs
-programs one after another, in order, so no schedule here may have programs that wait for a later
-one. (A GPU runs them in any order: `test_batch_norm_kernels_gpu`.)
-"""
+"""BatchNorm's kernels. A GPU runs programs in any order: `test_batch_norm_kernels_gpu`."""
 
 from __future__ import annotations
 
@@ -16,17 +10,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-import interpreted
 import routes
 from batch_norm_cases import laid_out
 from calls import DTYPES, paired
 from kernel_cases import HALF, Case, assert_accurate, check_recomputed, make, run
 from normplug import functional, reference
-
-pytest.importorskip("triton")
-
-
-pytestmark = interpreted.MARKS
 
 
 def in_tiles(shape):

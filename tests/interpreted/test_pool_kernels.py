@@ -1,4 +1,4 @@
-"""The kernels of BatchNorm with max pooling, in Triton's interpreter: see `test_interpreter`."""
+"""The kernels of BatchNorm with max pooling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import interpreted
 import routes
 from accuracy import assert_same_bits
 from batch_norm_cases import laid_out
@@ -17,11 +16,6 @@ from calls import saved_bytes
 from kernel_cases import HALF
 from normplug._ops.batch_norm import BatchNormSpec
 from pool_cases import Pool, PoolCase, assert_accurate, make, run
-
-pytest.importorskip("triton")
-
-
-pytestmark = interpreted.MARKS
 
 SHAPE = (2, 5, 7, 9)
 PAIRS = Pool((2, 2), (2, 2), (0, 0), False)

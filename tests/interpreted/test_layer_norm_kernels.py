@@ -1,4 +1,4 @@
-"""LayerNorm's and RMSNorm's kernels in Triton's interpreter: see `test_interpreter`.
+"""LayerNorm's and RMSNorm's kernels.
 
 Programs that share the columns of a row wait for each other, which the interpreter cannot do: they
 run on a GPU only, in `test_layer_norm_kernels_gpu`.
@@ -12,7 +12,6 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-import interpreted
 import oracle
 import routes
 from accuracy import assert_same_bits, leaf
@@ -32,11 +31,6 @@ from row_cases import (
     make,
     run,
 )
-
-pytest.importorskip("triton")
-
-
-pytestmark = interpreted.MARKS
 
 
 def held(r, bc, programs, **rest):

@@ -1,4 +1,4 @@
-"""GroupNorm's kernels in Triton's interpreter: see `test_interpreter`."""
+"""GroupNorm's kernels."""
 
 from __future__ import annotations
 
@@ -8,20 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-import interpreted
 import routes
 from accuracy import assert_same_bits, error, leaf
 from group_kernel_cases import Case, assert_accurate, make, run
 from kernel_cases import HALF
 from normplug import GroupNorm, _kernels, swap
 from normplug._activations import ACTIVATIONS
+from normplug._kernels.group_norm import schedule
 from swap_cases import one_graph
-
-pytest.importorskip("triton")
-
-from normplug._kernels.group_norm import schedule  # noqa: E402
-
-pytestmark = interpreted.MARKS
 
 
 def cut(**changes):

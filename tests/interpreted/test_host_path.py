@@ -1,6 +1,6 @@
 """The C++ path gives the Python path's bits, and autograd treats it like torch's operators.
 
-Triton interprets the kernels, so launches go back to Python: see `test_interpreter_cpp`.
+Triton interprets the kernels, so launches go back to Python.
 """
 
 import copy
@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import group_kernel_cases
-import interpreted
 import kernel_cases
 import normplug
 import pool_cases
@@ -38,12 +37,10 @@ from pool_cases import PoolCase
 from programs import program
 from routes import both_ways, is_cpp
 
-pytestmark = [
-    *interpreted.MARKS,
-    pytest.mark.skipif(
-        os.environ.get("NORMPLUG_NATIVE") != "1", reason="needs NORMPLUG_NATIVE=1, too"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    os.environ["NORMPLUG_NATIVE"] != "1", reason="needs NORMPLUG_NATIVE=1"
+)
+HOST_PATH = "C++"
 Batch, Row, Group = kernel_cases.Case, row_cases.Case, group_kernel_cases.Case
 HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 IMAGES = (3, 4, 2, 5)

@@ -1,4 +1,4 @@
-"""Calls of every norm, with kernels in Triton's interpreter: see `test_interpreter`.
+"""Calls of every norm, by the kernels.
 
 Refusals, derivatives, what is saved for the backward, and the operators that compilers see.
 """
@@ -16,7 +16,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import group_kernel_cases
-import interpreted
 import kernel_cases
 import normplug
 import pool_cases
@@ -27,8 +26,6 @@ from calls import INPUTS, case_id, saved_bytes
 from fuse_cases import Block, Depthwise, outcome
 from normplug import functional, fuse, swap, unfuse
 from normplug._ops import can_run
-
-pytestmark = interpreted.MARKS
 
 X = torch.randn(4, 6)
 

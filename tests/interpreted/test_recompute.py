@@ -1,7 +1,4 @@
-"""Fused models that recompute norms' outputs give the same bits as those that save them.
-
-Like the kernels' tests, these run in Triton's interpreter: see `test_interpreter`.
-"""
+"""Fused models that recompute norms' outputs give the same bits as those that save them."""
 
 import copy
 
@@ -10,14 +7,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-import interpreted
 import routes
 from fuse_cases import Block, outcome
 from normplug import fuse, unfuse
 from recompute_cases import Attend, Feed, Residual, check_same, convolutions, kept, twins
 from statistics_cases import Checkpointed
 
-pytestmark = [*interpreted.MARKS, routes.NEEDS_RECOMPUTE]
+pytestmark = routes.NEEDS_RECOMPUTE
 
 X = torch.randn(2, 4, 6, 5)
 PLANES = torch.randn(2, 4, 11, 10)

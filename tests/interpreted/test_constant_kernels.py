@@ -1,18 +1,14 @@
 """Norms in evaluation whose weight and bias need no gradient: what they save and compute."""
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
-pytest.importorskip("triton")
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import nn  # noqa: E402
+from batch_norm_cases import laid_out
+from calls import saved_bytes
+from normplug import freeze, swap
 
-import interpreted  # noqa: E402
-from batch_norm_cases import laid_out  # noqa: E402
-from calls import saved_bytes  # noqa: E402
-from normplug import freeze, swap  # noqa: E402
-
-pytestmark = interpreted.MARKS
 SHAPES = [(6, 5), (3, 9, 4, 5), (2, 20, 9, 8)]
 
 

@@ -3,18 +3,14 @@
 import copy
 
 import pytest
+import torch
+from torch import nn
 
-pytest.importorskip("triton")
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+from batch_norm_cases import laid_out
+from normplug import swap
+from normplug._ops.spec import Pool
+from statistics_cases import batches_with_bad_channels, safe_statistics
 
-import interpreted  # noqa: E402
-from batch_norm_cases import laid_out  # noqa: E402
-from normplug import swap  # noqa: E402
-from normplug._ops.spec import Pool  # noqa: E402
-from statistics_cases import batches_with_bad_channels, safe_statistics  # noqa: E402
-
-pytestmark = interpreted.MARKS
 SHAPES = [(6, 5), (3, 9, 4, 5), (2, 20, 9, 8)]
 
 
