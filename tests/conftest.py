@@ -7,8 +7,8 @@ from pathlib import Path
 # Before torch: pytest runs one process per core, and the runs that tests compare must round alike.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 # No test starts a compiler by accident: the C++ path runs on a GPU and in Triton's interpreter
 # only. Builds are cached between sessions, apart from the user's own cache.
@@ -22,14 +22,6 @@ os.environ.setdefault(
 
 # A shell starts a job in the background with SIGINT ignored, and processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# These import torchvision, or train.py, which needs it.
-if find_spec("torchvision") is None:
-    collect_ignore_glob = [
-        "tools/test_data.py",
-        "tools/test_graph.py",
-        "tools/test_train*.py",
-    ]
 
 
 def pytest_collection_modifyitems(items):

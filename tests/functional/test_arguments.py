@@ -17,7 +17,7 @@ from normplug import functional
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("lightning.pytorch")
-from normplug.lightning import SwapNorms, VarianceLogger  # noqa: E402
+from normplug.lightning import SwapNorms, VarianceLogger
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 ARRAY = X.numpy()

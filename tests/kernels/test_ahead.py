@@ -13,10 +13,10 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
-from triton.compiler import ASTSource, make_backend  # noqa: E402
+import triton.language as tl
+from triton.compiler import ASTSource, make_backend
 
-from launches import (  # noqa: E402
+from launches import (
     H100,
     JOIN,
     Driver,
@@ -25,8 +25,8 @@ from launches import (  # noqa: E402
     pool_launches,
     row_launches,
 )
-from normplug._kernels import ahead, launch  # noqa: E402
-from programs import wait_until  # noqa: E402
+from normplug._kernels import ahead, launch
+from programs import wait_until
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from launches import (  # noqa: E402
+from launches import (
     H100,
     JOIN,
     SHARED,
@@ -21,8 +21,8 @@ from launches import (  # noqa: E402
     group_norm_launches,
     row_launches,
 )
-from normplug._kernels import launch, tiles  # noqa: E402
-from normplug._layouts import Levels  # noqa: E402
+from normplug._kernels import launch, tiles
+from normplug._layouts import Levels
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),

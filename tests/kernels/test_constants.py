@@ -10,14 +10,14 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
+import triton.language as tl
 
-import ptx  # noqa: E402
-from launches import batch_norm_launches  # noqa: E402
-from normplug._kernels import launch  # noqa: E402
-from normplug._kernels.batch_norm import columns, schedule  # noqa: E402
-from normplug._kernels.constants import Constants, as_compiled  # noqa: E402
-from normplug._kernels.launch import Launch  # noqa: E402
+import ptx
+from launches import batch_norm_launches
+from normplug._kernels import launch
+from normplug._kernels.batch_norm import columns, schedule
+from normplug._kernels.constants import Constants, as_compiled
+from normplug._kernels.launch import Launch
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),

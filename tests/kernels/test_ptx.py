@@ -6,8 +6,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-import ptx  # noqa: E402
-from normplug._kernels import launch  # noqa: E402
+import ptx
+from normplug._kernels import launch
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),

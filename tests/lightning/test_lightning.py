@@ -1,8 +1,11 @@
+import pytest
+
+pytest.importorskip("lightning.pytorch")
+
 import math
 import warnings
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger

@@ -1,12 +1,16 @@
 """The heat map of a run: what it shows, and what happens without matplotlib."""
 
+import pytest
+
+pytest.importorskip("lightning.pytorch")
+pytest.importorskip("matplotlib")
+
 import csv
 import math
 import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 from matplotlib.figure import Figure
 from torch import nn
 

@@ -8,9 +8,9 @@ import pytest
 triton = pytest.importorskip("triton")
 np = pytest.importorskip("numpy")
 
-from triton.runtime import interpreter  # noqa: E402
+from triton.runtime import interpreter
 
-from normplug._kernels.launch import INTERPRETED  # noqa: E402
+from normplug._kernels.launch import INTERPRETED
 
 
 def _patch_each_module_once():

@@ -6,9 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
-from hydra import compose, initialize_config_dir
 
 SMOKE = ["experiment=smoke", "model=vit_tiny"]
 TINY_IMAGES = ["data.image_size=8", "data.num_images=100"]
@@ -32,7 +30,6 @@ def run_train(directory, *overrides, draws=False):
 
     Without `draws`, skip the plots, which take longer than such a run.
     """
-    pytest.importorskip("torchvision")
     import train
 
     code, printed = 0, io.StringIO()
@@ -54,6 +51,8 @@ def run_train(directory, *overrides, draws=False):
 
 def composed(*overrides, **options):
     """The configuration of a command line."""
+    from hydra import compose, initialize_config_dir
+
     from normplug.experiment.run import CONFIGS
 
     with initialize_config_dir(CONFIGS, version_base="1.3"):
@@ -71,4 +70,6 @@ def results(directory):
 
 def logged(run, name):
     """What a run has logged under a name."""
+    import pandas as pd
+
     return pd.read_csv(run / "metrics.csv")[name].dropna().tolist()

@@ -1,5 +1,9 @@
 """The scripts of `benchmarks/`, briefly on the CPU, and the documentation that they write."""
 
+import pytest
+
+pytest.importorskip("pandas")
+
 import copy
 import re
 from argparse import Namespace
@@ -7,7 +11,6 @@ from contextlib import nullcontext
 from functools import partial
 from unittest.mock import Mock
 
-import pytest
 import torch
 import torch.nn.functional as F
 

@@ -1,12 +1,15 @@
 """The comparison of runs: what is averaged, what is only listed, and what is written."""
 
+import pytest
+
+pytest.importorskip("normplug.compare")
+
 import json
 import math
 from functools import partial
 from itertools import product
 
 import pandas as pd
-import pytest
 
 from normplug.compare import compare, main
 from programs import ROOT

@@ -1,10 +1,13 @@
 """The plots of a comparison: what each figure holds, not how it looks."""
 
+import pytest
+
+pytest.importorskip("normplug.compare")
+
 from itertools import product
 
 import numpy as np
 import pandas as pd
-import pytest
 
 from normplug.compare.measure import ACCURACY, Measure
 from normplug.compare.plots import VARIANCES, arm_styles, figures

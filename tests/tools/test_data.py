@@ -1,5 +1,9 @@
 """The data of an experiment: fixed parts, repeatable streams, right pixels, clear refusals."""
 
+import pytest
+
+pytest.importorskip("normplug.experiment")
+
 import hashlib
 import itertools
 import math
@@ -8,7 +12,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock, call, patch
 
 import numpy as np
-import pytest
 import torch
 import torchvision
 from hydra.utils import instantiate

@@ -1,11 +1,14 @@
 """CUDA graphs of a training step, with a stand-in for what records them where there is no GPU."""
 
+import pytest
+
+pytest.importorskip("normplug.experiment")
+
 import copy
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
-import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn

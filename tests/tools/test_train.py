@@ -1,5 +1,9 @@
 """train.py as its user meets it: commands in, files and sentences out."""
 
+import pytest
+
+pytest.importorskip("normplug.experiment")
+
 import copy
 import gc
 import math
@@ -11,7 +15,6 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from hydra.utils import instantiate
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -1,5 +1,9 @@
 """Who owns a run's directory, and what a failure while a run is set up costs a sweep."""
 
+import pytest
+
+pytest.importorskip("normplug.experiment")
+
 import errno
 import json
 import os
@@ -7,8 +11,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 import training
 from normplug.experiment.run import FORMER, LAST, LOCK

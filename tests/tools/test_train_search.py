@@ -1,9 +1,12 @@
 """Searches of train.py with Optuna: which way they go, and what a trial without a score counts."""
 
+import pytest
+
+pytest.importorskip("normplug.experiment")
+
 import json
 import math
 
-import pytest
 import yaml
 from omegaconf import OmegaConf
 

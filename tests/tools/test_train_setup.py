@@ -1,12 +1,15 @@
 """What train.py refuses before it trains, in one sentence each, and what simply works."""
 
+import pytest
+
+pytest.importorskip("normplug.experiment")
+
 import os
 import re
 import shlex
 from pathlib import Path
 from unittest.mock import Mock
 
-import pytest
 import torchvision
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
