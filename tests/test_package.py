@@ -108,6 +108,38 @@ def test_no_norms_kernels_import_those_of_another():
                 assert node.module.split(".")[2] not in norms - {path.parent.name}, path
 
 
+# A kernel takes every tensor and number by itself; the rest of the package groups them.
+MOST_PARAMETERS = {"kernel": 30, "triton.jit": 10, "": 12}
+
+
+def functions_of(path):
+    """Each function of a file, with "kernel", "triton.jit" or ""."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+            kinds = decorators & MOST_PARAMETERS.keys()
+            yield node, kinds.pop() if kinds else ""
+
+
+def is_public_signature(path, function):
+    """Whether the parameters are those of torch's own function or layer, and normplug's."""
+    is_layer = path.parent.name == "modules" and function.name == "__init__"
+    return path.name == "functional.py" or is_layer
+
+
+def test_functions_have_few_parameters():
+    for path in ROOT.rglob("*.py"):
+        for function, kind in functions_of(path):
+            arguments = function.args
+            named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            count = len([name for name in named if name.arg not in ("self", "cls")])
+            if not is_public_signature(path, function):
+                place = (
+                    f"{path}:{function.lineno}: {function.name} has {count} parameters"
+                )
+                assert count <= MOST_PARAMETERS[kind], place
+
+
 def test_importing_needs_torch_only_and_swapping_touches_no_device():
     code = """
 import sys, torch, warnings
