@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+from hypothesis import settings
 
 # No test starts a compiler by accident: the C++ path runs on a GPU and in Triton's interpreter
 # only. Builds are cached between sessions, apart from the user's own cache.
@@ -22,6 +23,11 @@ os.environ.setdefault(
 
 # A shell starts a job in the background with SIGINT ignored, and processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# `pytest --hypothesis-profile=thorough` tries more examples than every run does.
+settings.register_profile("normplug", max_examples=100, deadline=None)
+settings.register_profile("thorough", max_examples=400, deadline=None)
+settings.load_profile("normplug")
 
 
 def pytest_collection_modifyitems(items):
