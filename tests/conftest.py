@@ -32,7 +32,6 @@ settings.load_profile("normplug")
 
 def pytest_collection_modifyitems(items):
     no_gpu = not torch.cuda.is_available()
-    no_triton = find_spec("triton") is None
     for item in items:
         if no_gpu and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
