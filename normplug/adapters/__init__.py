@@ -31,31 +31,25 @@ from normplug.modules.row_norms import RowNorm, _RMSNorm
 class ChannelsFirst(RowNorm):
     """A norm of rows that takes (N, C, H, W); the rows are the channels of each position."""
 
-    def _normalise(
-        self,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        autocast_output: str,
-    ) -> Tensor:
+    def _normalise(self, input: Tensor) -> Tensor:
         # Both permutes are views: channels_last input is not copied.
-        x = input.permute(0, 2, 3, 1)
-        return super()._normalise(x, weight, bias, autocast_output).permute(0, 3, 1, 2)
+        return super()._normalise(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class Float32(RowNorm):
     """Computes in float32 and returns the input's dtype, with or without autocast."""
 
-    def _normalise(
-        self,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        autocast_output: str,
-    ) -> Tensor:
+    def _normalise(self, input: Tensor) -> Tensor:
+        return super()._normalise(input.float()).to(input.dtype)
+
+    def _affine(self) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = super()._affine()
         weight = None if weight is None else weight.float()
         bias = None if bias is None else bias.float()
-        return super()._normalise(input.float(), weight, bias, "float32").to(input.dtype)
+        return weight, bias
+
+    def _autocast(self, x: Tensor) -> None:
+        return None
 
 
 class RowsThenActivation(RowNorm):

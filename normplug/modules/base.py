@@ -16,16 +16,10 @@ from normplug import _checks, native
 from normplug._ops import can_run, subclasses, torch_way
 from normplug._ops.call import call
 from normplug._ops.spec import Tensors
-from normplug._torch import interposed
 from normplug.modes import ModeLike, NormMode
 from normplug.modes import target_variance as variance_of
 from normplug.modules.probe import Measured, Probe, is_only_measured, without_probe
 from normplug.reference import accumulator_dtype
-
-# (target variance, the weight's dtype) -> its root as a tensor. Autograd multiplies by a tensor in
-# half the time that a float takes, with the same bits.
-_ROOTS: dict[tuple[float, torch.dtype], Tensor] = {}
-
 
 # The properties of every layer that a user may assign; its eps is another.
 _SETTINGS = frozenset(
@@ -131,16 +125,6 @@ def eps_property(name: str) -> Any:
 
     doc = "The eps of the stock layer, or a `HiddenEps` if the target variance is not 1."
     return property(read, write, doc=doc)
-
-
-def was_converted(layer: Any, before: Settings | None) -> bool:
-    """Whether another thread has swapped or unswapped a layer since a call of it read `before`.
-
-    False for classes of other libraries, whose forward may do more than the call that failed.
-    """
-    of_torch = type(layer).__module__.startswith(("torch.", "normplug.modules."))
-    now = vars(layer).get("_normplug")
-    return of_torch and (now is not before or not isinstance(layer, TargetVarianceNorm))
 
 
 class FusionSites(NamedTuple):
@@ -325,30 +309,22 @@ class TargetVarianceNorm(nn.Module):
         return [f"mode={self.mode}"]
 
     def _run(self, *reading: Any) -> Any:
-        """Run a call: as C++ has stored it, or by PyTorch's function, or by `call`.
+        """Run a call: as C++ has stored it, or by `call`.
 
         reading: what it depends on besides `_call_reads`: input, residual, input bias, and others.
         """
-        if self._normplug.statistics == "safe" and self._is_guarded():
+        settings = self._normplug
+        if settings.statistics == "safe" and self._is_guarded():
             return self._run_guarded(*reading)
-        y = (
-            None
-            if torch.compiler.is_compiling()
-            else native.path.run_module(self, *reading)
-        )
-        if y is None:
-            y = self._by_torch(*reading)
-        if y is None:
-            t, spec = self._call(*reading)
-            y = self._new_call(t, spec, *reading)
-        return y
-
-    def _new_call(self, t: Tensors, spec: Any, *reading: Any, stores: bool = True) -> Any:
-        """Run a call by `call`; if `stores`, have C++ store it for the next call of `reading`."""
-        backend = self._normplug.backend
-        y = call(self._function, t, spec, backend)
-        if stores and not torch.compiler.is_compiling():
-            native.path.store_module(spec, backend, t, self, *reading)
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling:
+            y = native.path.run_module(self, *reading)
+            if y is not None:
+                return y
+        t, spec = self._call(*reading)
+        y = call(self._function, t, spec, settings.backend)
+        if not is_compiling:
+            native.path.store_module(spec, settings.backend, t, self, *reading)
         return y
 
     def _is_guarded(self) -> bool:
@@ -360,13 +336,9 @@ class TargetVarianceNorm(nn.Module):
         t, spec = self._call(*reading)
 
         def run(t: Tensors) -> Any:
-            return self._new_call(t, spec, *reading, stores=False)
+            return call(self._function, t, spec, self._normplug.backend)
 
         return torch_way.guarded(t, spec.momentum, run)
-
-    def _by_torch(self, *reading: Any) -> Tensor | None:
-        """The result of PyTorch's function; None if a call needs a kernel, or other steps too."""
-        return None
 
     def _call(self, *reading: Any) -> tuple[Tensors, Any]:
         """The tensors and the spec of a call; `likely` asks with tensors on the meta device."""
@@ -378,39 +350,6 @@ class TargetVarianceNorm(nn.Module):
         return can_run.is_asked_for(
             _checks.DEFAULT_BACKEND if backend == "auto" else backend, x
         )
-
-    def _runs_torch(self, x: Tensor, weight: Tensor | None) -> bool:
-        """Whether a call runs no kernel, so that its forward may call torch's function at once.
-
-        The function then takes `_scaled(weight)` in place of this weight.
-        """
-        own = self._normplug
-        return (
-            type(x) is Tensor
-            and not self._asks_for_kernels(x)
-            and (weight is not None or own.target_variance == 1.0)
-            and (type(own.eps) is float or own.eps is None)
-            and not x.is_nested
-            and not torch.compiler.is_dynamo_compiling()
-        )
-
-    def _scaled(self, weight: Tensor | None) -> Tensor | None:
-        """The weight of a stock layer that computes the same."""
-        tv = self._normplug.target_variance
-        if weight is None or tv == 1.0:
-            return weight
-        root: Tensor | float | None = _ROOTS.get((tv, weight.dtype))
-        if root is None:
-            root = math.sqrt(tv)
-            if (
-                not interposed()
-            ):  # a transform or a mode would make another kind of tensor
-                with torch.inference_mode(False):
-                    root = torch.tensor(
-                        root, dtype=accumulator_dtype(weight.dtype), device="cpu"
-                    )
-                _ROOTS[tv, weight.dtype] = root
-        return weight * root
 
     @property
     def _eps(self) -> Any:
@@ -511,16 +450,7 @@ def forward_of_channels(self: Any, input: Tensor) -> Tensor:
     """Normalise `input`; in training, update the statistics if there are any."""
     if isinstance(input, fx.Proxy):
         return self._as_leaf(input)
-    own = getattr(self, "_normplug", None)
-    try:
-        measures = (
-            self._probe is not None
-        )  # read first: another thread may unswap the layer
-        y = self._fused(input)
-        if measures:
-            self._record(input, y)
-        return y
-    except (AttributeError, KeyError):
-        if not was_converted(self, own):
-            raise
-        return self.forward(input)
+    y: Tensor = self._fused(input)
+    if self._probe is not None:
+        self._record(input, y)
+    return y

@@ -54,41 +54,6 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
         is_narrow = var.dtype == torch.float16
         return self.momentum is None or is_narrow or torch_way.is_repeated()
 
-    def _by_torch(
-        self, x: Tensor, residual: Any, _: None, activation: Any, pool: Any, *options: Any
-    ) -> Tensor | None:
-        weight, bias = self._affine()
-        if not self._runs_torch(x, weight) or not x.is_floating_point():
-            return None
-        if (
-            residual is not None
-            or activation is not None
-            or pool is not None
-            or any(options[2:])
-        ):
-            return None
-        self._check_input_dim(x)
-        mean, var, tracked = self._statistics()
-        updates, momentum = self.training and mean is not None, self.momentum
-        if (
-            (mean is None) != (var is None)
-            or (updates and (tracked is None or not self.track_running_stats))
-            or (
-                updates
-                and (type(momentum) is not float or self._normplug.statistics == "safe")
-            )
-            # PyTorch's CPU kernels misread some layouts with one sample, position or channel.
-            or min(x.shape) < 2
-            or x.shape[1] != self.num_features
-        ):
-            return None
-        weight, of_batch = self._scaled(weight), self.training or mean is None
-        if updates:
-            tracked.add_(1)  # type: ignore[union-attr]
-        cudnn = x.is_cuda and torch.backends.cudnn.enabled
-        numbers: Any = (of_batch, momentum if updates else 0.0, self._eps, cudnn)
-        return torch.batch_norm(x, weight, bias, mean, var, *numbers)
-
     def _call(
         self, input: Tensor, residual: Tensor | None, input_bias: None, *options: Any
     ) -> tuple[Tensors, BatchNormSpec]:

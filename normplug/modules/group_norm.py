@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from normplug import reference
@@ -16,7 +15,7 @@ from normplug._ops.spec import Tensors, autocast_dtype
 from normplug._torch import NormBase
 from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_channels
 from normplug.modules.frozen import Frozen
-from normplug.modules.watched import REFUSALS, WatchedRows
+from normplug.modules.watched import WatchedRows
 
 
 class _Groups(TargetVarianceNorm):
@@ -54,17 +53,6 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
 
     _function = "functional.group_norm"
     _watches = False
-
-    def _by_torch(self, x: Tensor, *others: Any) -> Tensor | None:
-        weight, bias = self._affine()
-        if not self._is_plain(x, weight) or any(others) or x.numel() <= self.num_groups:
-            return None
-        cudnn = x.is_cuda and torch.backends.cudnn.enabled
-        weight, eps = self._scaled(weight), self._normplug.eps
-        try:
-            return torch.group_norm(x, self.num_groups, weight, bias, eps, cudnn)
-        except REFUSALS:
-            return None
 
     def _call(
         self,
@@ -124,27 +112,6 @@ class _InstanceNorm(_Groups, NormBase):
 
     def _is_guarded(self) -> bool:
         return self.training and self.track_running_stats
-
-    def _by_torch(self, input: Tensor, *others: Any) -> Tensor | None:
-        weight, bias = self._affine()
-        if not self._runs_torch(input, weight) or any(others):
-            return None
-        self._check_input_dim(input)
-        x, momentum = self._batched(input), self.momentum
-        if (
-            not (momentum is None or type(momentum) is float)
-            or min(x.shape)
-            < 2  # PyTorch's CPU kernels then misread gradients in some layouts
-        ):
-            return None
-        mean, var, _ = self._statistics()
-        cudnn = x.is_cuda and torch.backends.cudnn.enabled
-        of_batch = not self._uses_running(self.training)
-        numbers = (of_batch, momentum or 0.0, self._normplug.eps, cudnn)
-        try:
-            return torch.instance_norm(x, self._scaled(weight), bias, mean, var, *numbers)
-        except REFUSALS:
-            return None
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from normplug import native, reference
+from normplug import reference
 from normplug._ops import subclasses
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors, autocast_dtype
-from normplug._torch import RMS_NORM_AUTOCASTS, interposed
-from normplug.modules.base import FusionSites, was_converted
-from normplug.modules.watched import REFUSALS, WatchedRows
+from normplug._torch import RMS_NORM_AUTOCASTS
+from normplug.modules.base import FusionSites
+from normplug.modules.watched import WatchedRows
 
 
 class RowNorm(WatchedRows):
     """A norm of rows of shape `_affine_shape`, with statistics that are only watched.
 
-    A subclass declares `_function`, `_stock`, and all that `TargetVarianceNorm` asks for.
+    A subclass declares `_function`, and all that `TargetVarianceNorm` asks for.
     """
 
     normalized_shape: tuple[int, ...]
@@ -33,68 +33,18 @@ class RowNorm(WatchedRows):
     def _affine_shape(self) -> tuple[int, ...]:
         return self.normalized_shape
 
-    def _spec(self, x: Tensor, autocast_output: str) -> LayerNormSpec:
-        """The non-tensor arguments of a call with the input x."""
-        own, is_cast = self._normplug, self._autocasts or autocast_output == "low"
-        return LayerNormSpec(
-            self._affine_shape(),
-            own.momentum,
-            own.eps,
-            own.target_variance,
-            autocast_dtype(x) if is_cast else None,
-            autocast_output,
-            self._measure == "variance",
-            self._weight_offset,
-            self._rounding,
-        )
-
-    def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The result of PyTorch's function, for a call that `_is_plain`."""
-        raise NotImplementedError
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; in training, update the watched statistics if there are any."""
-        own = getattr(self, "_normplug", None)
-        try:
-            if type(input) is not Tensor or input.is_cuda:
-                if self._probe is None and not torch.compiler.is_compiling():
-                    y = native.path.run_module(self, input, None, None)
-                    if y is not None:
-                        return y
-                if isinstance(input, fx.Proxy):
-                    return self._as_leaf(input)
-            weight, bias = self._affine()
-            return self._normalise(input, weight, bias, self._normplug.autocast_output)
-        except (AttributeError, KeyError):
-            if not was_converted(self, own):
-                raise
-            return self.forward(input)
+        if isinstance(input, fx.Proxy):
+            return self._as_leaf(input)
+        return self._normalise(input)
 
-    def _normalise(
-        self,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        autocast_output: str,
-    ) -> Tensor:
-        if self._is_plain(input, weight):
-            try:
-                return self._stock(input, weight, bias)
-            except REFUSALS:
-                pass
-        t = Tensors(input, None, weight, bias, None, *self._statistics_to_update(input))
-        measures = (
-            self._probe is not None
-        )  # read first: another thread may unswap the layer
-        # A subclass may override this method; C++ would then bypass its version.
-        stores = type(self)._normalise is RowNorm._normalise
-        y = self._new_call(
-            t, self._spec(input, autocast_output), input, None, None, stores=stores
-        )
-        if measures:
-            self._record(
-                *(subclasses.rows(each, self._affine_shape()) for each in (input, y))
-            )
+    def _normalise(self, input: Tensor) -> Tensor:
+        """The forward of a tensor; adapters change its input and its output."""
+        y: Tensor = self._run(input, None, None)
+        if self._probe is not None:
+            shape = self._affine_shape()
+            self._record(subclasses.rows(input, shape), subclasses.rows(y, shape))
         return y
 
     def _fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +57,25 @@ class RowNorm(WatchedRows):
     ) -> tuple[Tensors, LayerNormSpec]:
         statistics = self._statistics_to_update(input)
         t = Tensors(input, residual, *self._affine(), input_bias, *statistics)
-        return t, self._spec(input, self._normplug.autocast_output)
+        settings = self._normplug
+        spec = LayerNormSpec(
+            self._affine_shape(),
+            settings.momentum,
+            settings.eps,
+            settings.target_variance,
+            self._autocast(input),
+            settings.autocast_output,
+            self._measure == "variance",
+            self._weight_offset,
+            self._rounding,
+        )
+        return t, spec
+
+    def _autocast(self, x: Tensor) -> torch.dtype | None:
+        """The dtype that autocast has set, if it changes what the layer computes or returns."""
+        if self._autocasts or self._normplug.autocast_output == "low":
+            return autocast_dtype(x)
+        return None
 
     _fusion_sites = FusionSites(
         {"forward": forward, "_normalise": _normalise}, before=("sum",)
@@ -159,25 +127,6 @@ class LayerNorm(RowNorm, nn.LayerNorm):
 
     _fusion_sites = RowNorm._fusion_sites._replace(before=("sum", "convolution_bias"))
 
-    def _gives_statistics(self, x: Tensor) -> bool:
-        var = self._buffers.get("watched_var")
-        return (
-            x.is_cpu
-            and (x.dtype == torch.float32 or x.dtype == torch.float64)
-            and type(var) is Tensor
-            and var.is_cpu
-            and x.numel() > 0
-            and not interposed()
-        )
-
-    def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        own, shape, weight = self._normplug, self.normalized_shape, self._scaled(weight)
-        if not self._updates_in_torch():
-            return torch.layer_norm(x, shape, weight, bias, own.eps)
-        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, own.eps)
-        _watch(self._buffers, own.momentum, mean, rstd, own.eps)
-        return y
-
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         affine = self.weight, self.bias
         return reference.layer_norm(
@@ -207,12 +156,6 @@ class _RMSNorm(RowNorm):
         if "weight" in self._parameters:
             return self._parameters["weight"], None
         return self.weight, None  # type: ignore[return-value]  # parametrized, or sharded
-
-    def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        if self._rounding is not None or self._weight_offset:
-            return self._spec(x, "float32").by_formula(x, Tensors(x, None, weight))[0]
-        shape, eps = self._affine_shape(), self._normplug.eps
-        return torch.rms_norm(x, shape, self._scaled(weight), eps)
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         shape, (weight, _), offset = (
@@ -247,23 +190,3 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
         >>> RMSNorm(8, mode=0.5)
         RMSNorm((8,), eps=None, elementwise_affine=True, ..., mode=0.5)
     """
-
-
-def _watch(
-    buffers: dict[str, Any], momentum: Any, mean: Tensor, rstd: Tensor, eps: float
-) -> None:
-    """Update watched statistics in floats: `stock.update_running` takes four times as long.
-
-    mean, rstd: a value for each row; rstd is 1 / sqrt(var + eps).
-    """
-    watched_mean, watched_var, count = map(buffers.__getitem__, LayerNorm._watched)
-    rows, batches = rstd.numel(), count.item() + 1
-    step = 1 / batches if momentum is None else momentum
-    var = max(
-        rstd.pow(-2).sum().item() / rows - eps, 0.0
-    )  # rounding may make it negative
-    count.fill_(batches)
-    watched_mean.fill_(
-        (1 - step) * watched_mean.item() + step * (mean.sum().item() / rows)
-    )
-    watched_var.fill_((1 - step) * watched_var.item() + step * var)

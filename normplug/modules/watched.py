@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from normplug import _checks
 from normplug._ops.subclasses import is_sharded
-from normplug._torch import in_autocast, transforms_active
+from normplug._torch import transforms_active
 from normplug.modes import ModeLike
 from normplug.modules.base import TargetVarianceNorm
 from normplug.reference import accumulator_dtype
@@ -21,9 +21,6 @@ _START = {"watched_mean": 0, "watched_var": 1, "watched_count": 0}
 _EARLIER = ("running_mean", "running_var", "num_batches_tracked")
 # torch 2.9 and 2.10 do not compile a module that writes to a buffer which is a DTensor.
 _REFUSES_DTENSORS = torch.__version__.startswith(("2.9.", "2.10."))
-
-# What torch raises for tensors that it refuses. `_ops.call` then says why, or computes the norm.
-REFUSALS = (RuntimeError, TypeError, IndexError)
 
 
 class WatchedRows(TargetVarianceNorm):
@@ -88,24 +85,6 @@ class WatchedRows(TargetVarianceNorm):
         for name in self._watched:
             if (buffer := self._buffers.get(name)) is not None:
                 buffer.fill_(_START[name])
-
-    def _is_plain(self, x: Tensor, weight: Tensor | None) -> bool:
-        """Whether torch's function computes a call: no casts, no measuring, no other statistics."""
-        return (
-            self._runs_torch(x, weight)
-            and (weight is None or weight.dtype == x.dtype)
-            and self._probe is None
-            and not in_autocast()
-            and (not self._updates_in_torch() or self._gives_statistics(x))
-        )
-
-    def _updates_in_torch(self) -> bool:
-        """Whether a forward by PyTorch's kernels updates the watched statistics."""
-        return self.training and self._normplug.watches and "watched_var" in self._buffers
-
-    def _gives_statistics(self, x: Tensor) -> bool:
-        """Whether torch's function also returns what the watched statistics are updated with."""
-        return False
 
     def _statistics_to_update(
         self, input: Tensor

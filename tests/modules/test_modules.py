@@ -1,7 +1,6 @@
 import copy
 import math
 import pickle
-import threading
 from functools import partial
 
 import pytest
@@ -388,54 +387,6 @@ def test_a_checkpointed_block_gets_the_stock_statistics(
             checkpoint(block, x, use_reentrant=reentrant).sum().backward()
         found.append(norm)
     torch.testing.assert_close(*(dict(norm.named_buffers()) for norm in found))
-
-
-def test_a_model_is_swapped_and_unswapped_while_another_thread_runs_it():
-    model, x = nn.Sequential(*(nn.LayerNorm(8) for _ in range(20))), torch.randn(4, 8)
-    expected, failed, done = model(x), [], threading.Event()
-
-    def run():
-        try:
-            while not done.is_set():
-                torch.testing.assert_close(model(x), expected)
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    for _ in range(30):
-        normplug.unswap(normplug.swap(model, "standard"))
-    done.set()
-    thread.join()
-    assert not failed
-
-
-@pytest.mark.parametrize("swaps_again", [False, True])
-@pytest.mark.parametrize("moment", ["_affine", "_runs_torch", "_scaled", "_statistics"])
-@pytest.mark.parametrize(
-    "stock", [nn.LayerNorm(4), nn.BatchNorm1d(4), nn.GroupNorm(2, 4)], ids=repr
-)
-def test_a_layer_that_is_unswapped_while_it_runs_runs_once_as_it_is_then(
-    stock, moment, swaps_again, monkeypatch
-):
-    twin, layer, x = (
-        copy.deepcopy(stock),
-        normplug.swap(copy.deepcopy(stock)),
-        torch.randn(6, 4),
-    )
-    method = getattr(type(layer), moment)
-
-    def unswap(*arguments):
-        if type(layer) is not type(stock):
-            normplug.unswap(layer)
-            if swaps_again:
-                monkeypatch.undo()
-                normplug.swap(layer)
-        return method(*arguments)
-
-    monkeypatch.setattr(type(layer), moment, unswap)
-    torch.testing.assert_close(layer(x), twin(x))
-    torch.testing.assert_close(layer.state_dict(), twin.state_dict())
 
 
 @pytest.mark.parametrize("kind", INSTANCE_SHAPES)

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import normplug
 from normplug import freeze, fuse, swap, watch
-from normplug.modules import batch_norm
 from normplug.modules.probe import Measured
 from statistics_cases import Checkpointed, images, net, rows_of
 
@@ -94,10 +93,8 @@ def test_a_layer_that_scales_its_output_by_3_does_not_log_its_target(layer, monk
         nn.Sequential(nn.Conv2d(3, 4, 1), layer), "golden", preserve_output=False
     )
     cls = type(model[1])
-    run = cls._new_call
-    monkeypatch.setattr(cls, "_new_call", lambda *a, **k: 3 * run(*a, **k))
-    monkeypatch.setattr(batch_norm._BatchNorm, "_by_torch", lambda *a: None)
-    monkeypatch.setattr(cls, "_by_torch", lambda *a: None)
+    run = cls._run
+    monkeypatch.setattr(cls, "_run", lambda *reading: 3 * run(*reading))
     with watch(model, every=1) as w:
         model(images(8))
     (row,) = w.rows
@@ -540,9 +537,8 @@ def test_threads_watch_models_of_their_own():
     assert in_threads(train, train, train) == []
 
 
-@STOCK_OR_SWAPPED
-def test_a_model_is_watched_while_other_threads_run_it(change):
-    model, ends = change(small()), threading.Event()
+def test_a_swapped_model_is_watched_while_other_threads_run_it():
+    model, ends = swap(small()), threading.Event()
     before = classes(model)
 
     def serve():
