@@ -7,44 +7,34 @@ device and the training flag.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
-from normplug import modules
 from normplug._checks import as_number
 from normplug._ops import guess
 from normplug._torch import is_class_patched, is_parametrized_class, is_patched
 from normplug.modules import frozen
 from normplug.modules.base import Settings, TargetVarianceNorm
 from normplug.modules.probe import deepcopied
+from normplug.modules.table import (
+    REPLACEMENTS,
+    STOCK,
+    adapted,
+    register,
+    register_adapted,
+)
 
-# The one table of norms: stock class -> normplug class. `register` adds rows for other libraries.
-REPLACEMENTS: dict[type[nn.Module], type[TargetVarianceNorm]] = {
-    getattr(nn, name): getattr(modules, name)
-    for name in modules.__all__
-    if hasattr(nn, name)
-}
-_STOCK: dict[type[nn.Module], type[nn.Module]] = {
-    ours: stock for stock, ours in REPLACEMENTS.items()
-}
-# The packages whose norms `normplug.adapters` may know.
-_LIBRARIES = ("diffusers.", "timm.", "torchvision.", "transformers.")
+__all__ = ["REPLACEMENTS", "register"]
+
 # The settings of a layer that a swap sets.
 _OPTIONS = ("target_variance", "backend", "autocast_output", "statistics")
 # The attribute of a class that `fuse` has made: the class that it was made from.
 FUSED = "_normplug_fused"
 # The attribute of a fused module that holds its `FusedForwards`.
 FORWARDS = "_normplug_fusion"
-
-
-def register(ours: type[TargetVarianceNorm], stock: type[nn.Module]) -> None:
-    """Have a swap turn layers of exactly the class `stock` into `ours`."""
-    REPLACEMENTS[stock] = ours
-    _STOCK[ours] = stock
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -76,7 +66,7 @@ def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
 def replacement_or_reason(module: nn.Module) -> type[TargetVarianceNorm] | str | None:
     """The `replacement` of a module, or why there is none if its class or adapter says why."""
     cls = plain_class(module)
-    _register_adapted(cls)
+    register_adapted(cls)
     if (ours := REPLACEMENTS.get(cls)) is not None:
         patch = (
             "the forward of its class was replaced by other code: undo that, then swap"
@@ -84,41 +74,20 @@ def replacement_or_reason(module: nn.Module) -> type[TargetVarianceNorm] | str |
         return patch if is_class_patched(cls) else ours._refusal(module) or ours
     if getattr(cls, "cls_to_become", None) in REPLACEMENTS:
         return "it is lazy and has no shape yet: run one forward, then swap"
-    return _adapted(cls)
-
-
-def _register_adapted(cls: type[nn.Module]) -> None:
-    """Register the normplug classes that adapters have for a library's class and for its bases."""
-    if cls in REPLACEMENTS:
-        return
-    for base in cls.__mro__:
-        if base not in REPLACEMENTS and isinstance(ours := _adapted(base), type):
-            register(ours, base)
-
-
-def _adapted(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
-    """Ask the adapters for the normplug class of a library's class, or for why there is none."""
-    # `plan` also finds norms of other libraries by "norm" in the name. Copies of FrozenBatchNorm2d
-    # are in many projects.
-    known = cls.__module__.startswith(_LIBRARIES) or "Frozen" in cls.__name__
-    if "norm" in cls.__name__.lower() and known:
-        return importlib.import_module("normplug.adapters").adapt(
-            cls
-        )  # not before it is needed
-    return None
+    return adapted(cls)
 
 
 def synchronised(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that `synchronise` gives layers of `cls`; `cls` itself if it has none."""
-    _register_adapted(cls)  # a class from a pickle may be new to this process
+    register_adapted(cls)  # a class from a pickle may be new to this process
     return vars(cls).get("_synchronised") or cls
 
 
 def is_revertible(module: nn.Module) -> bool:
     """Whether `revert` knows the stock class: not for a user's own subclass of a normplug class."""
     cls = plain_class(module)
-    _register_adapted(cls)  # a class from a pickle may be new to this process
-    return cls in _STOCK or is_synchronised(module)
+    register_adapted(cls)  # a class from a pickle may be new to this process
+    return cls in STOCK or is_synchronised(module)
 
 
 def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -152,9 +121,6 @@ def convert(
 ) -> None:
     """Convert a stock norm layer, in place; on a normplug layer, only change its settings.
 
-    Another thread may be running the layer: what the new class reads is set before the class, and
-    what the old class reads is removed after it. `revert` does the same.
-
     device: the device of watched statistics if the layer has no weight. options: other `Settings`.
     """
     options["target_variance"] = target_variance
@@ -172,8 +138,7 @@ def convert(
         assign_class(module, ours)
         assert isinstance(module, TargetVarianceNorm)
         guess.record(module)
-    before: Any = module._normplug.unsynced_class
-    module._set(unsynced_class=REPLACEMENTS.get(before, before), **options)
+    module._set(was_stock=False, **options)
 
 
 def target_variance(module: nn.Module) -> float:
@@ -187,7 +152,7 @@ def revert(module: nn.Module) -> None:
     desynchronise(module)
     if not isinstance(module, TargetVarianceNorm):
         return
-    ours, stock = type(module), _STOCK[plain_class(module)]
+    ours, stock = type(module), STOCK[plain_class(module)]
     vars(module)[ours._eps_name] = module._normplug.eps
     assign_class(module, stock)
     ours._leave(module)
@@ -222,14 +187,14 @@ def synchronise(module: nn.Module) -> bool:
 
     A stock layer gets mode standard.
     """
-    before = plain_class(module)
-    ours = before if isinstance(module, TargetVarianceNorm) else replacement(module)
+    was_stock = not isinstance(module, TargetVarianceNorm)
+    ours = replacement(module) if was_stock else plain_class(module)
     if ours is None or synchronised(ours) is ours:
         return False
-    if before is not ours:
+    if was_stock:
         convert(module, 1.0, backend="torch")
     assert isinstance(module, TargetVarianceNorm)
-    module._set(unsynced_class=before)
+    module._set(unsynced_class=STOCK[ours], was_stock=was_stock)
     module.process_group = None
     assign_class(module, synchronised(ours))
     return True
@@ -241,11 +206,12 @@ def desynchronise(module: nn.Module) -> None:
         return
     assert isinstance(module, TargetVarianceNorm)
     before: Any = module._normplug.unsynced_class
-    ours = REPLACEMENTS.get(before, before)
-    assign_class(module, ours)
-    module._set(unsynced_class=None)
+    was_stock = module._normplug.was_stock
+    # In a pickle of version 0.3, `before` may be normplug's class.
+    assign_class(module, REPLACEMENTS.get(before, before))
+    module._set(unsynced_class=None, was_stock=False)
     del module.process_group
-    if before is not ours and module.target_variance == 1.0:
+    if was_stock and module.target_variance == 1.0:
         revert(module)
 
 
@@ -267,7 +233,7 @@ def assign_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Change a module's class; a frozen layer stays frozen."""
     if frozen.is_frozen(module):
         frozen.unpack(module)
-        _register_adapted(cls)
+        register_adapted(cls)
         cls = frozen.frozen_class(cls)
     _assign(module, cls)
 

@@ -1,6 +1,6 @@
 """Normplug classes for norms of other libraries, made when `swap` finds or pickle loads a layer.
 
-`_NORMS` has a row for each class; `rms_norms` and `frozen` recognise a norm by what its forward
+`_NORMS` has a row for each class; `rms_norms` and `frozen` recognise others by what their forward
 computes. `swap` imports no library for this: where there is a layer, its class has been imported.
 
 `swap(autocast_output=...)` sets the output's dtype under autocast for these layers, too, whether or
@@ -10,11 +10,7 @@ not timm's fast norm is on.
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 from collections.abc import Callable
-from functools import partial
-from types import ModuleType
 from typing import Any, ClassVar
 
 from torch import Tensor, fx, nn
@@ -167,14 +163,13 @@ _OF_MODELS = {
     "SegGptLayerNorm": "seggpt",
     "UnlimitedOcrSamLayerNorm": "unlimited_ocr",
 }
-# (module here, in which pickle looks a class up; the library's module) -> name of a class -> the
-# bases of its normplug class before the class itself, or why its layers stay. For `OneNode`,
-# LayerNorm is another base, after the library's class.
-_NORMS: dict[tuple[str, str], dict[str, Any]] = {
-    ("diffusers_models", "diffusers.models.normalization"): {
+# The library's module -> name of a class -> the bases of its normplug class before the class
+# itself, or why its layers stay. For `OneNode`, LayerNorm is another base, after the class.
+_NORMS: dict[str, dict[str, Any]] = {
+    "diffusers.models.normalization": {
         "FP32LayerNorm": (Float32, LayerNorm),
     },
-    ("timm_layers", "timm.layers.norm"): {
+    "timm.layers.norm": {
         "GroupNorm": (GroupNorm,),
         "GroupNorm1": (GroupNorm,),
         "LayerNorm": (LayerNorm,),
@@ -182,12 +177,16 @@ _NORMS: dict[tuple[str, str], dict[str, Any]] = {
         "LayerNormExp2d": (ChannelsFirst, LayerNorm),
         "LayerNormFp32": (Float32, LayerNorm),
         "LayerNorm2dFp32": (Float32, ChannelsFirst, LayerNorm),
+        "RmsNorm": (RoundingRMSNorm,),
+        "RmsNorm2d": (RoundingRMSNorm2d,),
+        "RmsNormFp32": (Float32, TimmRMSNorm),
+        "RmsNorm2dFp32": (Float32, ChannelsFirst, TimmRMSNorm),
         "SimpleNorm": _NO_MEAN,
         "SimpleNorm2d": _NO_MEAN,
         "SimpleNormFp32": _NO_MEAN,
         "SimpleNorm2dFp32": _NO_MEAN,
     },
-    ("timm_layers", "timm.layers.norm_act"): {
+    "timm.layers.norm_act": {
         "BatchNormAct2d": (FusedActivation, _BatchNorm),
         "GroupNormAct": (FusedActivation, GroupNorm),
         "GroupNorm1Act": (FusedActivation, GroupNorm),
@@ -195,114 +194,83 @@ _NORMS: dict[tuple[str, str], dict[str, Any]] = {
         "LayerNormAct2d": (RowsThenActivation, ChannelsFirst, LayerNorm),
         "LayerNormActFp32": (RowsThenActivation, Float32, LayerNorm),
         "LayerNormAct2dFp32": (RowsThenActivation, Float32, ChannelsFirst, LayerNorm),
-    },
-    ("timm_rms_norms", "timm.layers.norm"): {
-        "RmsNorm": (RoundingRMSNorm,),
-        "RmsNorm2d": (RoundingRMSNorm2d,),
-        "RmsNormFp32": (Float32, TimmRMSNorm),
-        "RmsNorm2dFp32": (Float32, ChannelsFirst, TimmRMSNorm),
-    },
-    ("timm_rms_norms", "timm.layers.norm_act"): {
         "RmsNormAct": (RowsThenActivation, RoundingRMSNorm),
         "RmsNormAct2d": (RowsThenActivation, RoundingRMSNorm2d),
         "RmsNormActFp32": (RowsThenActivation, Float32, RoundingRMSNorm),
         "RmsNormAct2dFp32": (RowsThenActivation, Float32, RoundingRMSNorm2d),
     },
-    ("timm_metaformer", "timm.models.metaformer"): {
+    "timm.models.metaformer": {
         "GroupNorm1NoBias": (GroupNorm,),
         "LayerNormNoBias": (LayerNorm,),
         "LayerNorm2dNoBias": (ChannelsFirst, LayerNorm),
     },
-    ("torchvision_convnext", "torchvision.models.convnext"): {
+    "torchvision.models.convnext": {
         "LayerNorm2d": (ChannelsFirst, LayerNorm),
     },
-    ("transformers_bit", "transformers.models.bit.modeling_bit"): {
+    "transformers.models.bit.modeling_bit": {
         "BitGroupNormActivation": (BitGroupNorm,),
     },
-    ("transformers_poolformer", "transformers.models.poolformer.modeling_poolformer"): {
+    "transformers.models.poolformer.modeling_poolformer": {
         "PoolFormerGroupNorm": (GroupNorm,),
     },
-    **{
-        ("transformers_models", f"transformers.models.{model}.modeling_{model}"): {
-            name: OneNode
-        }
-        for name, model in _OF_MODELS.items()
-    },
 }
+for _name, _model in _OF_MODELS.items():
+    _NORMS[f"transformers.models.{_model}.modeling_{_model}"] = {_name: OneNode}
 
 
 def adapt(cls: type[nn.Module]) -> type[TargetVarianceNorm] | str | None:
     """The normplug class for exactly this class of a library, or why its layers stay, or None."""
-    for (place, module), norms in _NORMS.items():
-        if cls.__module__ == module and cls.__name__ in norms:
-            row = norms[cls.__name__]
-            return row if isinstance(row, str) else _made(cls, place, row)  # type: ignore[arg-type]
-    searched = cls.__module__.startswith(("diffusers.", "transformers."))
+    row = _NORMS.get(cls.__module__, {}).get(cls.__name__)
+    if isinstance(row, str):
+        return row
+    if row is not None:
+        return _listed_class(cls, row)  # type: ignore[arg-type]
     if "Frozen" in cls.__name__:
-        recogniser: ModuleType = frozen
-    elif searched and not issubclass(cls, (nn.LayerNorm, nn.GroupNorm)):
-        recogniser = rms_norms
+        probe: Any = frozen.probe_frozen_norm
+        unknown = frozen.UNKNOWN
+    elif cls.__module__.startswith(("diffusers.", "transformers.")):
+        if issubclass(cls, (nn.LayerNorm, nn.GroupNorm)):
+            return None
+        probe = rms_norms.probe_rms_norm
+        unknown = rms_norms.UNKNOWN
     else:
         return None
     try:
-        return _recognised(cls, recogniser)  # type: ignore[arg-type]
+        return _probed_class(cls, probe)  # type: ignore[arg-type]
     except Exception:  # not cached: a mode that is active now may have caused it
-        return recogniser.UNKNOWN
+        return unknown
 
 
 @functools.cache
-def _made(cls: Any, place: str, row: Any) -> Any:
+def _listed_class(cls: Any, row: Any) -> Any:
     """The class that a row describes; None if the library's version has no forward to build on."""
-    if row is OneNode and not issubclass(cls, nn.LayerNorm):
-        return None
-    bases = (OneNode, cls, LayerNorm) if row is OneNode else (*row, cls)
-    namespace = {"__module__": f"{__name__}.{place}", "__doc__": _doc(cls)}
-    ours: Any = type(cls.__name__, bases, namespace)
+    if row is OneNode:
+        if not issubclass(cls, nn.LayerNorm):
+            return None
+        return _class_for(cls, (OneNode, cls, LayerNorm))
+    ours = _class_for(cls, (*row, cls))
     if issubclass(ours, _BatchNorm):
         bases = (_SyncBatchNorm, ours)
-        ours._synchronised = type(f"Sync{cls.__name__}", bases, dict(namespace))
+        ours._synchronised = _class_for(cls, bases, "Sync", _unsynchronised=ours)
         register(cls, FrozenActivation)
     return ours
 
 
 @functools.cache
-def _recognised(cls: Any, place: ModuleType) -> Any:
-    """The class of a norm that a module here recognises by its forward, or why there is none.
-
-    Its name is the full name of the library's class, with colons for dots because pickle splits
-    names at dots.
-    """
-    namespace = place.recognise(cls)
-    if isinstance(namespace, str):
-        return namespace
-    name = f"{cls.__module__}.{cls.__qualname__}".replace(".", ":")
-    namespace |= {
-        "__module__": place.__name__,
-        "__qualname__": name,
-        "__doc__": _doc(cls),
-    }
-    return type(cls.__name__, (place.Adapted, cls), namespace)
+def _probed_class(cls: Any, probe: Callable[[Any], Any]) -> Any:
+    """The class of a norm that a probe recognises by its forward, or why there is none."""
+    recognised = probe(cls)
+    if isinstance(recognised, str):
+        return recognised
+    base, declarations = recognised
+    return _class_for(cls, (base, cls), **declarations)
 
 
-def _doc(cls: type) -> str:
-    return f"`{cls.__module__}.{cls.__qualname__}` that normalises to the target of its mode."
-
-
-def _named(place: str, name: str) -> Any:
-    """The class with a name in a module of this package; it is made when pickle looks it up."""
-    *path, last = name.split(":")
-    kind = last if path else last.removeprefix("Sync")
-    listed = [m for (p, m), norms in _NORMS.items() if p == place and kind in norms]
-    for module in [".".join(path)] if path else listed:
-        ours: Any = adapt(getattr(importlib.import_module(module), kind))
-        found = ours if kind == last else getattr(ours, "_synchronised", None)
-        if isinstance(found, type):
-            return found
-    raise AttributeError(f"module '{__name__}.{place}' has no attribute {name!r}")
-
-
-for _place in ("frozen", "rms_norms", *{place for place, _ in _NORMS}):
-    _path = f"{__name__}.{_place}"
-    vars(sys.modules.setdefault(_path, ModuleType(_path)))["__getattr__"] = partial(
-        _named, _place
-    )
+def _class_for(
+    cls: Any, bases: tuple[Any, ...], prefix: str = "", **declarations: Any
+) -> Any:
+    """A normplug class for a library's class, by which pickles find it: see `modules.table`."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    text = f"`{name}` that normalises to the target of its mode."
+    namespace = {"__module__": __name__, "__doc__": text, **declarations}
+    return type(prefix + cls.__name__, bases, namespace)

@@ -1,8 +1,8 @@
 """Frozen batch norms, recognised by what their forward computes.
 
 torchvision has a FrozenBatchNorm2d, and so have detectron2, DETR and copies of them: four buffers,
-weight, bias, running_mean and running_var, which are constants. `recognise` runs the forward of a
-class on a small input, and takes the class if it is the formula of a BatchNorm in evaluation.
+weight, bias, running_mean and running_var, which are constants. `probe_frozen_norm` runs the
+forward of a class on a small input, and takes the class if it computes a BatchNorm in evaluation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNKNOWN = "frozen batch norm: it uses stored statistics, so there is no variance
 _EPS = 1e-5  # of classes that have no attribute for it, such as DETR's
 
 
-class Adapted(TargetVarianceNorm):
+class FrozenNorm(TargetVarianceNorm):
     """A BatchNorm whose weight, bias and statistics are buffers.
 
     It saves nothing for the backward; with relu in the same call, one bit per element. It returns
@@ -81,8 +81,10 @@ class Adapted(TargetVarianceNorm):
 
 
 @torch.no_grad()
-def recognise(cls: type[nn.Module]) -> dict[str, Any] | str:
-    """The attributes of a class's normplug class, or why there is none."""
+def probe_frozen_norm(
+    cls: type[nn.Module],
+) -> tuple[type[FrozenNorm], dict[str, Any]] | str:
+    """The base and the attributes of a class's normplug class, or why there is none."""
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         generator = torch.Generator("cpu").manual_seed(0)
         values = [
@@ -102,4 +104,6 @@ def recognise(cls: type[nn.Module]) -> dict[str, Any] | str:
         except AttributeError:
             layer.eps = _EPS
             y, lacks_eps = cls.forward(layer, x.clone()), False
-        return {"_lacks_eps": lacks_eps} if torch.allclose(y, expected) else UNKNOWN
+        if not torch.allclose(y, expected):
+            return UNKNOWN
+        return FrozenNorm, {"_lacks_eps": lacks_eps}

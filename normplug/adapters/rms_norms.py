@@ -1,9 +1,9 @@
 """RMSNorms of other libraries, recognised by what their forward computes.
 
 `transformers` and `diffusers` have hundreds of classes for one formula, which differ in where they
-round. `recognise` runs the forward of a class on small inputs of every dtype, and takes the class
-if exactly one of normplug's RMSNorms gives the same bits and dtypes. So a class that a new version
-of a library adds is taken too, and one whose forward has changed is left.
+round. `probe_rms_norm` runs the forward of a class on small inputs of every dtype, and takes the
+class if exactly one of normplug's RMSNorms gives the same bits and dtypes. So a class that a new
+version of a library adds is taken too, and one whose forward has changed is left.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Inputs: TypeAlias = list[tuple[Tensor, Tensor | None]]  # x and weight
 _Kind: TypeAlias = tuple[str, float, str]  # name of eps, weight offset, rounding
 
 
-class Adapted(_RMSNorm):
+class LibraryRMSNorm(_RMSNorm):
     """An RMSNorm of another library, whose weight gives the shape of a row."""
 
     _autocasts = False  # autocast leaves the operations of these classes alone
@@ -77,8 +77,10 @@ class Adapted(_RMSNorm):
 
 
 @torch.no_grad()
-def recognise(cls: type[nn.Module]) -> dict[str, Any] | str:
-    """The attributes of a class's normplug class, or why there is none.
+def probe_rms_norm(
+    cls: type[nn.Module],
+) -> tuple[type[LibraryRMSNorm], dict[str, Any]] | str:
+    """The base and the attributes of a class's normplug class, or why there is none.
 
     The probe does not call the constructor, which may therefore take any arguments.
     """
@@ -99,13 +101,14 @@ def recognise(cls: type[nn.Module]) -> dict[str, Any] | str:
             may_lack_weight = _computes(found[0], bare, outputs)
         except (TypeError, AttributeError):
             may_lack_weight = False
-    return {
+    declarations = {
         "_eps_name": eps_name,
         eps_name: eps_property(eps_name),
         "_weight_offset": weight_offset,
         "_rounding": rounding,
         "_may_lack_weight": may_lack_weight,
     }
+    return LibraryRMSNorm, declarations
 
 
 def _inputs() -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -6,7 +6,7 @@ plain attributes and buffers, so assigning `__class__` converts a stock layer an
 (see `normplug._convert`). `base` lists what a norm declares.
 """
 
-import sys
+from torch import nn
 
 from normplug.modules.base import TargetVarianceNorm
 from normplug.modules.batch_norm import (
@@ -22,18 +22,13 @@ from normplug.modules.group_norm import (
     InstanceNorm3d,
 )
 from normplug.modules.row_norms import LayerNorm, RMSNorm
+from normplug.modules.table import register
 
 __all__ = [
     "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d",
     "InstanceNorm3d", "LayerNorm", "RMSNorm", "SyncBatchNorm", "TargetVarianceNorm",
 ]  # fmt: skip
 
-# Pickles name classes by the files that once had them.
-for _earlier, _now in (
-    ("eps", "base"),
-    ("instance_norm", "group_norm"),
-    ("layer_norm", "row_norms"),
-    ("rms_norm", "row_norms"),
-    ("sync_batch_norm", "batch_norm"),
-):
-    sys.modules[f"{__name__}.{_earlier}"] = sys.modules[f"{__name__}.{_now}"]
+for _name in __all__:
+    if hasattr(nn, _name):
+        register(globals()[_name], getattr(nn, _name))

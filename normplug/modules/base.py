@@ -6,7 +6,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from types import CodeType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from normplug._ops.spec import Tensors
 from normplug.modes import ModeLike, NormMode
 from normplug.modes import target_variance as variance_of
 from normplug.modules.probe import Measured, Probe, is_only_measured, without_probe
+from normplug.modules.table import name_of, restore
 from normplug.reference import accumulator_dtype
 
 # The properties of every layer that a user may assign; its eps is another.
@@ -35,9 +35,12 @@ class Settings(NamedTuple):
     autocast_output: str = "float32"
     eps: Any = None  # a number; RMSNorm's may be None. The layer may show a `HiddenEps`.
     momentum: float | None = 0.1  # of statistics that are only watched
-    unsynced_class: type[nn.Module] | None = None  # the class before a synchronised one
+    unsynced_class: type[nn.Module] | None = (
+        None  # the stock class before synchronisation
+    )
     statistics: str = "torch"  # or "safe", for running statistics that evaluation uses
     watches: bool = False  # statistics that are only watched, in a compiled step too
+    was_stock: bool = False  # before synchronisation
 
 
 def _setting(name: str) -> Any:
@@ -58,11 +61,16 @@ class HiddenEps(float):
 
     Tools that fold, rebuild or recompute a norm read its eps and drop the target variance: every
     output would be scaled by 1/sqrt(tv). So a layer whose target variance is not 1 shows this eps.
-    Its readers then print the true one, give nan, or skip what would be wrong: FrozenBatchNorm2d,
-    convert_sync_batchnorm, fuse_conv_bn_eval, timm's reparameterize and freeze, a rebuilt layer,
-    `nn.LayerNorm.forward(layer, x)`, TransformerEncoderLayer's fast path (no two are equal), Dynamo
-    and export. oneDNN's relu turns nan into 0: so `to_mkldnn` gets an error instead. `check` names
-    a layer that has been rebuilt.
+
+    reader                             what it gets   so that
+    ---------------------------------  -------------  -----------------------------------
+    print, str, format, repr(layer)    the true eps   people see it
+    fuse_conv_bn_eval, timm's tools    nan            the outputs are loud
+    a rebuilt layer, a stock forward   nan            the same, and `check` names the layer
+    TransformerEncoderLayer            no two equal   it calls the norms, not its fast path
+    TransformerEncoder's constructor   no two equal   it leaves padding in its batches
+    Dynamo, torch.export               a plain nan    they can trace it
+    torch.utils.mkldnn.to_mkldnn       an error       oneDNN's relu does not turn nan into 0
     """
 
     true: float | None  # None is an RMSNorm's default
@@ -77,21 +85,6 @@ class HiddenEps(float):
         return repr(self.true)
 
     __str__ = __repr__
-
-    def __eq__(self, other: object) -> bool:
-        return self._equals(other, sys._getframe(1).f_code)
-
-    def __ne__(self, other: object) -> bool:
-        return not self._equals(other, sys._getframe(1).f_code)
-
-    def _equals(self, other: object, reader: CodeType) -> bool:
-        """False, except for `nn.TransformerEncoder`, which removes padding if two are equal."""
-        encoder = (nn.TransformerEncoder.__init__, nn.TransformerEncoder.forward)
-        if all(reader is not getattr(method, "__code__", None) for method in encoder):
-            return False
-        return self.true == (other.true if isinstance(other, HiddenEps) else other)
-
-    __hash__ = float.__hash__
 
     def __format__(self, spec: str) -> str:
         return format(self.true, spec)
@@ -108,12 +101,8 @@ def eps_property(name: str) -> Any:
         if settings.target_variance == 1.0:
             return settings.eps
         if torch.compiler.is_dynamo_compiling():
-            return math.nan  # Dynamo supports no subclasses of float
-        reader = sys._getframe().f_back
-        if (
-            reader is not None
-            and reader.f_globals.get("__name__") == "torch.utils.mkldnn"
-        ):
+            return math.nan
+        if _is_read_by_mkldnn():
             raise NotImplementedError(
                 "normplug: torch.utils.mkldnn.to_mkldnn would drop the target variance of a "
                 f"{type(layer).__name__} in mode {layer.mode}. Call normplug.unswap(model) first."
@@ -125,6 +114,12 @@ def eps_property(name: str) -> Any:
 
     doc = "The eps of the stock layer, or a `HiddenEps` if the target variance is not 1."
     return property(read, write, doc=doc)
+
+
+def _is_read_by_mkldnn() -> bool:
+    """Whether `torch.utils.mkldnn` reads the property that calls this."""
+    reader = sys._getframe(1).f_back
+    return reader is not None and reader.f_globals["__name__"] == "torch.utils.mkldnn"
 
 
 class FusionSites(NamedTuple):
@@ -148,8 +143,7 @@ class TargetVarianceNorm(nn.Module):
     name. `docs/add-a-norm.md` walks through an example.
     """
 
-    # Replaced as a whole, so that a call in another thread never mixes old and new settings. Of the
-    # attributes that normplug adds, the result of a call depends on this one only.
+    # Of the attributes that normplug adds, the result of a call depends on this one only.
     _normplug: Settings = Settings()
     # `_record` fills it while `normplug.watch` or a `VarianceLogger` measures; else it is None.
     _probe: Probe | None = None
@@ -286,20 +280,17 @@ class TargetVarianceNorm(nn.Module):
         super().__setstate__(
             {name: value for name, value in state.items() if name != "_probe"}
         )
-        own = vars(self)
-        if (
-            "_normplug" not in own
-        ):  # a pickle of version 0.2, with an attribute for each setting
-            eps = own.pop("_eps", own.get(self._eps_name))
-            names = ("target_variance", "backend", "autocast_output")
-            old = {name: own.pop(name) for name in names if name in own}
-            self._set(**old, eps=eps, unsynced_class=own.pop("_unsynced_class", None))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the stock class, which can be imported: see `modules.table`."""
         if is_only_measured(self):
             # Later protocols than 1 refuse another class than the layer's.
             return without_probe(self).__reduce_ex__(1)
-        return super().__reduce_ex__(protocol)
+        made: Any = super().__reduce_ex__(2)
+        make, args, *rest = made
+        if args != (type(self),):  # a frozen layer, or a library's own way
+            return made
+        return (restore, name_of(type(self)), *rest)
 
     def extra_repr(self) -> str:
         """The stock class's line, and what `_shown` adds."""

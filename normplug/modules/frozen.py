@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from normplug._torch import BatchNormBase, InstanceNormBase, NormBase, is_class_patched
 from normplug.modules.base import TargetVarianceNorm
 from normplug.modules.probe import deepcopied, without_probe
+from normplug.modules.table import class_of, name_of
 
 # The attribute of a frozen layer with what `thaw` needs. A pickle of it loads without
 # normplug. "trained": the names of the parameters that `freeze` stopped. In a stock layer
@@ -92,17 +93,18 @@ class Frozen(nn.Module):
         make, args, *rest = reduced
         if THAWED not in vars(type(self)) or not args or args[0] is not type(self):
             return reduced
-        cls, others = self._thawed_class, args[1:]
+        cls = self._thawed_class
         if issubclass(cls, TargetVarianceNorm):
-            return (restore, (cls, make, others), *rest)
+            return (restore, name_of(cls), *rest)
         if rest and isinstance(rest[0], dict):
             rest[0] = _packed(self, rest[0])
-        return (make, (cls, *others), *rest)
+        return (make, (cls, *args[1:]), *rest)
 
 
-def restore(cls: type[nn.Module], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Rebuild a frozen layer from what `Frozen.__reduce_ex__` returned."""
-    return make(frozen_class(cls), *args)
+def restore(cls: type[nn.Module], relation: str) -> nn.Module:
+    """A frozen layer without attributes, as `table.restore` makes others."""
+    made = frozen_class(class_of(cls, relation))
+    return made.__new__(made)
 
 
 def _packed(layer: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +224,7 @@ def _of_stock(cls: Any) -> Any:
     """A class of its own, with the methods of `cls` that check an input."""
     base: Any = _BASES[cls]
     methods = {name: getattr(cls, name) for name in base._methods}
-    return _made(cls, (base,), methods)
+    return _class_like(cls, (base,), methods)
 
 
 @functools.cache
@@ -235,17 +237,19 @@ def _of_normplug(cls: Any) -> Any:
     methods = {**vars(cls)}
     for name in ("__dict__", "__weakref__"):
         methods.pop(name, None)
-    return _made(cls, tuple(bases), methods)
+    return _class_like(cls, tuple(bases), methods)
 
 
 @functools.cache
 def _derived(cls: Any) -> Any:
     """A subclass, so that the forward of `cls` may call that of its base."""
     unused = getattr(cls, "__jit_unused_properties__", [])
-    return _made(cls, (Frozen, cls), {"__jit_unused_properties__": [*unused, "training"]})
+    return _class_like(
+        cls, (Frozen, cls), {"__jit_unused_properties__": [*unused, "training"]}
+    )
 
 
-def _made(cls: Any, bases: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
+def _class_like(cls: Any, bases: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
     """A class with the names and the text of `cls`, which `thaw` gives back."""
     namespace = {
         **attributes,

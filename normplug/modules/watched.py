@@ -17,7 +17,7 @@ from normplug.reference import accumulator_dtype
 
 # Each statistic, and its value before the first batch.
 _START = {"watched_mean": 0, "watched_var": 1, "watched_count": 0}
-# Their names in the checkpoints and pickles of version 0.2.
+# Their names in the checkpoints of version 0.2.
 _EARLIER = ("running_mean", "running_var", "num_batches_tracked")
 # torch 2.9 and 2.10 do not compile a module that writes to a buffer which is a DTensor.
 _REFUSES_DTENSORS = torch.__version__.startswith(("2.9.", "2.10."))
@@ -132,17 +132,6 @@ class WatchedRows(TargetVarianceNorm):
                 self._buffers[name] = None
         super()._apply(fn, recurse)
         return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        own = vars(self)
-        if "track_running_stats" in own:  # a pickle of version 0.2
-            tracked = own.pop("track_running_stats")
-            self._set(momentum=own.pop("momentum"))
-            for name, earlier in zip(_START, _EARLIER, strict=True):
-                t = self._buffers.pop(earlier)
-                if tracked and name in self._watched:
-                    self.register_buffer(name, t, persistent=False)
 
     def _shown(self) -> list[str]:
         # None: where kernels run.

@@ -38,21 +38,26 @@ WHICH = [("norm1", "norm2"), ("norm1",), ("norm2",)]
 TOKENS = torch.randn(3, 5, 16)
 
 
-def encoder(norm_first):
+def golden_encoder(norm_first, of_swapped_layers):
     layer = nn.TransformerEncoderLayer(
         16, 2, 32, 0.0, batch_first=True, norm_first=norm_first
     )
-    return nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16))
+    if of_swapped_layers:
+        swap(layer, "golden")
+    return swap(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16)), "golden")
 
 
 @NESTS
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
-def test_transformer_encoder_validates_with_the_norms_it_trains(norm_first, padded):
-    model, x, mask = encoder(norm_first), torch.randn(3, 5, 16), None
+@pytest.mark.parametrize("of_swapped_layers", [True, False])
+def test_transformer_encoder_validates_with_the_norms_it_trains(
+    norm_first, padded, of_swapped_layers
+):
+    model = golden_encoder(norm_first, of_swapped_layers)
+    x, mask = torch.randn(3, 5, 16), None
     if padded:
         mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]])
-    swap(model, "golden")
     expected = model.train()(x, src_key_padding_mask=mask)
     real = torch.ones(3, 5, dtype=torch.bool) if mask is None else ~mask
     with torch.no_grad():
