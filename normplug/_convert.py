@@ -68,10 +68,9 @@ def replacement_or_reason(module: nn.Module) -> type[TargetVarianceNorm] | str |
     cls = plain_class(module)
     register_adapted(cls)
     if (ours := REPLACEMENTS.get(cls)) is not None:
-        patch = (
-            "the forward of its class was replaced by other code: undo that, then swap"
-        )
-        return patch if is_class_patched(cls) else ours._refusal(module) or ours
+        if is_class_patched(cls):
+            return "the forward of its class was replaced by other code: undo that, then swap"
+        return ours._refusal(module) or ours
     if getattr(cls, "cls_to_become", None) in REPLACEMENTS:
         return "it is lazy and has no shape yet: run one forward, then swap"
     return adapted(cls)

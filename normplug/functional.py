@@ -93,16 +93,8 @@ def batch_norm(
         >>> batch_norm(x, None, None, training=True, eps=1e-12, mode=0.25).flatten()
         tensor([-0.5000,  0.5000])
     """
-    t = Tensors(
-        input,
-        residual,
-        weight,
-        bias,
-        None,
-        running_mean,
-        running_var,
-        num_batches_tracked,
-    )
+    statistics = (running_mean, running_var, num_batches_tracked)
+    t = Tensors(input, residual, weight, bias, None, *statistics)
     if type(eps) is not float or type(momentum) is not float:
         momentum, eps = as_number(momentum), as_number(eps)
     spec = BatchNormSpec(training, momentum, eps, target_variance(mode), activation)
@@ -251,9 +243,8 @@ def add_layer_norm(
         >>> total
         tensor([[1., 3.]])
     """
-    t = Tensors(
-        x, residual, weight, bias, None, running_mean, running_var, num_batches_tracked
-    )
+    statistics = (running_mean, running_var, num_batches_tracked)
+    t = Tensors(x, residual, weight, bias, None, *statistics)
     numbers = (normalized_shape, momentum, eps, mode, autocast_output, backend)
     return _norm_of_rows("functional.add_layer_norm", t, *numbers)
 
@@ -391,9 +382,13 @@ def group_norm(
         tensor([[-1.,  1., -1.,  1.]])
     """
     t = Tensors(input, None, weight, bias)
-    tv, autocast = target_variance(mode), autocast_dtype(input)
     spec = GroupNormSpec(
-        num_groups, as_number(eps), tv, activation, autocast, autocast_output
+        num_groups,
+        as_number(eps),
+        target_variance(mode),
+        activation,
+        autocast_dtype(input),
+        autocast_output,
     )
     return call("functional.group_norm", t, spec, backend)
 
@@ -443,15 +438,20 @@ def instance_norm(
     caller = "functional.instance_norm"
     _checks.flags(caller, use_input_stats=use_input_stats)
     t = Tensors(input, None, weight, bias, None, running_mean, running_var)
-    tv, momentum, eps = target_variance(mode), as_number(momentum), as_number(eps)
+    momentum = as_number(momentum)
+    eps = as_number(eps)
+    variance = target_variance(mode)
     if not use_input_stats:
-        constant = BatchNormSpec(False, momentum, eps, tv, activation, instance=True)
+        constant = BatchNormSpec(
+            False, momentum, eps, variance, activation, instance=True
+        )
         return call(caller, t, constant, backend)
+    # The checks refuse an input without channels.
     has_channels = isinstance(input, Tensor) and not input.is_nested and input.dim() > 1
-    groups = (
-        input.shape[1] if has_channels else 1
-    )  # the checks refuse an input without channels
-    spec = GroupNormSpec(groups, eps, tv, activation, momentum=momentum, instance=True)
+    groups = input.shape[1] if has_channels else 1
+    spec = GroupNormSpec(
+        groups, eps, variance, activation, momentum=momentum, instance=True
+    )
     return call(caller, t, spec, backend)
 
 
@@ -467,20 +467,21 @@ def _norm_of_rows(
     centred: bool = True,
     weight_offset: float = 0.0,
 ) -> Any:
-    tv = target_variance(mode)
+    """Run a norm of rows: a LayerNorm if `centred`, else an RMSNorm."""
+    variance = target_variance(mode)
     if type(shape) is not tuple:
         try:
             shape = tuple(shape)
         except TypeError:
-            rule, got = (
-                "a sequence of integers, e.g. input.shape[-1:]",
-                _checks.described(shape),
-            )
+            rule = "a sequence of integers, e.g. input.shape[-1:]"
+            got = _checks.described(shape)
             raise TypeError(_checks.must(caller, "normalized_shape", rule, got)) from None
     if type(momentum) is not float or not (eps is None or type(eps) is float):
-        momentum, eps = as_number(momentum), as_number(eps)
+        momentum = as_number(momentum)
+        eps = as_number(eps)
     # Autocast leaves torch's RMSNorm alone in some versions.
     is_cast = centred or RMS_NORM_AUTOCASTS or str(autocast_output) == "low"
     autocast = autocast_dtype(t.x) if is_cast else None
-    numbers = (tv, autocast, autocast_output, centred, weight_offset)
-    return call(caller, t, LayerNormSpec(shape, momentum, eps, *numbers), backend)
+    options = (autocast, autocast_output, centred, weight_offset)
+    spec = LayerNormSpec(shape, momentum, eps, variance, *options)
+    return call(caller, t, spec, backend)

@@ -63,11 +63,10 @@ class FrozenNorm(TargetVarianceNorm):
         self, input: Tensor, residual: Tensor | None, input_bias: None, *options: Any
     ) -> tuple[Tensors, BatchNormSpec]:
         t = Tensors(input, residual, *self._affine(), None, *self._statistics())
-        own = self._normplug
+        settings = self._normplug
+        numbers = (0.0, settings.eps, settings.target_variance)
         fields: Any = {"constant": True}
-        return t, BatchNormSpec(
-            False, 0.0, own.eps, own.target_variance, *options, **fields
-        )
+        return t, BatchNormSpec(False, *numbers, *options, **fields)
 
     def _affine_shape(self) -> tuple[int, ...]:
         return tuple(self._buffers["weight"].shape)  # type: ignore[union-attr]
@@ -76,8 +75,11 @@ class FrozenNorm(TargetVarianceNorm):
         return (4, *self._affine_shape(), 2, 2)
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        affine, (mean, var, _) = self._affine(), self._statistics()
-        return reference.batch_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
+        weight, bias = self._affine()
+        mean, var, _ = self._statistics()
+        return reference.batch_norm(
+            x, weight, bias, **self._numbers(), mean=mean, var=var
+        ).y
 
 
 @torch.no_grad()
@@ -99,11 +101,13 @@ def probe_frozen_norm(
         x = torch.randn(2, 3, 2, 2, generator=generator, dtype=torch.float64)
         weight, bias, mean, var = values
         expected = reference.batch_norm(x, weight, bias, eps=_EPS, mean=mean, var=var).y
+        lacks_eps = True
         try:
-            y, lacks_eps = cls.forward(layer, x.clone()), True
+            y = cls.forward(layer, x.clone())
         except AttributeError:
+            lacks_eps = False
             layer.eps = _EPS
-            y, lacks_eps = cls.forward(layer, x.clone()), False
+            y = cls.forward(layer, x.clone())
         if not torch.allclose(y, expected):
             return UNKNOWN
         return FrozenNorm, {"_lacks_eps": lacks_eps}

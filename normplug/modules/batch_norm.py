@@ -65,17 +65,16 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
             mean = var = tracked = None
         momentum = as_number(self.momentum)
         if momentum is None and tracked is None:
-            momentum = (
-                0.0  # not updated without its counter (a checkpoint of torch < 0.4.1)
-            )
+            # Not updated without its counter, as in a checkpoint of torch before 0.4.1.
+            momentum = 0.0
         weight, bias = self._affine()
         t = Tensors(input, residual, weight, bias, None, mean, var, tracked)
-        own = self._normplug
-        numbers = (momentum, own.eps, own.target_variance)
-        trains = any(each is not None and each.requires_grad for each in (weight, bias))
+        settings = self._normplug
+        numbers = (momentum, settings.eps, settings.target_variance)
+        trains = any(v is not None and v.requires_grad for v in (weight, bias))
         constant = not (training or trains)
         # `_is_guarded` covers a cumulative average, which no kernel keeps safe.
-        safe = own.statistics == "safe" and training and momentum is not None
+        safe = settings.statistics == "safe" and training and momentum is not None
         fields: Any = {"constant": constant, "safe": safe}
         return t, BatchNormSpec(training, *numbers, *options, **fields)
 
@@ -96,9 +95,11 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
         return (8, self.num_features)
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        mean, var = (None, None) if training else (self.running_mean, self.running_var)
-        affine = self.weight, self.bias
-        return reference.batch_norm(x, *affine, **self._numbers(), mean=mean, var=var).y
+        mean = None if training else self.running_mean
+        var = None if training else self.running_var
+        return reference.batch_norm(
+            x, self.weight, self.bias, **self._numbers(), mean=mean, var=var
+        ).y
 
     def _variance(self, x: Tensor) -> Tensor:
         return channel_stats(x)[1]

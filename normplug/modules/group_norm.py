@@ -61,13 +61,19 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
         input_bias: None,
         activation: ActivationLike = None,
     ) -> tuple[Tensors, GroupNormSpec]:
-        own = self._normplug
-        t = Tensors(
-            input, None, *self._affine(), None, *self._statistics_to_update(input)
+        settings = self._normplug
+        statistics = self._statistics_to_update(input)
+        t = Tensors(input, None, *self._affine(), None, *statistics)
+        spec = GroupNormSpec(
+            self.num_groups,
+            settings.eps,
+            settings.target_variance,
+            activation,
+            autocast_dtype(input),
+            settings.autocast_output,
+            settings.momentum,
         )
-        numbers = self.num_groups, own.eps, own.target_variance
-        options = autocast_dtype(input), own.autocast_output, own.momentum
-        return t, GroupNormSpec(*numbers, activation, *options)
+        return t, spec
 
     _call_reads = (*WatchedRows._call_reads, "num_groups")
 
@@ -78,8 +84,9 @@ class GroupNorm(_Groups, WatchedRows, nn.GroupNorm):
         return (4, self.num_channels, 2)
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        affine = self.weight, self.bias
-        return reference.group_norm(x, self.num_groups, *affine, **self._numbers()).y
+        return reference.group_norm(
+            x, self.num_groups, self.weight, self.bias, **self._numbers()
+        ).y
 
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))
@@ -127,13 +134,14 @@ class _InstanceNorm(_Groups, NormBase):
         x = self._batched(input)
         mean, var, _ = self._statistics()
         t = Tensors(x, None, *self._affine(), None, mean, var)
-        eps, tv = self._eps, self.target_variance
+        eps = self._normplug.eps
+        variance = self._normplug.target_variance
         if self._uses_running(self.training):
-            return t, BatchNormSpec(False, 0.0, eps, tv, activation, instance=True)
+            return t, BatchNormSpec(False, 0.0, eps, variance, activation, instance=True)
         # In torch, a momentum of None leaves the statistics of an InstanceNorm unchanged.
         momentum = 0.0 if self.momentum is None else as_number(self.momentum)
         spec = GroupNormSpec(
-            x.shape[1], eps, tv, activation, momentum=momentum, instance=True
+            x.shape[1], eps, variance, activation, momentum=momentum, instance=True
         )
         return t, spec
 
@@ -151,12 +159,12 @@ class _InstanceNorm(_Groups, NormBase):
         return (4, self.num_features, *[2] * (self._no_batch_dim - 1))
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        uses_running, affine = self._uses_running(training), (self.weight, self.bias)
-        mean, var = (
-            (self.running_mean, self.running_var) if uses_running else (None, None)
-        )
+        mean = var = None
+        if self._uses_running(training):
+            mean, var = self.running_mean, self.running_var
+        numbers = self._numbers()
         return reference.instance_norm(
-            x, *affine, **self._numbers(), mean=mean, var=var
+            x, self.weight, self.bias, **numbers, mean=mean, var=var
         ).y
 
     def _variance(self, x: Tensor) -> Tensor:

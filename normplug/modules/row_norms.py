@@ -128,9 +128,8 @@ class LayerNorm(RowNorm, nn.LayerNorm):
     _fusion_sites = RowNorm._fusion_sites._replace(before=("sum", "convolution_bias"))
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        affine = self.weight, self.bias
         return reference.layer_norm(
-            x, self.normalized_shape, *affine, **self._numbers()
+            x, self.normalized_shape, self.weight, self.bias, **self._numbers()
         ).y
 
     def _variance(self, x: Tensor) -> Tensor:
@@ -158,13 +157,10 @@ class _RMSNorm(RowNorm):
         return self.weight, None  # type: ignore[return-value]  # parametrized, or sharded
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
-        shape, (weight, _), offset = (
-            self._affine_shape(),
-            self._affine(),
-            self._weight_offset,
-        )
+        weight, _ = self._affine()
+        offset = self._weight_offset
         return reference.rms_norm(
-            x, shape, weight, **self._numbers(), weight_offset=offset
+            x, self._affine_shape(), weight, **self._numbers(), weight_offset=offset
         ).y
 
     def _variance(self, x: Tensor) -> Tensor:

@@ -98,18 +98,13 @@ class WatchedRows(TargetVarianceNorm):
         # Where a compiler or PyTorch's kernels run, averages over all rows cost more than the norm.
         if not self._normplug.watches and (is_compiling() or not asked):
             return None, None, None
-        var, device = (
-            own["watched_var"],
-            input.device if isinstance(input, Tensor) else None,
-        )
+        var = own["watched_var"]
+        device = input.device if isinstance(input, Tensor) else None
         if device is not None and (var is None or var.device != device):
             weight = self._parameters.get("weight")
             if device.type == "meta" or not (weight is None or weight.device == device):
-                return (
-                    None,
-                    None,
-                    None,
-                )  # nothing to measure, or a call that the checks reject
+                # There is nothing to measure, or the checks will reject the call.
+                return None, None, None
             self._move_watched(device)
         if _REFUSES_DTENSORS and is_compiling() and is_sharded(own["watched_var"]):
             return None, None, None
@@ -136,18 +131,14 @@ class WatchedRows(TargetVarianceNorm):
     def _shown(self) -> list[str]:
         # None: where kernels run.
         watches = "watched_var" in self._buffers and (self._normplug.watches or None)
-        watched = [
-            f"momentum={self._normplug.momentum}",
-            f"track_running_stats={watches}",
-        ]
-        return [*watched, *super()._shown()]
+        momentum = f"momentum={self._normplug.momentum}"
+        return [momentum, f"track_running_stats={watches}", *super()._shown()]
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **named: Any
     ) -> None:
-        earlier = [
-            prefix + name for name in _EARLIER
-        ]  # checkpoints of version 0.2 have them
+        # Checkpoints of version 0.2 have them.
+        earlier = [prefix + name for name in _EARLIER]
         own = {key: value for key, value in state_dict.items() if key not in earlier}
         super()._load_from_state_dict(own, prefix, *args, **named)
 

@@ -42,7 +42,7 @@ def families():
         {"momentum": None, "affine": True, "track_running_stats": True},
         {"momentum": 0.3, "affine": False, "track_running_stats": True},
         {"affine": True, "track_running_stats": False},
-        {"affine": False, "track_running_stats": False},
+        {"affine": False, "track_running_stats": False, "eps": 1e-3},
     ]
     found = {}
     for name, (kind, shape) in batch_norms.items():
@@ -50,6 +50,7 @@ def families():
             shown = ", ".join(f"{key}={value}" for key, value in given.items())
             found[f"{name}({shown})"] = (partial(kind, 4, **given), shape)
     others = {
+        "InstanceNorm2d with an eps of 0": partial(nn.InstanceNorm2d, 4, eps=0),
         "GroupNorm": partial(nn.GroupNorm, 2, 4),
         "GroupNorm without affine": partial(nn.GroupNorm, 2, 4, affine=False),
         "LayerNorm": partial(nn.LayerNorm, 6),
