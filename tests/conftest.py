@@ -1,7 +1,6 @@
 import gc
 import os
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 
 # Before torch: pytest runs one process per core, and the runs that tests compare must round alike.
