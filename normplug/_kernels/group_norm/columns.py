@@ -232,9 +232,9 @@ def group_norm_columns_forward(
         )
         scratch = partial_ptr, counters_ptr
         unit = sample * SLABS + slab
-        parts = UNITS, K, S, ROWS_EACH, 1
+        unit_sizes = UNITS, K, S, ROWS_EACH, 1
         mean, m2, last = publish_part(
-            mean, m2, scratch, unit, k, parts, T.bc, F.acc, T.single, MOMENTS=True
+            mean, m2, scratch, unit, k, unit_sizes, T.bc, F.acc, T.single, MOMENTS=True
         )
         own_ptr = moments_ptr + sample.to(tl.int64) * (2 * C)
         if last:
@@ -378,9 +378,9 @@ def group_norm_columns_backward(
         dz_xhat = tl.sum(sum_dz_centred, axis=0) * rstd
         scratch = partial_ptr, counters_ptr
         unit = sample * SLABS + slab
-        parts = UNITS, K, S, ROWS_EACH, 1
+        unit_sizes = UNITS, K, S, ROWS_EACH, 1
         dz, dz_xhat, last = publish_part(
-            dz, dz_xhat, scratch, unit, k, parts, BC, F.acc, T.single, MOMENTS=False
+            dz, dz_xhat, scratch, unit, k, unit_sizes, BC, F.acc, T.single, MOMENTS=False
         )
         own_ptr = sums_ptr + sample.to(tl.int64) * (2 * C)
         if last:
