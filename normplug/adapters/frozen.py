@@ -24,7 +24,7 @@ UNKNOWN = "frozen batch norm: it uses stored statistics, so there is no variance
 _EPS = 1e-5  # of classes that have no attribute for it, such as DETR's
 
 
-class FrozenNorm(TargetVarianceNorm):
+class LibraryFrozenNorm(TargetVarianceNorm):
     """A BatchNorm whose weight, bias and statistics are buffers.
 
     It saves nothing for the backward; with relu in the same call, one bit per element. It returns
@@ -85,7 +85,7 @@ class FrozenNorm(TargetVarianceNorm):
 @torch.no_grad()
 def probe_frozen_norm(
     cls: type[nn.Module],
-) -> tuple[type[FrozenNorm], dict[str, Any]] | str:
+) -> tuple[type[LibraryFrozenNorm], dict[str, Any]] | str:
     """The base and the attributes of a class's normplug class, or why there is none."""
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         generator = torch.Generator("cpu").manual_seed(0)
@@ -110,4 +110,4 @@ def probe_frozen_norm(
             y = cls.forward(layer, x.clone())
         if not torch.allclose(y, expected):
             return UNKNOWN
-        return FrozenNorm, {"_lacks_eps": lacks_eps}
+        return LibraryFrozenNorm, {"_lacks_eps": lacks_eps}

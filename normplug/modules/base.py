@@ -35,12 +35,11 @@ class Settings(NamedTuple):
     autocast_output: str = "float32"
     eps: Any = None  # a number; RMSNorm's may be None. The layer may show a `HiddenEps`.
     momentum: float | None = 0.1  # of statistics that are only watched
-    unsynced_class: type[nn.Module] | None = (
-        None  # the stock class before synchronisation
-    )
+    # Of a synchronised layer: its stock class before, and whether it had that class.
+    unsynced_class: type[nn.Module] | None = None
     statistics: str = "torch"  # or "safe", for running statistics that evaluation uses
     watches: bool = False  # statistics that are only watched, in a compiled step too
-    was_stock: bool = False  # before synchronisation
+    was_stock: bool = False  # see `unsynced_class`
 
 
 def _setting(name: str) -> Any:

@@ -50,7 +50,7 @@ def name_of(cls: type[nn.Module]) -> tuple[type[nn.Module], str]:
     """A class that can be imported, and what `cls` is of it: the inverse of `class_of`."""
     ours: Any = vars(cls).get("_unsynchronised", cls)
     stock = STOCK.get(ours)
-    if stock is None or REPLACEMENTS[stock] is not ours:
+    if stock is None or REPLACEMENTS.get(stock) is not ours:
         return cls, "itself"  # a subclass of a normplug class, such as a user's
     return stock, "replacement" if ours is cls else "synchronised"
 
