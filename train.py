@@ -4,7 +4,7 @@
     python train.py -m mode=baseline,standard,golden seed=0,1,2
 
 The configuration is in configs/; `python train.py --help` lists all options. The training itself is
-normplug.experiment.run.py, which an installed normplug has as the command `normplug-train`.
+normplug.experiment.run, which an installed normplug has as the command `normplug-train`.
 """
 
 from normplug._checks import needs

@@ -1,51 +1,140 @@
-"""What a run prints, the time of its steps, and how its checkpoints are written."""
+"""The state of a run: its scores, the time of its steps, its checkpoints."""
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
-from torchvision.datasets.folder import pil_loader
-from torchvision.transforms.v2.functional import pil_to_tensor
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from normplug._files import replace_file
-from normplug.experiment.config import WHO
+from normplug.compare.measure import Measure
+from normplug.experiment.errors import WHO, UserError
+from normplug.experiment.models import GPT, Block
 from normplug.lightning import VarianceLogger
 
 TIMED_STEPS = 1000  # the most steps that are timed: the latest
-ASKED_STEPS = 50  # training steps between two checks for a SIGTERM
-
-log = logging.getLogger(WHO)
-say = rank_zero_only(log.info)  # to the console and to train.log
+# Test tokens, per process, on which the loss without each block is measured.
+DROP_TOKENS = 2**15
 
 
-def variance_loggers(trainer: Trainer) -> Iterator[VarianceLogger]:
-    """Yield the `VarianceLogger`s of a Trainer."""
-    yield from (c for c in trainer.callbacks if isinstance(c, VarianceLogger))  # type: ignore[attr-defined]
+class Diverged(RuntimeError):
+    """The loss became NaN or infinite, in the forward of the optimizer step `step`."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
-def ask_seldom(trainer: Trainer) -> None:
-    """Check every `ASKED_STEPS` steps, not in each, whether a process has received a SIGTERM.
+def is_logged(trainer: Trainer) -> bool:
+    """Whether the loss of this step is written: the first and last of an epoch, and some between.
 
-    Lightning 2.6 checks by a broadcast, for whose result the host waits, so the GPU becomes idle.
-    Other versions do not check, or name the method otherwise.
+    Each call of `log` costs the host as much as dozens of launches, and the host waits for the
+    GPU where a value is read.
     """
-    loop: Any = trainer.fit_loop.epoch_loop
-    ask = getattr(loop, "_broadcast_sigterm_tensor", lambda: None)
-    loop._broadcast_sigterm_tensor = lambda: (
-        None if loop.batch_idx % ASKED_STEPS else ask()
-    )
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    is_due = every > 0 and (trainer.global_step + 1) % every == 0
+    return is_due or trainer.fit_loop.batch_idx == 0 or trainer.is_last_batch
+
+
+class Scores(Callback):
+    """Collect the validation scores, and stop, in every process, at a loss that is not finite.
+
+    Attributes:
+        by_epoch: The measure on the validation part, after each epoch.
+        restoring: The checkpoint that is being restored; None before and after.
+    """
+
+    def __init__(self, measure: Measure) -> None:
+        self.measure = measure
+        self.by_epoch: list[float] = []
+        self.restoring: Path | None = None
+
+    def on_train_start(self, *args: Any) -> None:
+        self.restoring = None
+
+    def on_test_start(self, *args: Any) -> None:
+        self.restoring = None
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        # On a GPU, only a logged loss is read: the host waits for it anyway.
+        if is_logged(trainer) or loss.device.type == "cpu":
+            total = trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")
+            self._check_finite(trainer, "training", float(total))
+
+    def on_validation_epoch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._check_finite(trainer, "validation", metric(trainer, "val/loss"))
+        if not trainer.sanity_checking:
+            self.by_epoch.append(metric(trainer, f"val/{self.measure.name}"))
+
+    def on_test_epoch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._check_finite(trainer, "test", metric(trainer, "test/loss"))
+
+    def _check_finite(self, trainer: Trainer, name: str, loss: float) -> None:
+        if math.isfinite(loss):
+            return
+        step = trainer.global_step
+        epoch = trainer.current_epoch + (name != "test")
+        raise Diverged(
+            f"{WHO}: the {name} loss is {loss} at step {step} (epoch {epoch}). Lower "
+            "optimizer.lr, clip with trainer.gradient_clip_val=1, or find the operation with "
+            "+trainer.detect_anomaly=true.",
+            step,
+        )
+
+
+def metric(trainer: Trainer, name: str) -> float:
+    """Return the latest value that the LightningModule logged under a name."""
+    logged = trainer.callback_metrics
+    if name not in logged:
+        raise UserError(
+            f"{WHO}: the LightningModule must log {name}; it logged {', '.join(logged)}. "
+            f"Call self.log({name!r}, value)."
+        )
+    return float(logged[name])
+
+
+class BlockDrop(Callback):
+    """Measure the test loss of a GPT without each of its blocks, on its first tokens."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *args: Any
+    ) -> None:
+        net = getattr(pl_module, "net", None)
+        if not isinstance(net, GPT) or self.tokens >= DROP_TOKENS:
+            return
+        targets = batch[1]
+        self.tokens += targets.numel()
+        samples = len(targets)
+        loss = pl_module.loss(*batch)
+        pl_module.log_mean("block_drop/none", loss, samples, logger=False)
+        for number, block in enumerate(net.blocks):
+            assert isinstance(block, Block)
+            with block.dropped():
+                loss = pl_module.loss(*batch)
+            pl_module.log_mean(f"block_drop/{number}", loss, samples, logger=False)
+
+    def result(self, trainer: Trainer) -> dict[str, Any]:
+        """Its part of `result.json`; {} without a GPT."""
+        logged = trainer.callback_metrics
+        losses = [float(logged[key]) for key in logged if key.startswith("block_drop/")]
+        if not losses:
+            return {}
+        whole, *without = losses
+        drop = {"tokens": self.tokens, "loss": whole, "loss_without": without}
+        return {"block_drop": drop}
 
 
 class StepTimer(Callback):
@@ -86,28 +175,10 @@ class StepTimer(Callback):
         return statistics.median(start.elapsed_time(end) for start, end in self._steps)
 
 
-def report(trainer: Trainer, labels: dict[str, Any], result: dict[str, Any]) -> None:
-    """Log the hyperparameters, the final metric and the heat map of variances to TensorBoard."""
-    final = {
-        f"hp/{key}": value for key, value in result.items() if key.startswith("test_")
-    }
-    for logger in (
-        each for each in trainer.loggers if isinstance(each, TensorBoardLogger)
-    ):
-        logger.log_hyperparams(labels, final)
-        for variances in variance_loggers(trainer):
-            # A chart for each quantity, with a line for each norm.
-            kinds = ("input", "output", "affine", "weight_rms")
-            names = [row.layer for row in variances.last]
-            charts = {
-                k: ["Multiline", [f"variance/{n}/{k}" for n in names]] for k in kinds
-            }
-            logger.experiment.add_custom_scalars({"variance": charts})
-            picture = variances.path and variances.path.with_suffix(".png")
-            if picture and picture.is_file():
-                pixels = pil_to_tensor(pil_loader(picture))
-                logger.experiment.add_image("variance", pixels, trainer.global_step)
-        logger.finalize("success")
+def variance_loggers(trainer: Trainer) -> list[VarianceLogger]:
+    """Return the `VarianceLogger`s of a Trainer."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in callbacks if isinstance(each, VarianceLogger)]
 
 
 def variance_lines(trainer: Trainer) -> dict[str, str]:
@@ -117,7 +188,8 @@ def variance_lines(trainer: Trainer) -> dict[str, str]:
         rows = [row for row in logger.last if math.isfinite(row.input_variance)]
         if not rows:
             continue
-        low, high = (f(rows, key=lambda row: row.input_variance) for f in (min, max))
+        low = min(rows, key=lambda row: row.input_variance)
+        high = max(rows, key=lambda row: row.input_variance)
         known = [row for row in rows if math.isfinite(row.output_variance)] or rows
         off = max(
             known, key=lambda row: abs(row.output_variance / row.target_variance - 1)
@@ -140,12 +212,34 @@ def save(content: Any, path: Path) -> None:
 
 
 class Checkpoints(TorchCheckpointIO):
-    """Checkpoints without Lightning's temporary directory; they hold tensors and plain values."""
+    """Checkpoints of one run, with tensors and plain values only.
+
+    Beside Lightning's content, a checkpoint has the run's `identity`, as "run", and its scores.
+    Lightning's own files pass through a temporary directory, which a full disk leaves behind.
+    """
+
+    def __init__(self, scores: Scores, identity: dict[str, Any]) -> None:
+        super().__init__()
+        self.scores = scores
+        self.identity = identity
+        self.curve_key = scores.measure.keys[1]
 
     def save_checkpoint(
         self, checkpoint: Any, path: Any, storage_options: Any = None
     ) -> None:
-        save(checkpoint, Path(path))
+        marks = {"run": self.identity, self.curve_key: list(self.scores.by_epoch)}
+        save(checkpoint | marks, Path(path))
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        self.scores.restoring = Path(path)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        for key, value in self.identity.items():
+            other = checkpoint["run"].get(key)
+            if other != value:
+                raise ValueError(f"it has {key} {other!r}, this run has {value!r}")
+        if not checkpoint["optimizer_states"]:
+            raise ValueError("it lacks the optimizer")
+        # A run that has trained tests its best checkpoint, which may be of an earlier epoch.
+        if not self.scores.by_epoch:
+            self.scores.by_epoch = list(checkpoint[self.curve_key])
+        return checkpoint

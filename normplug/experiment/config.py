@@ -1,22 +1,16 @@
-"""Check a composed configuration, name arms and directories, and say what a mistake is."""
+"""Check a composed configuration, and name the arms and directories of its runs."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import errno
 import inspect
 import re
-import traceback
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import CompactHydraException, HydraException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import (
     ConfigDict,
     Field,
@@ -33,17 +27,11 @@ from typing_extensions import (  # pydantic cannot read Python's before 3.12
 import normplug
 from normplug._swap.layer_modes import ByDepth, Schedule
 from normplug.compare.measure import BASELINE
+from normplug.experiment.errors import WHO, UserError, broken_rule
 
-WHO = "normplug.experiment"
-PLACE = "hydra.run.dir=DIR, or study=NAME for a sweep"
 CHOICES = "hydra:runtime.choices."  # before the name of a group of configs/, in an interpolation
 # Groups whose choices set other keys that name a directory.
 NAMED = ("arm", "experiment")
-SEE_HELP = "`python train.py --help` lists the keys."
-UNWRITABLE = {  # full, over a limit, no permission, or no place for a directory
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
-    errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR,
-}  # fmt: skip
 
 # Types of values, for `Config` and for the annotations of data and models.
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**32)]
@@ -51,7 +39,8 @@ Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Factor: TypeAlias = Annotated[float, Field(ge=0)]
 Group: TypeAlias = dict[str, dict | None] | list | None
 # Decorates what the configuration builds: its arguments must match their annotations.
-checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+ARGUMENTS = ConfigDict(strict=True, arbitrary_types_allowed=True)
+checked = validate_call(config=ARGUMENTS)
 
 # A value of `mode` that sets a target variance per block -> the schedule of `by_depth`.
 BY_DEPTH: dict[str, str | Schedule] = {
@@ -98,12 +87,32 @@ class Config(TypedDict):
     label_smoothing: Annotated[float, Field(ge=0, le=1)]
     study: str | int
     tag: str | int | float | None
+    tags: list[str]
     data: dict
     model: dict
     optimizer: dict
     trainer: dict
     callbacks: NotRequired[Group]
     logger: NotRequired[Group]
+    paths: dict[Literal["data_dir", "log_dir", "output_dir"], str]
+    extras: dict[Literal["print_config", "enforce_tags", "ignore_warnings"], bool]
+
+
+def uses_gpu(cfg: DictConfig) -> bool:
+    """Whether a run of the configuration trains on a CUDA device."""
+    accelerator = value_of(cfg, "trainer.accelerator")
+    return accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+
+
+def fuses_norms(cfg: DictConfig) -> bool:
+    """Whether swapped norms are fused; by default, on a GPU."""
+    fuse = value_of(cfg, "fuse")
+    return uses_gpu(cfg) if fuse is None else fuse
+
+
+def value_of(cfg: DictConfig, key: str) -> Any:
+    """Return a value; None for a key whose interpolation fails, which `check` refuses."""
+    return OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
 
 
 def check(cfg: DictConfig, fuses: bool) -> None:
@@ -116,25 +125,8 @@ def check(cfg: DictConfig, fuses: bool) -> None:
         raise UserError(broken_rule(error)) from None
     except TypeError as error:
         raise UserError(f"{WHO}: swap.*: normplug.swap {error}. Change swap.*.") from None
-    try:
-        if cfg.mode != BASELINE:
-            mode_of(cfg.mode)
-    except (TypeError, ValueError) as error:
-        by_depth = f"By depth: mode={' or mode='.join(BY_DEPTH)}."
-        raise UserError(
-            f"{error} Or mode=baseline, which swaps nothing. {by_depth}"
-        ) from None
-    trainer = values["trainer"]
-    if given := {"callbacks", "logger"} & trainer.keys():
-        raise UserError(
-            f"{WHO}: trainer.{min(given)} comes from a group of its own. Leave it out."
-        )
-    if trainer.get("sync_batchnorm") and cfg.mode != BASELINE:
-        raise UserError(
-            f"{WHO}: trainer.sync_batchnorm=true rebuilds every BatchNorm as a stock "
-            f"SyncBatchNorm, which would drop mode={cfg.mode}. Use instead "
-            "'+trainer.plugins=[{_target_: normplug.lightning.SyncNorms}]'."
-        )
+    _check_mode(cfg.mode)
+    _check_trainer(values["trainer"], cfg.mode)
     if not cfg.train and cfg.ckpt_path is None:
         raise UserError(
             f"{WHO}: train=false only tests a checkpoint. Set ckpt_path=FILE."
@@ -144,93 +136,65 @@ def check(cfg: DictConfig, fuses: bool) -> None:
             f"{WHO}: recompute=true is for fused norms (fuse=true, or null on a GPU) without "
             "compile=true: the compiler decides by itself what to recompute."
         )
-    matrix, bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((1, 1), (1,)))
+    if cfg.extras.enforce_tags and not cfg.tags:
+        raise UserError(
+            f"{WHO}: extras.enforce_tags=true needs tags; got none. Set 'tags=[NAME]'."
+        )
+    _check_arguments("optimizer", cfg.optimizer)
+    matrix = torch.nn.Parameter(torch.zeros(1, 1))
+    bias = torch.nn.Parameter(torch.zeros(1))
     groups = [{"params": [matrix]}, {"params": [bias], "weight_decay": 0.0}]
     instantiate(cfg.optimizer, groups, _convert_="all", _partial_=False)
 
 
-class UserError(CompactHydraException):
-    """A mistake in the command: the message is one sentence, and no traceback follows."""
+def _check_mode(mode: Any) -> None:
+    try:
+        if mode != BASELINE:
+            mode_of(mode)
+    except (TypeError, ValueError) as error:
+        by_depth = f"By depth: mode={' or mode='.join(BY_DEPTH)}."
+        raise UserError(
+            f"{error} Or mode=baseline, which swaps nothing. {by_depth}"
+        ) from None
 
 
-def user_sentence(error: BaseException, checkpoint: Path | None = None) -> str | None:
-    """Return the message for the user; None if the error is a bug, which needs its traceback."""
-    cause: BaseException | None = error
-    while cause is not None:  # the errors that Python's traceback shows
-        if str(cause).startswith("normplug"):
-            return str(cause)
-        reads = isinstance(error, InstantiationException) or (
-            checkpoint and getattr(cause, "filename", None) == str(checkpoint)
+def _check_trainer(trainer: dict[str, Any], mode: Any) -> None:
+    groups = {"callbacks", "logger"} & trainer.keys()
+    if groups:
+        raise UserError(
+            f"{WHO}: trainer.{min(groups)} comes from a group of its own. Leave it out."
         )
-        frames = traceback.extract_tb(cause.__traceback__)
-        makes = bool(frames) and frames[-1].name in (
-            "mkdir",
-            "mkdtemp",
-        )  # fails below /proc
-        if (
-            isinstance(cause, OSError)
-            and (cause.errno in UNWRITABLE or makes)
-            and not reads
-        ):
-            path = Path(cause.filename or "a file of the run").absolute()
-            return (
-                f"{WHO}: {path} cannot be written: {cause.strerror}. Free up space or make it "
-                f"writable, or choose another directory: {PLACE}."
-            )
-        cause = cause.__cause__ or (
-            None if cause.__suppress_context__ else cause.__context__
+    if trainer.get("sync_batchnorm") and mode != BASELINE:
+        raise UserError(
+            f"{WHO}: trainer.sync_batchnorm=true rebuilds every BatchNorm as a stock "
+            f"SyncBatchNorm, which would drop mode={mode}. Use instead "
+            "'+trainer.plugins=[{_target_: normplug.lightning.SyncNorms}]'."
         )
-    if isinstance(error, InstantiationException):
-        key = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
-        where = key[1] if key else "an object of the configuration"
-        if isinstance(error.__cause__, ValidationError):
-            return broken_rule(error.__cause__, where)
-        why, group = one_line(error.__cause__ or error), where.split(".")[0]
-        return f"{WHO}: {where} cannot be built: {why}. Change the keys of {group}."
-    if isinstance(error, (HydraException, OmegaConfBaseException)):
-        text = re.sub(r" full_key: (\S+)( object_type=\w+)?", r" (\1)", one_line(error))
-        if unknown := re.match(r"Could not override '([\w.]+)'", text):
-            near = difflib.get_close_matches(
-                unknown[1], Config.__annotations__, 1, cutoff=0.7
-            )
-            advice = f"Did you mean {near[0]}?" if near else SEE_HELP
-            return f"{WHO}: {unknown[1]} is not a key of the configuration. {advice}"
-        return f"{WHO}: {text}. {SEE_HELP}"
-    frames = traceback.extract_tb(error.__traceback__)
-    if checkpoint and any(f.filename.endswith("checkpoint_connector.py") for f in frames):
-        why = one_line(error).split(". ")[0][
-            :200
-        ]  # what follows is advice for another program
-        return (
-            f"{WHO}: the checkpoint {checkpoint} cannot be restored ({type(error).__name__}: "
-            f"{why}). Give a whole checkpoint of the same run, or change this run to match it."
+    if trainer.get("limit_test_batches") == 0:
+        raise UserError(
+            f"{WHO}: trainer.limit_test_batches=0 leaves a run without its test score, by "
+            "which arms are compared. Set it to 1 or more."
         )
-    return None
+    _check_arguments("trainer", trainer)
 
 
-def broken_rule(error: ValidationError, group: str = "") -> str:
-    """Return the message for the first value that pydantic refuses; `group` has the value."""
-    errors = error.errors()
-    first = errors[0]
-    if first["type"].startswith(("unexpected", "missing", "extra")):
-        what = "; ".join(
-            f"{e['msg'].lower()}: {'.'.join(map(str, e['loc']))}" for e in errors
-        )
-        sizes = {e["loc"][-1] for e in errors} & {"num_classes", "vocabulary"}
-        pair = "Choose a model and data that match, such as model=gpt_tiny data=text."
-        return f"{WHO}: {group or 'the configuration'}: {what}. {pair if sizes else SEE_HELP}"
-    # Where a value may have several types, one part is a type, such as dict[str,int].
-    parts = [str(p) for p in (group, *first["loc"]) if re.fullmatch(r"[\w.]+", str(p))]
-    rule = re.sub(r"^\w+ should ", "", first["msg"])
-    words = {"None": "null", "True": "true", "False": "false"}  # as a user types them
-    text = repr(first["input"])[:200]
-    return f"{WHO}: {'.'.join(parts)} should {rule}; got {words.get(text, text)}."
-
-
-def one_line(error: BaseException) -> str:
-    """Return the message of an error on one line, without its full stop."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text[:500].rstrip(".!")
+def _check_arguments(group: str, node: Any) -> None:
+    """Refuse a number or a text that is not of the type of the object's argument."""
+    target: Any = get_object(node["_target_"])
+    builder: Any = target.__init__ if inspect.isclass(target) else target
+    hints = get_type_hints(builder)
+    for key, value in node.items():
+        is_plain = isinstance(value, (bool, int, float, str)) and value != "auto"
+        if not is_plain or key not in hints:
+            continue
+        try:
+            TypeAdapter(hints[key], config=ARGUMENTS).validate_python(value, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            rule = re.sub(r"^\w+ should ", "", first["msg"])
+            raise UserError(
+                f"{WHO}: {group}.{key} should {rule}; got {value!r}."
+            ) from None
 
 
 def mode_of(mode: str | float) -> normplug.NormMode | ByDepth:

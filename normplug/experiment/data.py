@@ -8,7 +8,6 @@ import os
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -16,7 +15,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-from PIL import Image
 from pydantic import (
     ConfigDict,
     Field,
@@ -30,13 +28,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision import datasets
-from torchvision.transforms.v2 import functional as v2
 from typing_extensions import TypedDict  # pydantic cannot read Python's before 3.12
 
 from normplug.compare.measure import ACCURACY, Measure
 from normplug.experiment.callbacks import save
-from normplug.experiment.config import WHO, Seed, UserError
-from normplug.experiment.image_tree import ClassFolders, find_parts
+from normplug.experiment.config import Seed
+from normplug.experiment.errors import WHO, UserError
+from normplug.experiment.image_files import ClassFolders, ImageFiles, find_parts
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 STRICT = ConfigDict(strict=True, extra="forbid")  # of the arguments of data
@@ -60,8 +58,27 @@ def stream_seed(purpose: int, seed: int, time: int = 0, shard: int = 0) -> int:
 class Part(TensorDataset):
     """Inputs and targets, (N, ...), on the host or on a GPU, indexed a batch at a time."""
 
+    @property
+    def targets(self) -> Tensor:
+        return self.tensors[1]
+
+    def subset(self, rows: Sequence[int]) -> Part:
+        """Return the samples of some rows."""
+        return Part(*self[torch.as_tensor(rows)])
+
+    def sample(self) -> Tensor:
+        """Return the inputs from which the mean and the variance are computed: all."""
+        return self.tensors[0]
+
+    def to(self, device: torch.device) -> Part:
+        """Return the part on another device."""
+        return Part(*(tensor.to(device) for tensor in self.tensors))
+
     def __getitems__(self, rows: Sequence[int]) -> tuple[Tensor, ...]:
         return self[torch.tensor(rows).to(self.tensors[0].device, non_blocking=True)]
+
+
+Images: TypeAlias = Part | ImageFiles  # in memory, or read for each batch
 
 
 @dataclass(eq=False, kw_only=True, config=STRICT)
@@ -88,6 +105,11 @@ class Source(LightningDataModule, ABC):
         """The arguments of a model that come from the data."""
         return {name: getattr(self, name) for name in self.gives}
 
+    @property
+    def items_per_batch(self) -> int:
+        """The number of images, or of tokens, in a batch of training."""
+        return self.batch_size * self.sizes.get("block_size", 1)
+
     def about(self) -> str:
         """A line that says where the parts come from; "" where that is no choice of the user."""
         return ""
@@ -96,8 +118,9 @@ class Source(LightningDataModule, ABC):
         """The data's part of `result.json`; `score` is the measure of the test part."""
         return {}
 
-    def set_parts(self, *parts: Part) -> None:
+    def set_parts(self, *parts: Images) -> None:
         """Set the training, validation and test part, moved to the device that stores them."""
+        in_memory = [part for part in parts if isinstance(part, Part)]
         device = (
             torch.device("cpu")
             if self.trainer is None
@@ -105,18 +128,20 @@ class Source(LightningDataModule, ABC):
         )
         stored = device.type == "cuda" and self.device != "cpu"
         if self.device == "auto" and stored:
-            size = sum(tensor.nbytes for part in parts for tensor in part.tensors)
+            size = sum(tensor.nbytes for part in in_memory for tensor in part.tensors)
             stored = size <= GPU_SHARE * torch.cuda.mem_get_info(device)[0]
-        if stored:
-            parts = tuple(
-                Part(*(tensor.to(device) for tensor in part.tensors)) for part in parts
-            )
+        if stored and in_memory:
+            parts = tuple(part.to(device) for part in in_memory)
         self.train_part, self.val_part, self.test_part = parts
 
     def shards(self) -> tuple[int, int]:
         """Return the number of data-parallel processes, and the rank of this one."""
         shards = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return (1, 0) if shards is None else (shards["num_replicas"], shards["rank"])
+
+    def loader_options(self) -> dict[str, Any]:
+        """How a DataLoader gets its batches: by default whole, from `__getitems__` of a part."""
+        return {"collate_fn": tuple}
 
     def train_dataloader(self) -> DataLoader[Batch]:
         shards, shard = self.shards()
@@ -138,7 +163,7 @@ class Source(LightningDataModule, ABC):
     def test_dataloader(self) -> DataLoader[Batch]:
         return self._evaluation_loader(self.test_part)
 
-    def _evaluation_loader(self, part: Part) -> DataLoader[Batch]:
+    def _evaluation_loader(self, part: Images) -> DataLoader[Batch]:
         shards, shard = self.shards()
         batch_size = EVALUATION_BATCHES * self.batch_size
         samples, longer = divmod(len(part), shards)
@@ -159,15 +184,16 @@ class Source(LightningDataModule, ABC):
         self, sampler: DistributedSampler[int], batch_size: int, drop_last: bool = False
     ) -> DataLoader[Batch]:
         part: Any = sampler.dataset
+        on_gpu = isinstance(part, Part) and part.tensors[0].is_cuda
         return DataLoader(
             part,
             batch_size,
             sampler=sampler,
-            collate_fn=tuple,  # `__getitems__` returns whole batches
-            pin_memory=torch.cuda.is_available() and not part.tensors[0].is_cuda,
+            pin_memory=torch.cuda.is_available() and not on_gpu,
             drop_last=drop_last,
             # Otherwise each pass would draw a seed from the global generator, which dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
+            **self.loader_options(),
         )
 
 
@@ -187,10 +213,10 @@ class ImageData(Source):
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
 
     @abstractmethod
-    def load(self) -> tuple[Part, Part]:
+    def load(self) -> tuple[Images, Images]:
         """Return the images that `split` takes, and the test images."""
 
-    def split(self, images: Part) -> tuple[Part, Part]:
+    def split(self, images: Images) -> tuple[Images, Images]:
         """Return the images for training, and those for validation."""
         return self.hold_out(images, self.val_fraction)
 
@@ -200,30 +226,21 @@ class ImageData(Source):
             return
         images, test = self.load()
         train, val = self.split(images)
-        channels = train.tensors[0].unbind(1)
-        counts = [channel.flatten().bincount(minlength=256) for channel in channels]
-        share = (
-            torch.stack(counts).double() / counts[0].sum()
-        )  # of each value, per channel
-        values = torch.arange(256, dtype=torch.float64) / 255
-        mean = share @ values
-        var = (share * (values - mean[:, None]).square()).sum(1)
-        # At least 1/255: a constant channel becomes 0.
-        self.mean, self.std = mean.float(), var.sqrt().clamp(min=1 / 255).float()
+        self.mean, self.std = mean_and_std(train.sample())
         self.set_parts(train, val, test)
 
-    def hold_out(self, images: Part, fraction: float) -> tuple[Part, Part]:
+    def hold_out(self, images: Images, fraction: float) -> tuple[Images, Images]:
         """Split off `fraction` of every class, the same images in every run."""
         from sklearn.model_selection import train_test_split  # slow to import
 
-        labels = images.tensors[1]
+        labels = images.targets
         count = int((labels.unique(return_counts=True)[1] * fraction).round().sum())
         options = {"test_size": count, "stratify": labels, "random_state": SPLIT_SEED}
         try:
             kept, held = train_test_split(range(len(images)), **options)
         except ValueError as error:
             raise ValueError(f"{WHO}: {error} Use more images of each class.") from None
-        return Part(*images[np.sort(kept)]), Part(*images[np.sort(held)])
+        return images.subset(sorted(kept)), images.subset(sorted(held))
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalise a batch on its device; while training, augment it too."""
@@ -242,6 +259,18 @@ class ImageData(Source):
             )
         # Lightning calls convert_input before this hook, too early: bf16-true skips uint8 images.
         return self.trainer.precision_plugin.convert_input(images), labels
+
+
+def mean_and_std(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and the std of the channels of images (N, C, H, W), uint8, as 0 to 1."""
+    counts = [channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]
+    # The share of each value in a channel.
+    share = torch.stack(counts).double() / counts[0].sum()
+    values = torch.arange(256, dtype=torch.float64) / 255
+    mean = share @ values
+    var = (share * (values - mean[:, None]).square()).sum(1)
+    # At least 1/255: a constant channel becomes 0.
+    return mean.float(), var.sqrt().clamp(min=1 / 255).float()
 
 
 def crop_and_flip(
@@ -276,7 +305,7 @@ class Digits(ImageData):
     num_classes = 10
     image_size = 8
 
-    def load(self) -> tuple[Part, Part]:
+    def load(self) -> tuple[Images, Images]:
         from sklearn.datasets import load_digits  # slow to import
 
         digits = load_digits()
@@ -341,7 +370,7 @@ class Fake(ImageData):
     image_size: PositiveInt = 32
     num_images: PositiveInt = 1000
 
-    def load(self) -> tuple[Part, Part]:
+    def load(self) -> tuple[Images, Images]:
         generator = torch.Generator().manual_seed(SPLIT_SEED)
         labels = torch.arange(self.num_images) % self.num_classes
         # Coarse: a pattern stays recognisable when a crop moves it by a few pixels.
@@ -361,14 +390,17 @@ class Fake(ImageData):
 class ImageFolder(ImageData):
     """A tree of image files, one directory per class; docs/experiments.md says where.
 
-    The shorter side of an image is resized to `image_size`, then the centre is cut out. `cache`
-    gets a file for each part, named by the path, size and modification time of each image.
+    The images are decoded into memory if they take at most `memory_gib` there. Otherwise they stay
+    in their files, and `num_workers` processes read a batch when it is needed; the pixels are the
+    same. `cache` keeps the decoded images for later runs, in a file for each part, named by the
+    path, size and modification time of each image.
     """
 
     root: str
     image_size: PositiveInt
     memory_gib: NonNegativeFloat = 4.0
     cache: str | None = None
+    num_workers: NonNegativeInt = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -392,6 +424,16 @@ class ImageFolder(ImageData):
                 f"for training and test; got {self.num_classes} for training.{only}"
             )
 
+    @property
+    def gib(self) -> float:
+        """The memory that the decoded images take, in GiB."""
+        return sum(map(len, self.folders)) * 3 * self.image_size**2 / 2**30
+
+    @property
+    def streams(self) -> bool:
+        """Whether the images stay in their files."""
+        return self.gib > self.memory_gib
+
     def about(self) -> str:
         training = self._described(self.train_folder)
         held_out = f"{100 * self.val_fraction:g}%"
@@ -403,66 +445,49 @@ class ImageFolder(ImageData):
             validation = f"{held_out} of the training images"
         if self.val_folder is not None:
             validation = self._described(self.val_folder)
-        return f"data: training {training}, test {test}, validation {validation}"
+        size = f"{self.gib:.3g} GiB"
+        way = f"decoded into memory ({size})"
+        if self.streams:
+            way = f"read for each batch ({size} decoded, above data.memory_gib={self.memory_gib:g})"
+        return f"data: training {training}, test {test}, validation {validation}; {way}"
 
     def _described(self, folder: ClassFolders) -> str:
         return f"{Path(folder.root).name}/ ({len(folder)} images)"
 
-    def load(self) -> tuple[Part, Part]:
-        size = sum(map(len, self.folders)) * 3 * self.image_size**2 / 2**30
-        if size > self.memory_gib:
-            raise UserError(
-                f"{WHO}: the decoded images take {size:.3g} GiB, more than data.memory_gib="
-                f"{self.memory_gib}. Set a larger data.memory_gib or a smaller data.image_size."
-            )
-        images = self._part(self.train_folder)
+    def load(self) -> tuple[Images, Images]:
+        images = self._images(self.train_folder)
         if self.test_folder is None:
             return self.hold_out(images, TEST_FRACTION)
-        return images, self._part(self.test_folder)
+        return images, self._images(self.test_folder)
 
-    def split(self, images: Part) -> tuple[Part, Part]:
+    def split(self, images: Images) -> tuple[Images, Images]:
         if self.val_folder is None:
             return super().split(images)
-        return images, self._part(self.val_folder)
+        return images, self._images(self.val_folder)
 
-    def _part(self, folder: ClassFolders) -> Part:
-        images = self._decoded([path for path, _ in folder.samples])
-        return Part(images, torch.tensor(folder.targets))
+    def loader_options(self) -> dict[str, Any]:
+        if not self.streams:
+            return super().loader_options()
+        workers = self.num_workers
+        return {"num_workers": workers, "persistent_workers": workers > 0}
 
-    def _decoded(self, paths: Sequence[str]) -> Tensor:
+    def _images(self, folder: ClassFolders) -> Images:
+        files = ImageFiles(folder.samples, self.image_size)
+        if self.streams:
+            return files
+        return Part(self._decoded(files), files.targets)
+
+    def _decoded(self, files: ImageFiles) -> Tensor:
         if self.cache is None:
-            return decode(paths, self.image_size)
+            return files.decoded()
+        paths = [path for path, _ in files.samples]
         stats = [(path, os.path.getsize(path), os.path.getmtime(path)) for path in paths]
         state = hashlib.sha256(repr((self.image_size, stats)).encode()).hexdigest()
         named = Path(self.cache).expanduser().resolve()
         cache = named.with_name(f"{named.stem}-{state[:16]}{named.suffix}")
         if not cache.exists():
-            save(decode(paths, self.image_size), cache)
+            save(files.decoded(), cache)
         return torch.load(cache, mmap=True, weights_only=True)
-
-
-def decode(paths: Sequence[str], image_size: int) -> Tensor:
-    """Read image files as RGB, (N, 3, image_size, image_size), uint8."""
-    images = torch.empty(len(paths), 3, image_size, image_size, dtype=torch.uint8)
-
-    def read(image: Tensor, path: str) -> None:
-        try:
-            with Image.open(path) as file:
-                if file.mode.startswith(("I", "F")):  # Pillow would clip them to 8 bits
-                    raise ValueError(
-                        f"its pixels have the mode {file.mode}, more than 8 bits"
-                    )
-                picture = file.convert("RGB")
-        except Exception as error:  # Pillow's readers raise many types
-            raise ValueError(
-                f"{WHO}: {path} is not a readable image ({error}). Replace or delete it."
-            ) from error
-        square = v2.center_crop(v2.resize(picture, [image_size]), [image_size])
-        image.copy_(v2.pil_to_tensor(square))
-
-    with ThreadPoolExecutor() as pool:  # Pillow releases the GIL to decode and resize
-        list(pool.map(read, images, paths))  # the list raises the error of a file
-    return images
 
 
 @dataclass(eq=False, kw_only=True, config=STRICT)

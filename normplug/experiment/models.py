@@ -18,7 +18,8 @@ from torchvision.models import VisionTransformer, get_model
 import normplug
 from normplug._checks import needs
 from normplug.compare.measure import BASELINE
-from normplug.experiment.config import WHO, Fraction, UserError, checked, mode_of
+from normplug.experiment.config import Fraction, checked, mode_of
+from normplug.experiment.errors import WHO, UserError
 
 PROBED_TOKENS = 16
 LEAK = 1e-5  # of the change at the last token; see `is_causal`

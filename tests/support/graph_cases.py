@@ -70,7 +70,7 @@ def trained(rank, world, device):
     results = {}
     for precision in ("32-true", "bf16-mixed"):
         for graph in (False, True):
-            learner, graphs = Learner(make_net(), ACCURACY, settings(graph), {}), Graphs()
+            learner, graphs = Learner(make_net(), ACCURACY, settings(graph)), Graphs()
             environment = TorchElasticEnvironment()
             with tempfile.TemporaryDirectory() as directory:
                 lightning_cases.trainer(

@@ -53,7 +53,7 @@ def composed(*overrides, **options):
     """The configuration of a command line."""
     from hydra import compose, initialize_config_dir
 
-    from normplug.experiment.run import CONFIGS
+    from normplug.experiment.errors import CONFIGS
 
     with initialize_config_dir(CONFIGS, version_base="1.3"):
         return compose("train", [*overrides], **options)

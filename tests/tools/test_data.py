@@ -19,7 +19,6 @@ from PIL import Image
 from torch import nn
 
 import lightning_cases
-from normplug.experiment.config import UserError, user_sentence
 from normplug.experiment.data import (
     Digits,
     Fake,
@@ -29,9 +28,9 @@ from normplug.experiment.data import (
     Text,
     Torchvision,
     crop_and_flip,
-    decode,
 )
-from normplug.experiment.run import CONFIGS
+from normplug.experiment.errors import CONFIGS, UserError, user_sentence
+from normplug.experiment.image_files import ImageFiles
 from training import composed
 
 SIZE = 6  # of the images in `tree`
@@ -266,7 +265,7 @@ class TestImageFolder:
     def test_a_cache_is_read_until_the_tree_changes(self, tree, tmp_path):
         file = tmp_path / "new/pets.pt"
         images, *_ = parts(folder(tree, cache=str(file)))
-        with patch("normplug.experiment.data.decode", side_effect=AssertionError):
+        with patch.object(ImageFiles, "decoded", side_effect=AssertionError):
             again, *_ = parts(folder(tree, cache=str(file)))
         assert torch.equal(images.inputs, again.inputs)
         Image.new("RGB", (SIZE, SIZE)).save(tree / "train/cat/00.png")
@@ -280,18 +279,30 @@ class TestImageFolder:
         image = Image.new("RGB", (24, 8), "black")
         image.paste("white", (8, 0, 16, 8))
         image.save(tmp_path / "wide.png")
-        assert (decode([tmp_path / "wide.png"], 8) == 255).all()
-        assert (
-            decode([tmp_path / "wide.png"], 4).min() > 200
-        )  # the resize blurs the edges
+        samples = [(str(tmp_path / "wide.png"), 0)]
+        assert (ImageFiles(samples, 8).decoded() == 255).all()
+        # The resize blurs the edges.
+        assert ImageFiles(samples, 4).decoded().min() > 200
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_images_beyond_the_memory_are_streamed_to_the_same_batches(
+        self, tree, workers
+    ):
+        options = {"root": str(tree), "image_size": 8, "batch_size": 5}
+        cached = ImageFolder(**options)
+        streamed = ImageFolder(**options, memory_gib=0, num_workers=workers)
+        assert cached.about().endswith("; decoded into memory (8.58e-06 GiB)")
+        assert streamed.about().endswith("GiB decoded, above data.memory_gib=0)")
+        models = [fit(data) for data in (cached, streamed)]
+        for epoch in range(2):
+            batches = [torch.cat(model.batches[epoch]) for model in models]
+            assert torch.equal(*batches)
+        assert torch.equal(*(torch.cat(model.val) for model in models))
+        assert len(cached.test_part) == len(streamed.test_part)
 
     def test_refuses_a_tree_that_it_cannot_use(self, tree):
         with pytest.raises(FileNotFoundError, match="Couldn't find any class folder"):
             folder(tree / "train" / "cat")
-        with pytest.raises(
-            UserError, match=r"GiB, more than data.memory_gib=1e-09. Set a larger"
-        ):
-            folder(tree, memory_gib=1e-9).setup("fit")
         (tree / "test" / "emu").mkdir()
         with pytest.raises(FileNotFoundError, match="no valid file for the classes emu"):
             folder(tree)
@@ -424,13 +435,16 @@ class TestImageFolder:
         ):
             folder(tree).setup("fit")
 
-    def test_names_an_unreadable_image(self, tree):
-        (tree / "train" / "dog" / "05.png").write_bytes(b"no image")
-        with pytest.raises(
-            ValueError, match=r"dog/05.png is not a readable image"
-        ) as caught:
-            folder(tree).setup("fit")
-        assert user_sentence(caught.value).endswith("Replace or delete it.")
+    @pytest.mark.parametrize("memory", [4.0, 0.0])
+    def test_names_an_unreadable_image(self, tree, memory):
+        broken = tree / "train/dog/05.png"
+        broken.write_bytes(b"no image")
+        data = folder(tree, memory_gib=memory, num_workers=1)
+        with pytest.raises(ValueError, match="is not a readable image") as caught:
+            fit(data)
+        sentence = user_sentence(caught.value)
+        assert sentence.startswith(f"normplug.experiment: {broken} is not a readable")
+        assert sentence.endswith("Replace or delete it.")
 
 
 @pytest.mark.parametrize(

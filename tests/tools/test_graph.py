@@ -19,8 +19,8 @@ from accuracy import assert_same_bits
 from normplug import SyncBatchNorm
 from normplug._ops import exchange
 from normplug._tools import heat_map
-from normplug.experiment.config import UserError
-from normplug.experiment.learner import GraphedLoss, refuse_graph
+from normplug.experiment.errors import UserError
+from normplug.experiment.graph import GraphedLoss, refuse_graph
 from sync_cases import ran
 from training import SMALL
 

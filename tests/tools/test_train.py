@@ -25,10 +25,10 @@ import train
 from normplug._ops import recompute
 from normplug.compare import main as compare_arms
 from normplug.experiment.callbacks import StepTimer
-from normplug.experiment.config import BY_DEPTH, UserError, mode_of
+from normplug.experiment.config import BY_DEPTH, mode_of
+from normplug.experiment.errors import CONFIGS, UserError
 from normplug.experiment.learner import make_optimizer, make_scheduler
 from normplug.experiment.models import GPT, apply_arm, hf_causal_lm, resnet, vit
-from normplug.experiment.run import CONFIGS
 from programs import program
 from statistics_cases import rows_of
 from training import (
@@ -446,7 +446,7 @@ def test_a_debug_run_takes_five_steps_an_epoch_of_any_model(trains, tmp_path):
 BOTH = """
 import os, train
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from normplug.experiment.run import rank_zero_only
+from normplug.experiment.task import rank_zero_only
 
 os.environ["MASTER_PORT"] = str(find_free_network_port())
 first = os.fork()

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import training
-from normplug.experiment.run import FORMER, LAST, LOCK
+from normplug.experiment.task import FORMER, LAST, LOCK
 from training import GOLDEN, PLAIN, result_of
 
 SMALL = [*training.SMALL, PLAIN]

@@ -11,7 +11,7 @@ import torch
 
 from normplug.compare import compare
 from normplug.experiment.learner import Learner
-from normplug.experiment.run import LAST
+from normplug.experiment.task import LAST
 from programs import program
 from training import PLAIN, SWEEP, TWO_PROCESSES, result_of, results
 
@@ -111,7 +111,7 @@ def spoil(monkeypatch):
 
 
 def test_a_sweep_with_a_diverged_arm_goes_on_and_leaves_it_out(refuses, tmp_path, spoil):
-    spoil(lambda model: model.identity["arm"] == "0.5")
+    spoil(lambda model: model.cfg.mode == 0.5)
     output = refuses(*TINY, "mode=0.5,golden", "-m")
     table = compare(tmp_path / "logs").table
     assert dict(zip(table.arm, table.n_finished, strict=True)) == {"0.5": 0, "golden": 1}

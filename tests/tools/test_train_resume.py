@@ -10,7 +10,7 @@ import torch
 
 import train
 from normplug.experiment.learner import Learner
-from normplug.experiment.run import LAST
+from normplug.experiment.task import LAST
 from programs import program
 from statistics_cases import rows_of
 from training import GOLDEN, PLAIN, SMALL, SWEEP, logged, result_of, run_train
@@ -48,7 +48,7 @@ def interrupted(command, signum, *overrides):
     training_step = Learner.training_step
 
     def stopping(self, batch, batch_idx):
-        if self.trainer.global_step == 9 and self.identity["arm"] == "golden":
+        if self.trainer.global_step == 9 and self.cfg.mode == "golden":
             signal.raise_signal(signum)
         return training_step(self, batch, batch_idx)
 

@@ -10,8 +10,9 @@ import math
 import yaml
 from omegaconf import OmegaConf
 
-from normplug.experiment.config import UserError, direction_of
-from normplug.experiment.run import ReportSearch
+from normplug.experiment.config import direction_of
+from normplug.experiment.errors import UserError
+from normplug.experiment.sweeps import ReportSearch
 from training import PLAIN, SMALL, results
 
 pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs normplug[optuna]")

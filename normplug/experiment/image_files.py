@@ -1,14 +1,20 @@
-"""Trees of image files: the directories of their parts, and the classes."""
+"""Trees of image files: the directories of their parts, the classes, and the images."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
 from torchvision import datasets
+from torchvision.transforms import v2
 
-from normplug.experiment.config import WHO, UserError
+from normplug.experiment.errors import WHO, UserError
 
 # The names of the directories of the parts, in lower case.
 PART_NAMES = {
@@ -20,6 +26,68 @@ PART_NAMES = {
     "test": "test",
     "testing": "test",
 }
+
+# A stream takes the mean and the variance of its channels from this many images.
+SAMPLED_IMAGES = 4096
+
+
+class ImageFiles(Dataset[tuple[Tensor, int]]):
+    """Image files with their labels, each read when it is asked for.
+
+    An image is RGB, (3, image_size, image_size), uint8. Its shorter side is resized to
+    `image_size`, then the centre is cut out.
+    """
+
+    def __init__(self, samples: Sequence[tuple[str, int]], image_size: int) -> None:
+        self.samples = samples
+        self.image_size = image_size
+        size = [image_size]
+        steps = [v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()]
+        self.transform = v2.Compose(steps)
+
+    @property
+    def targets(self) -> Tensor:
+        """The labels, (N,), int64."""
+        return torch.tensor([label for _, label in self.samples])
+
+    def subset(self, rows: Sequence[int]) -> ImageFiles:
+        """Return the images of some rows."""
+        return ImageFiles([self.samples[row] for row in rows], self.image_size)
+
+    def sample(self) -> Tensor:
+        """Return images at even distances, at most `SAMPLED_IMAGES`, as `decoded` does."""
+        step = -(-len(self) // SAMPLED_IMAGES)
+        return self.subset(range(0, len(self), step)).decoded()
+
+    def decoded(self) -> Tensor:
+        """Read all images, (N, 3, image_size, image_size), uint8."""
+        shape = (len(self), 3, self.image_size, self.image_size)
+        images = torch.empty(shape, dtype=torch.uint8)
+
+        def read(row: int) -> None:
+            images[row] = self[row][0]
+
+        with ThreadPoolExecutor() as pool:  # Pillow releases the GIL to decode and resize
+            list(pool.map(read, range(len(self))))  # the list raises the error of a file
+        return images
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        path, label = self.samples[row]
+        try:
+            with Image.open(path) as file:
+                if file.mode.startswith(("I", "F")):  # Pillow would clip them to 8 bits
+                    raise ValueError(
+                        f"its pixels have the mode {file.mode}, more than 8 bits"
+                    )
+                picture = file.convert("RGB")
+        except Exception as error:  # Pillow's readers raise many types
+            raise ValueError(
+                f"{WHO}: {path} is not a readable image ({error}). Replace or delete it."
+            ) from error
+        return self.transform(picture), label
 
 
 def is_visible(name: str) -> bool:

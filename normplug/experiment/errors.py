@@ -1,0 +1,163 @@
+"""What a mistake in the command is, in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from hydra.errors import CompactHydraException, HydraException, InstantiationException
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+WHO = "normplug.experiment"
+PLACE = "hydra.run.dir=DIR, or study=NAME for a sweep"
+SEE_HELP = "`python train.py --help` lists the keys."
+
+# The packed copy of a wheel, or the directory of a checkout.
+PLACES = Path(__file__).with_name("configs"), Path(__file__).parents[2] / "configs"
+CONFIGS = str(next(filter(Path.is_dir, PLACES)))
+
+UNWRITABLE = {  # full, over a limit, no permission, or no place for a directory
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
+    errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR,
+}  # fmt: skip
+PLUGINS = {"optuna": "optuna", "joblib": "sweep"}  # of Hydra -> the extra that brings it
+YAML_NAMES = {"None": "null", "True": "true", "False": "false"}
+
+
+class UserError(CompactHydraException):
+    """A mistake in the command: the message is one sentence, and no traceback follows."""
+
+
+def user_sentence(error: BaseException, restoring: Path | None = None) -> str | None:
+    """Return the message for the user; None if the error is a bug, which needs its traceback.
+
+    `restoring` is the checkpoint that was being restored when the error was raised.
+    """
+    shown = list(_shown_with(error))
+    for cause in shown:
+        message = _message_of(cause)
+        if message.startswith("normplug"):
+            return message
+    if restoring is not None:
+        why = one_line(error).split(". ")[0]  # what follows is advice for another program
+        return (
+            f"{WHO}: the checkpoint {restoring} cannot be restored "
+            f"({type(error).__name__}: {why[:200]}). Give a whole checkpoint of the same "
+            "run, or change this run to match it."
+        )
+    if isinstance(error, InstantiationException):
+        return _not_built(error)
+    for cause in shown:
+        if isinstance(cause, OSError) and cause.errno in UNWRITABLE:
+            path = Path(cause.filename or "a file of the run").absolute()
+            return (
+                f"{WHO}: {path} cannot be written: {cause.strerror}. Free up space or make "
+                f"it writable, or choose another directory: {PLACE}."
+            )
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return _not_composed(error)
+    return None
+
+
+def _shown_with(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that Python's traceback shows with it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        context = None if cause.__suppress_context__ else cause.__context__
+        cause = cause.__cause__ or context
+
+
+def _message_of(error: BaseException) -> str:
+    """Return the message of an error, also of one in a process of a DataLoader."""
+    text = str(error)
+    if text.startswith(
+        "Caught "
+    ):  # torch adds the traceback; its last line has the message
+        return text.rstrip().splitlines()[-1].partition(": ")[2]
+    return text
+
+
+def _not_built(error: InstantiationException) -> str:
+    """Return the message for an object that Hydra could not instantiate."""
+    key = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
+    where = key[1] if key else "an object of the configuration"
+    cause = error.__cause__ or error
+    if isinstance(cause, ValidationError):
+        return broken_rule(cause, where)
+    group = where.split(".")[0]
+    return (
+        f"{WHO}: {where} cannot be built: {one_line(cause)}. Change the keys of {group}."
+    )
+
+
+def _not_composed(error: BaseException) -> str:
+    """Return the message for a command line that Hydra could not compose."""
+    text = re.sub(r" full_key: (\S+)( object_type=\w+)?", r" (\1)", one_line(error))
+    plugin = re.search(r"Could not find 'hydra/(?:sweeper|launcher)/(\w+)'", text)
+    if plugin and plugin[1] in PLUGINS:
+        extra = PLUGINS[plugin[1]]
+        return f'{WHO}: {plugin[1]} needs its plugin: pip install "normplug[{extra}]"'
+    unknown = re.match(r"Could not override '([\w.]+)'", text)
+    if unknown is None:
+        return f"{WHO}: {text}. {SEE_HELP}"
+    near = difflib.get_close_matches(unknown[1], known_keys(), 2, cutoff=0.75)
+    advice = f"Did you mean {' or '.join(near)}?" if near else SEE_HELP
+    return f"{WHO}: {unknown[1]} is not a key of the configuration. {advice}"
+
+
+def known_keys() -> list[str]:
+    """Return the groups of configs/, and every key that one of its files has."""
+    root = Path(CONFIGS)
+    keys: set[str] = set()
+    for path in root.rglob("*.yaml"):
+        group = ".".join(path.relative_to(root).parent.parts)
+        is_global = not group or "@package _global_" in path.read_text().splitlines()[0]
+        content = yaml.safe_load(path.read_text()) or {}
+        keys.update(_dotted(content, "" if is_global else f"{group}."))
+        keys.add(group)
+    return sorted(keys - {""})
+
+
+def _dotted(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in values.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+
+
+def broken_rule(error: ValidationError, group: str = "") -> str:
+    """Return the message for the first value that pydantic refuses; `group` has the value."""
+    errors = error.errors()
+    first: Mapping[str, Any] = errors[0]
+    if first["type"].startswith(("unexpected", "missing", "extra")):
+        names = [".".join(map(str, each["loc"])) for each in errors]
+        what = "; ".join(
+            f"{each['msg'].lower()}: {name}"
+            for each, name in zip(errors, names, strict=True)
+        )
+        other_kind = {"num_classes", "vocabulary"} & set(names)
+        advice = SEE_HELP
+        if other_kind:
+            advice = (
+                "Choose data and a model that match, such as data=text model=gpt_tiny."
+            )
+        return f"{WHO}: {group or 'the configuration'}: {what}. {advice}"
+    # Where a value may have several types, one part is a type, such as dict[str,int].
+    parts = [str(p) for p in (group, *first["loc"]) if re.fullmatch(r"[\w.]+", str(p))]
+    rule = re.sub(r"^\w+ should ", "", first["msg"])
+    text = repr(first["input"])[:200]
+    value = YAML_NAMES.get(text, text)
+    return f"{WHO}: {'.'.join(parts)} should {rule}; got {value}."
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error on one line, without its full stop."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:500].rstrip(".!")

@@ -1,0 +1,83 @@
+"""What Hydra calls when a sweep starts and ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig
+
+from normplug.compare.measure import RESULT, Measure
+from normplug.experiment.config import CHOICES, unnamed_keys
+from normplug.experiment.errors import WHO
+from normplug.experiment.task import validation_of
+
+
+class CompareArms(Callback):
+    """Refuse a sweep whose runs would share a directory; compare its arms when it ends."""
+
+    @rank_zero_only
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        keys = unnamed_keys(config)
+        if not keys:
+            return
+        names = ", ".join(key.removeprefix(CHOICES) for key in keys)
+        tag = "_".join(f"${{{key}}}" for key in keys)
+        # Hydra turns any other exception of a callback into a warning.
+        print(
+            f"{WHO}: the runs of a sweep over {names} would share a directory, and be one arm of "
+            f"the comparison. Name an arm for each value: 'tag={tag}'. For learning rates there is "
+            "experiment=rates.",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+
+    @rank_zero_only
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from normplug.compare import main  # which training need not import
+
+        if code := main([str(config.hydra.sweep.dir)]):
+            sys.exit(code)
+
+
+class ReportSearch(Callback):
+    """Say at the end of a search how its trials ended, and which one is the best."""
+
+    @rank_zero_only
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        directory = Path(config.hydra.sweep.dir)
+        paths = sorted(directory.rglob(RESULT), key=lambda path: path.stat().st_mtime)
+        results = [json.loads(path.read_bytes()) for path in paths]
+        statuses = Counter(result["status"] for result in results)
+        counts = [f"{count} {status}" for status, count in sorted(statuses.items())]
+        print(f"{directory}: {', '.join(counts)}")
+
+        scored: list[tuple[float, str]] = []
+        measures: set[Measure] = set()
+        for path, result in zip(paths, results, strict=True):
+            validation = validation_of(result)
+            if validation is not None:
+                trial = path.parent.relative_to(directory).as_posix()
+                scored.append((validation, trial))
+                measures.add(Measure.of(result))
+        if len(measures) == 1:
+            (measure,) = measures
+            best = max if config.hydra.sweeper.direction == "maximize" else min
+            score, trial = best(scored, key=lambda pair: pair[0])
+            print(f"best: {trial}, validation {measure.name} {measure.text(score)}")
+        else:
+            why = "no trial has a validation score"
+            if measures:
+                names = ", ".join(sorted(measure.name for measure in measures))
+                why = f"the trials have different measures ({names})"
+            print(
+                f"{WHO}: {why}, so best_params in {directory}/optimization_results.yaml means "
+                "nothing. Search over other options."
+            )
+        if statuses["failed"] or len(measures) > 1:
+            sys.exit(1)
