@@ -107,8 +107,11 @@ def _not_composed(error: BaseException) -> str:
     unknown = re.match(r"Could not override '([\w.]+)'", text)
     if unknown is None:
         return f"{WHO}: {text}. {SEE_HELP}"
-    near = difflib.get_close_matches(unknown[1], known_keys(), 2, cutoff=0.75)
+    keys = known_keys()
+    near = difflib.get_close_matches(unknown[1], keys, 2, cutoff=0.75)
     advice = f"Did you mean {' or '.join(near)}?" if near else SEE_HELP
+    if unknown[1] in keys:
+        advice = f"Another choice of {unknown[1].split('.')[0]} has it. {SEE_HELP}"
     return f"{WHO}: {unknown[1]} is not a key of the configuration. {advice}"
 
 

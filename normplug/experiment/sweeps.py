@@ -45,6 +45,20 @@ class CompareArms(Callback):
             sys.exit(code)
 
 
+class CompareModes(CompareArms):
+    """As `CompareArms`, but time the arms' steps in turns, for one table and one picture."""
+
+    @rank_zero_only
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from normplug.experiment.speed import compare_modes  # slow to import
+
+        directory = Path(config.hydra.sweep.dir)
+        compare_modes(directory)
+        results = [json.loads(path.read_bytes()) for path in directory.rglob(RESULT)]
+        if any(result["status"] == "failed" for result in results):
+            sys.exit(1)
+
+
 class ReportSearch(Callback):
     """Say at the end of a search how its trials ended, and which one is the best."""
 

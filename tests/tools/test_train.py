@@ -9,6 +9,7 @@ import gc
 import math
 import re
 import shlex
+import sys
 import weakref
 from functools import partial
 from itertools import product
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch import LightningModule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -35,6 +37,7 @@ from training import (
     PLAIN,
     SMALL,
     SWEEP,
+    TINY_IMAGES,
     TWO_PROCESSES,
     composed,
     logged,
@@ -80,6 +83,7 @@ def test_models_of_timm_and_transformers_train_from_their_names(trains, tmp_path
     ]
     trains("model=timm", "model.name=test_convnext", *images, *small)
     text = [
+        "data=text",
         "data.block_size=8",
         "data.megabytes=0.004",
         "model.width=16",
@@ -192,7 +196,6 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     assert events.Scalars("test/accuracy")[-1].value == pytest.approx(
         result["test_accuracy"]
     )
-    assert events.Images("variance")
     assert events.Scalars("hp/test_accuracy")[-1].value == pytest.approx(
         result["test_accuracy"]
     )
@@ -214,10 +217,10 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
         *variances,
     ):
         assert words in output
-    line = r"epoch   1 of 2  training loss \d.\d{4}  validation accuracy .* %  "
-    line += r"lr .*  0:00:\d\d left"
-    assert re.search(line, output)
-    assert len(output.splitlines()) < 20
+    assert output.startswith("config\n├── mode: golden\n")
+    assert "dirpath: ${paths.output_dir}/checkpoints" in output
+    assert re.search(r"Epoch 1/1 .* \d+/\d+ .* train/loss: \d.\d+\s", output)
+    assert re.search(r"val/loss: \d.\d+\s+val/accuracy:\s+\d.\d+\s", output)
     assert accuracy in (directory / "train.log").read_text()
 
 
@@ -346,6 +349,16 @@ def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path):
     assert (tmp_path / "page/seeds_vit_tiny_fake.png").is_file()
 
 
+def test_the_sweep_over_modes_is_compared_once_at_its_end(trains, tmp_path, monkeypatch):
+    compared = []
+    speed = SimpleNamespace(compare_modes=compared.append)
+    monkeypatch.setitem(sys.modules, "normplug.experiment.speed", speed)
+    small = ["data=fake", *TINY_IMAGES, "data.batch_size=16", "trainer.max_epochs=1"]
+    trains("-m", "experiment=modes", *small, "mode=golden")
+    assert {result["model"] for result in results(tmp_path)} == {"resnet18", "vit_tiny"}
+    assert compared == [Path("logs/sweeps/modes")]
+
+
 def test_an_experiment_of_the_study_is_one_command(trains, tmp_path):
     images = [
         "data=fake",
@@ -441,6 +454,55 @@ def test_a_debug_run_takes_five_steps_an_epoch_of_any_model(trains, tmp_path):
     debug = ["trainer=debug", "data=fake", "data.image_size=8", "trainer.max_epochs=2"]
     trains(*debug, "model=vit_tiny", PLAIN, f"hydra.run.dir={tmp_path}")
     assert len(losses(tmp_path)) == 10
+
+
+class HingeModule(LightningModule):
+    """A LightningModule of a user, with a loss of its own."""
+
+    def __init__(self, *, num_classes, image_size):
+        super().__init__()
+        linear = nn.Linear(3 * image_size**2, num_classes)
+        self.net = nn.Sequential(nn.Flatten(), nn.LayerNorm(3 * image_size**2), linear)
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return nn.functional.multi_margin_loss(self.net(images), labels)
+
+    def validation_step(self, batch, batch_idx):
+        self.log_scores("val", *batch)
+
+    def test_step(self, batch, batch_idx):
+        self.log_scores("test", *batch)
+
+    def log_scores(self, stage, images, labels):
+        scores = self.net(images)
+        loss = nn.functional.multi_margin_loss(scores, labels)
+        accuracy = (scores.argmax(-1) == labels).float().mean()
+        self.log_dict({f"{stage}/loss": loss, f"{stage}/accuracy": accuracy})
+
+
+class SilentModule(HingeModule):
+    def log_scores(self, stage, images, labels):
+        pass
+
+
+OWN = ["data=fake", *TINY_IMAGES, "data.batch_size=16", "trainer.max_epochs=2"]
+OWN += ["model=resnet18", "~model.arch"]
+
+
+def test_a_lightning_module_of_ones_own_trains_in_a_mode(trains, tmp_path):
+    trains(*OWN, f"model._target_={__name__}.HingeModule", f"hydra.run.dir={tmp_path}")
+    result = result_of(tmp_path)
+    assert result["target_variances"] == {"net.1": pytest.approx(0.618, abs=1e-3)}
+    assert len(result["accuracy_by_epoch"]) == 2
+    state = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
+    assert len(state["optimizer_states"][0]["param_groups"]) > 1  # of the configuration
+    assert len(state["accuracy_by_epoch"]) == 2
+
+
+def test_a_lightning_module_must_log_what_judges_a_run(refuses):
+    output = refuses(*OWN, f"model._target_={__name__}.SilentModule")
+    assert "the LightningModule must log val/loss; it logged" in output
 
 
 BOTH = """

@@ -219,6 +219,10 @@ def test_each_run_of_a_planned_experiment_can_run(checked, name, number):
             "modle=resnet18",
             "modle is not a key of the configuration. Did you mean mode or model?",
         ),
+        (
+            "data.block_size=8",
+            "data.block_size is not a key of the configuration. Another",
+        ),
         ("trainer.max_epoch=1", "Did you mean trainer.max_epochs"),
         (
             "qqq=1",
