@@ -199,6 +199,8 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module]:
                     return edited.forward(module, *args, **kwargs)
         return cls.forward(module, *args, **kwargs)
 
+    # torch.compile limits the recompilations of a code object, so each class has a copy.
+    forward.__code__ = forward.__code__.replace()
     functools.update_wrapper(forward, original)
     # `inspect.getfullargspec` does not look at `__wrapped__`.
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
