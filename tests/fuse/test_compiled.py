@@ -14,6 +14,7 @@ from fuse_cases import (
     Block,
     Depthwise,
     Encoder,
+    Parts,
     PreNorm,
     Resnet,
     X,
@@ -120,3 +121,18 @@ def test_compiled_layer_norm_operators_are_as_close_to_float64_as_unfused(
         if value.is_floating_point():
             # The error of sums that cancel depends on the order of their terms.
             assert_no_worse(name, value, theirs[name], truth[name], spare=1e-4)
+
+
+class Small(Parts):
+    def forward(self, x):
+        return self.act(self.norm(x) + x)
+
+
+def test_more_fused_classes_can_be_compiled_than_a_function_may_be_recompiled():
+    torch.compiler.reset()
+    for _ in range(10):
+        cls = type("Own", (Small,), {})
+        model, plain = twins(cls(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(X), plain(X))
+    torch.compiler.reset()
