@@ -62,6 +62,8 @@ def user_sentence(error: BaseException, restoring: Path | None = None) -> str | 
             )
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return _not_composed(error)
+    if str(error).startswith("Config group override must be"):  # Hydra's ValueError
+        return f"{WHO}: a group cannot be null. Leave it out with ~, as in ~callbacks."
     return None
 
 
