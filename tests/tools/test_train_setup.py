@@ -233,6 +233,7 @@ def test_each_run_of_a_planned_experiment_can_run(checked, name, number):
             "mod is not a key of the configuration. Did you mean mode or model?",
         ),
         ("+logger.csv.foo=1", "logger.csv cannot be built: "),
+        ("callbacks=null", "a group cannot be null. Leave it out with ~, as in ~callb"),
         ("mode=true", "Or mode=baseline, which swaps nothing."),
         ("swap.autocast_output=half", "autocast_output must be one of"),
         ("swap.include=layer9", "include='layer9' matches no norm layer"),
