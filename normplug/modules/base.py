@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -67,7 +68,7 @@ class HiddenEps(float):
     fuse_conv_bn_eval, timm's tools    nan            the outputs are loud
     a rebuilt layer, a stock forward   nan            the same, and `check` names the layer
     TransformerEncoderLayer            no two equal   it calls the norms, not its fast path
-    TransformerEncoder's constructor   no two equal   it leaves padding in its batches
+    TransformerEncoder itself          the true eps   it removes padding, as without a swap
     Dynamo, torch.export               a plain nan    they can trace it
     torch.utils.mkldnn.to_mkldnn       an error       oneDNN's relu does not turn nan into 0
     """
@@ -85,11 +86,32 @@ class HiddenEps(float):
 
     __str__ = __repr__
 
+    def __eq__(self, other: object) -> bool:
+        if _asked_by_transformer_encoder(sys._getframe(1)):
+            return self.true == (other.true if isinstance(other, HiddenEps) else other)
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        if _asked_by_transformer_encoder(sys._getframe(1)):
+            return self.true != (other.true if isinstance(other, HiddenEps) else other)
+        return True
+
+    __hash__ = float.__hash__
+
     def __format__(self, spec: str) -> str:
         return format(self.true, spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HiddenEps, (self.true,)
+
+
+def _asked_by_transformer_encoder(reader: FrameType) -> bool:
+    """Whether `nn.TransformerEncoder` reads: only to learn whether its layers take nested tensors.
+
+    Its layers compare the same two values, to learn whether their fast path may run.
+    """
+    methods = nn.TransformerEncoder.__init__, nn.TransformerEncoder.forward
+    return any(reader.f_code is getattr(method, "__code__", None) for method in methods)
 
 
 def eps_property(name: str) -> Any:

@@ -146,7 +146,7 @@ def test_a_job_is_the_kernel_that_triton_compiles_for_the_call(dtype, monkeypatc
         kernel.warmup(*tensors, *made._numbers, grid=(1,), **made._constants)
         job = made.job(dtypes)
         assert hashes(ASTSource(*job[:4]), job.options) == wanted[-1]
-    assert len(kernels) == 15
+    assert len(kernels) == 14
 
 
 def test_a_worker_that_fails_shows_why_and_changes_nothing(mine, caplog, capfd):
