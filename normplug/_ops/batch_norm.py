@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -85,7 +86,11 @@ class BatchNormSpec(NamedTuple):
         return self._by_torch(t)
 
     def _by_torch(self, t: Tensors) -> Tensor:
-        y = collectives.batch_norm(t, self) if self.join else self._normalised(t)
+        if self.join:
+            backend = exchange.joins[self.join].backend
+            y = collectives.batch_norm(t, self, partial(channel_stats, backend=backend))
+        else:
+            y = self._normalised(t)
         # In place if possible: nothing else holds y, nor does the backward need it.
         in_place = not transforms_active()
         if t.residual is not None:

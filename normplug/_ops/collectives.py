@@ -14,12 +14,14 @@ Backward, an all-reduce sums sum(dy) and sum(dy * (x - mean)) over the processes
 formula of `normplug.reference` with the n of the joined batch. The gradients of weight and bias
 stay sums over the process's own batch, which DDP averages, as in `torch.nn.SyncBatchNorm`.
 
-On CUDA, the kernels of `torch.nn.SyncBatchNorm` run. The function around them would make the host
-wait for the GPU, and takes no empty 16-bit batch.
+On CUDA, normplug's kernel computes the statistics of a process, and the kernels of
+`torch.nn.SyncBatchNorm` apply them. The function around these would make the host wait for the
+GPU, and takes no empty 16-bit batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,11 +38,18 @@ from normplug.reference import accumulator_dtype, channel_dims, per_channel
 _all_gather: Any = getattr(
     dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
 )
-_NEARLY_0 = 1e-30  # PyTorch's kernel divides by the number of values so far
+
+# x -> mean and biased variance of its channels.
+Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def batch_norm(t: Tensors, spec: Any) -> Tensor:
+def batch_norm(t: Tensors, spec: Any, statistics: Statistics) -> Tensor:
     """The norm of the batches that a `BatchNormSpec` joins, without residual and activation.
+
+    Args:
+        t: the tensors of the call.
+        spec: its other arguments.
+        statistics: computes mean and biased variance of each channel of x, without gradients.
 
     Raises:
         ValueError: on the CPU, one value per channel in the joined batch. On other devices the host
@@ -53,7 +62,10 @@ def batch_norm(t: Tensors, spec: Any) -> Tensor:
     scale = torch_way.scaled(weight, spec.target_variance, shape, acc, t.x.device)
     # A compiler fuses PyTorch's operations instead.
     kernels = t.x.is_cuda and not torch.compiler.is_compiling()
-    y, mean, unbiased, n = _Joined.apply(t.x, scale, shift, spec.eps, group, kernels)
+    message = _message(t.x.detach(), statistics)
+    y, mean, unbiased, n = _Joined.apply(
+        t.x, scale, shift, message, spec.eps, group, kernels
+    )
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
         whole = f"the joined batch of {dist.get_world_size(group)} processes"
         raise _checks.one_value("SyncBatchNorm", whole)
@@ -70,6 +82,7 @@ class _Joined(torch.autograd.Function):
         x: Tensor,
         scale: Tensor | None,
         shift: Tensor | None,
+        message: Tensor,
         eps: float,
         group: Any,
         kernels: bool,
@@ -79,8 +92,7 @@ class _Joined(torch.autograd.Function):
         kernels: whether to run PyTorch's kernels for SyncBatchNorm.
         """
         x = dense(x) if kernels else x
-        merge = _merged_by_kernel if kernels else _merged
-        mean, rstd, unbiased, n = merge(x, eps, group)
+        mean, rstd, unbiased, n = _merged(message, eps, group)
         if x.numel() == 0:
             y = torch.empty_like(x)
         elif kernels:
@@ -131,20 +143,25 @@ class _Joined(torch.autograd.Function):
                 dx = (dx * per_channel(slope, x)).to(x.dtype)
         dscale = sum_dy_centred * rstd if ctx.needs_input_grad[1] else None
         dshift = sum_dy if ctx.needs_input_grad[2] else None
-        return dx, dscale, dshift, None, None, None
+        return dx, dscale, dshift, None, None, None, None
 
 
 Moments = tuple[Tensor, Tensor, Tensor, Tensor]  # mean, rstd, unbiased variance, and n
 
 
-def _merged(x: Tensor, eps: float, group: Any) -> Moments:
-    """The moments of the joined batch."""
+def _message(x: Tensor, statistics: Statistics) -> Tensor:
+    """What a process tells the others: mean, biased variance and number of its values."""
     c = x.shape[1]
     message = x.new_zeros(2 * c + 1, dtype=accumulator_dtype(x.dtype))
-    if x.numel() > 0:
-        var, mean = torch.var_mean(x.to(message.dtype), channel_dims(x), correction=0)
-        # A count above 2^24 is rounded in float32, a relative error of 1e-7 in a weight.
-        message = torch.cat([mean, var, message.new_full((1,), x.numel() // c)])
+    if x.numel() == 0:
+        return message
+    # A count above 2^24 is rounded in float32, a relative error of 1e-7 in a weight.
+    return torch.cat([*statistics(x), message.new_full((1,), x.numel() // c)])
+
+
+def _merged(message: Tensor, eps: float, group: Any) -> Moments:
+    """The moments of the joined batch."""
+    c = message.shape[0] // 2
     means, variances, counts = _gathered(message, group).split([c, c, 1], dim=1)
     n = counts.sum()
     weights = counts / n.clamp(min=1)
@@ -152,25 +169,6 @@ def _merged(x: Tensor, eps: float, group: Any) -> Moments:
     var = (weights * (variances + (means - mean).square())).sum(0)
     unbiased = var * (n / (n - 1).clamp(min=1))
     return mean, torch.rsqrt(var + eps), unbiased, n
-
-
-def _merged_by_kernel(x: Tensor, eps: float, group: Any) -> Moments:
-    """The same by PyTorch's kernels, in fewer launches."""
-    c = x.shape[1]
-    message = x.new_ones(2 * c + 1, dtype=accumulator_dtype(x.dtype))
-    if x.numel() > 0:
-        stats = torch.batch_norm_stats(x, eps)
-        message = torch.cat([*stats, message.new_full((1,), x.numel() // c)])
-    else:
-        message[-1:] = _NEARLY_0
-    means, rstds, counts = _gathered(message, group).split([c, c, 1], dim=1)
-    # With a momentum of 1, the running statistics become those of the batch.
-    mean, unbiased = message.new_zeros(2, c)
-    _, rstd = torch.batch_norm_gather_stats_with_counts(
-        x, means, rstds, mean, unbiased, 1.0, eps, counts.flatten()
-    )
-    n = counts.sum()
-    return mean, rstd, torch.where(n > 1, unbiased, 0.0), n  # of one value, it was nan
 
 
 def _gathered(message: Tensor, group: Any) -> Tensor:
