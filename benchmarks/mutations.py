@@ -116,22 +116,6 @@ MUTATIONS = (
         INTERPRETER,
     ),
     Mutation(
-        "planes: a launch that writes statistics only leaves its counters as they are",
-        "normplug/_kernels/batch_norm/planes.py",
-        "release(counter_ptr, F.normalize)",
-        "release(counter_ptr, True)",
-        tests_of(BATCH_NORM_KERNELS, "test_channel_stats_are_accurate"),
-        INTERPRETER,
-    ),
-    Mutation(
-        "planes: a backward that writes sums only leaves its counters as they are",
-        "normplug/_kernels/batch_norm/planes.py",
-        "release(counter_ptr, F.late)",
-        "release(counter_ptr, True)",
-        tests_of(BATCH_NORM_KERNELS, "test_a_subset_of_the_gradients_can_be_requested"),
-        INTERPRETER,
-    ),
-    Mutation(
         "merging: no shift by the first tile's mean",
         "normplug/_kernels/merging.py",
         'first = tl.load(partial_ptr, cache_modifier=".cg")',

@@ -1,7 +1,7 @@
 """Merge partial results of programs, always in the order of the data, so runs agree bit for bit.
 
-- `merge_tile_*`: a program merges the results of K tiles by itself. The result of a tile is one or
-  two numbers.
+- `merge_tile_*`: each program that needs the result of K tiles merges their results itself. The
+  result of a tile is one or two numbers.
 - `publish_part`: programs publish their parts of a unit, which is whatever has statistics of its
   own. The last program to arrive merges them. A part has two numbers for each of BC columns: first
   one number of every column, then the other.

@@ -52,15 +52,6 @@ def wait(counter_ptr, arrivals, readers):
 
 
 @triton.jit
-def release(counter_ptr, READ):
-    """Let the readers of a counter go on. Unless it is READ, leave the counter at 0 instead."""
-    if READ:
-        arrive(counter_ptr)
-    else:
-        tl.atomic_xchg(counter_ptr, 0, sem="relaxed")
-
-
-@triton.jit
 def meet(counter_ptr, programs):
     """A barrier for `programs` programs that run at once; the last to arrive clears the counter.
 

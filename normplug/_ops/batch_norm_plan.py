@@ -142,7 +142,7 @@ class BatchNormPlan(Plan):
             planes.batch_norm_planes_backward
             if is_planes
             else columns.batch_norm_columns_backward,
-            shape.backward(late),
+            shape.backward(sums, late),
             constants,
             PEERS=self._table_of(world),
             root=self._root,

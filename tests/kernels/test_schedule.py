@@ -111,8 +111,8 @@ def works(shape):
     """Every launch that a call of this geometry may make."""
     for training, normalize in ((True, True), (True, False), (False, True)):
         yield shape.forward(training, normalize)
-    for late in (True, False):
-        yield shape.backward(late)
+    for sums, late in ((True, True), (True, False), (False, False)):
+        yield shape.backward(sums, late)
 
 
 def test_launches_have_a_program_for_every_tile_and_cooperative_ones_fit_the_gpu():

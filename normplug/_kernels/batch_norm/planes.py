@@ -1,10 +1,10 @@
 """BatchNorm over (N, C, *space) contiguous tensors, whose channels are planes of adjacent values.
 
-The N * HW values of a channel are cut into tiles. Program t reduces tile t and publishes its
-moments; the last program of a channel merges them. Then program t normalises tile t - LAG (see
-`waiting`): by then the tile's channel is merged, and the tile is still in the L2 cache. So DRAM
-traffic is one read and one write. The backward does the same with dy and x: it publishes two sums
-instead of moments, and writes dx (the formula is in `columns`).
+The N * HW values of a channel are cut into tiles. Program t reduces tile t, publishes its moments,
+and then normalises tile t - LAG (see `waiting`): by then the tile's channel is complete, and the
+tile is still in the L2 cache. So DRAM traffic is one read and one write. The backward does the same
+with dy and x: it publishes two sums instead of moments, and writes dx (the formula is in
+`columns`).
 """
 
 import triton
@@ -13,9 +13,11 @@ import triton.language as tl
 from normplug._kernels import activation
 from normplug._kernels.batch_norm.columns import finish_backward, finish_forward
 from normplug._kernels.merging import merge_tile_moments, merge_tile_sums, tile_counts
-from normplug._kernels.primitives import kernel, scalar
+from normplug._kernels.primitives import is_finite, kernel, scalar, update_running
 from normplug._kernels.tiles import load, store
-from normplug._kernels.waiting import arrive, is_last, release, wait
+from normplug._kernels.waiting import arrive, is_last, wait
+
+# If F.world > 1, the last program of a channel to publish merges it, and the others wait for that.
 
 
 @triton.jit
@@ -47,7 +49,8 @@ def batch_norm_planes_forward(
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
-    Unless F.normalize, only the statistics are written.
+    Unless F.normalize, one program per channel, after the TILES programs, writes the statistics:
+    LAG = TILES.
     """
     ACC: tl.constexpr = F.acc
     BLOCK: tl.constexpr = T.block
@@ -64,35 +67,76 @@ def batch_norm_planes_forward(
             x = tl.where(inside, x - mean, 0.0)
             tl.store(partial_ptr + 2 * t, first + mean)
             tl.store(partial_ptr + 2 * t + 1, tl.sum(x * x))
-            counter_ptr = counters_ptr + channel
-            if is_last(arrive(counter_ptr), TILES_A_CHANNEL):
-                parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
-                mean, m2 = merge_tile_moments(
-                    parts_ptr, TILES_A_CHANNEL, total, BLOCK, T.kp, ACC
-                )
-                sizes = C, N, HW, 1
-                running = running_mean_ptr, running_var_ptr, tracked_ptr, momentum
-                finish_forward(
-                    mean, m2, channel, sizes, running, stats_ptr, eps, PEERS, 1, F
-                )
-                release(counter_ptr, F.normalize)
-    if F.normalize:
-        u = t - LAG
-        if u >= 0:
+            seen = arrive(counters_ptr + channel)
+            if F.world > 1:
+                if is_last(seen, TILES_A_CHANNEL):
+                    parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
+                    mean, m2 = merge_tile_moments(
+                        parts_ptr, TILES_A_CHANNEL, total, BLOCK, T.kp, ACC
+                    )
+                    running = running_mean_ptr, running_var_ptr, tracked_ptr, momentum
+                    finish_forward(
+                        mean,
+                        m2,
+                        channel,
+                        (C, N, HW, 1),
+                        running,
+                        stats_ptr,
+                        eps,
+                        PEERS,
+                        1,
+                        F,
+                    )
+                    arrive(counters_ptr + channel)
+    u = t - LAG
+    if u >= 0:
+        if F.normalize:
             channel, k, offsets, inside, first = _tile(u, TILES_A_CHANNEL, N, C, HW, T)
             x = load(x_ptr, offsets, inside, FULL=False, LAST=True)
-            if F.training:
-                wait(counters_ptr + channel, TILES_A_CHANNEL + 1, TILES_A_CHANNEL)
-            if F.training or F.given:
-                mean = tl.load(stats_ptr + channel, cache_modifier=".cg")
-                rstd = tl.load(stats_ptr + C + channel, cache_modifier=".cg")
-            else:
-                mean = tl.load(running_mean_ptr + channel).to(ACC)
-                var = tl.load(running_var_ptr + channel).to(ACC)
-                rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+        else:
+            channel = u
+            k = 0
+        if F.training and F.world > 1:
+            wait(counters_ptr + channel, TILES_A_CHANNEL + 1, TILES_A_CHANNEL)
+            mean = tl.load(stats_ptr + channel, cache_modifier=".cg")
+            rstd = tl.load(stats_ptr + C + channel, cache_modifier=".cg")
+        elif F.training:
+            readers = TILES_A_CHANNEL if F.normalize else 1
+            wait(counters_ptr + channel, TILES_A_CHANNEL, readers)
+            parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
+            mean, m2 = merge_tile_moments(
+                parts_ptr, TILES_A_CHANNEL, total, BLOCK, T.kp, ACC
+            )
+            n = total.to(ACC)
+            var = m2 / n
+            updated = is_finite(mean, m2) if F.safe else None
+            if F.running:
                 if k == 0:
-                    tl.store(stats_ptr + channel, mean)
-                    tl.store(stats_ptr + C + channel, rstd)
+                    step = scalar(momentum, ACC)
+                    if F.cumulative:
+                        step = 1.0 / tl.load(tracked_ptr).to(ACC)
+                    old_mean = tl.load(running_mean_ptr + channel)
+                    update_running(
+                        running_mean_ptr + channel, old_mean, mean, step, updated
+                    )
+                    old_var = tl.load(running_var_ptr + channel)
+                    var_ptr = running_var_ptr + channel
+                    update_running(var_ptr, old_var, m2 / (n - 1.0), step, updated)
+            if F.tracked:
+                if u == 0:
+                    tl.store(tracked_ptr, tl.load(tracked_ptr) + 1, mask=updated)
+        elif F.given:
+            mean = tl.load(stats_ptr + channel)
+            rstd = tl.load(stats_ptr + C + channel)
+        else:
+            mean = tl.load(running_mean_ptr + channel).to(ACC)
+            var = tl.load(running_var_ptr + channel).to(ACC)
+        if not F.given and F.world == 1:
+            rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+            if k == 0:
+                tl.store(stats_ptr + channel, mean)
+                tl.store(stats_ptr + C + channel, var if F.variance else rstd)
+        if F.normalize:
             scale = rstd * scalar(root, ACC)
             if F.weight:
                 scale *= tl.load(weight_ptr + channel).to(ACC)
@@ -161,15 +205,14 @@ def batch_norm_planes_backward(
 ):  # fmt: skip
     """The gradients of `batch_norm_planes_forward` that are wanted.
 
-    F.late: dx depends on the sums, so tiles are written LAG programs later. Otherwise the first
-    read gives dx.
+    F.late: tiles are written LAG programs later. Otherwise the first read gives dx. With F.sums,
+    one program per channel after the TILES programs then writes dweight and dbias: LAG = TILES.
     """
     t = tl.program_id(0)
     HW = HW_UNITS * T.unit
     total = (N.to(tl.int64) if T.wide else N) * HW
     tensors = dy_ptr, x_ptr, residual_ptr, bits_ptr
     vectors = weight_ptr, bias_ptr, root
-    means_ptr = partial_ptr + 2 * TILES  # of dz by channel, then the slopes
     if t < TILES:
         channel, k, offsets, inside, first = _tile(t, TILES_A_CHANNEL, N, C, HW, T)
         tile = _load(tensors, offsets, inside, channel, k, total, T, F, LAST=False)
@@ -179,33 +222,74 @@ def batch_norm_planes_backward(
         if F.sums:
             tl.store(partial_ptr + 2 * t, tl.sum(dz))
             tl.store(partial_ptr + 2 * t + 1, tl.sum(dz * centred))
-            counter_ptr = counters_ptr + channel
-            if is_last(arrive(counter_ptr), TILES_A_CHANNEL):
-                parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
-                a, b = merge_tile_sums(parts_ptr, TILES_A_CHANNEL, T.kp, F.acc)
-                sizes = C, N, HW, 1
-                results = dweight_ptr, dbias_ptr, means_ptr
-                finish_backward(
-                    a, b, channel, sizes, stats_ptr, results, root, PEERS, 1, F
-                )
-                release(counter_ptr, F.late)
+            seen = arrive(counters_ptr + channel)
+            if F.world > 1:
+                if is_last(seen, TILES_A_CHANNEL):
+                    parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
+                    a, b = merge_tile_sums(parts_ptr, TILES_A_CHANNEL, T.kp, F.acc)
+                    results = dweight_ptr, dbias_ptr, partial_ptr + 2 * TILES
+                    finish_backward(
+                        a,
+                        b,
+                        channel,
+                        (C, N, HW, 1),
+                        stats_ptr,
+                        results,
+                        root,
+                        PEERS,
+                        1,
+                        F,
+                    )
+                    arrive(counters_ptr + channel)
         if not F.late:
             if F.dx:
                 store(dx_ptr, offsets, dz * scale, inside, FULL=False, LAST=True)
             if F.dresidual:
                 store(dresidual_ptr, offsets, dz, inside, FULL=False, LAST=True)
-    if F.late:
+    if F.sums:
         u = t - LAG
         if u >= 0:
-            channel, k, offsets, inside, first = _tile(u, TILES_A_CHANNEL, N, C, HW, T)
-            tile = _load(tensors, offsets, inside, channel, k, total, T, F, LAST=True)
-            wait(counters_ptr + channel, TILES_A_CHANNEL + 1, TILES_A_CHANNEL)
+            channel = u
+            k = 0
+            if F.late:
+                channel, k, offsets, inside, first = _tile(
+                    u, TILES_A_CHANNEL, N, C, HW, T
+                )
+                tile = _load(tensors, offsets, inside, channel, k, total, T, F, LAST=True)
+            if F.world > 1:
+                wait(counters_ptr + channel, TILES_A_CHANNEL + 1, TILES_A_CHANNEL)
+            else:
+                readers = TILES_A_CHANNEL if F.late else 1
+                wait(counters_ptr + channel, TILES_A_CHANNEL, readers)
             mean = tl.load(stats_ptr + channel)
             rstd = tl.load(stats_ptr + C + channel)
-            mean_dz = tl.load(means_ptr + channel, cache_modifier=".cg")
-            slope = tl.load(means_ptr + C + channel, cache_modifier=".cg")
-            dz, centred, scale = _gradient(tile, vectors, channel, mean, rstd, T, F)
-            if F.dresidual:
-                store(dresidual_ptr, offsets, dz, inside, FULL=False, LAST=True)
-            dx = (dz - mean_dz - centred * slope) * scale
-            store(dx_ptr, offsets, dx, inside, FULL=False, LAST=True)
+            if F.world > 1:
+                mean_dz = tl.load(partial_ptr + 2 * TILES + channel, cache_modifier=".cg")
+                slope = tl.load(
+                    partial_ptr + 2 * TILES + C + channel, cache_modifier=".cg"
+                )
+            else:
+                parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
+                sum_dz, sum_dz_centred = merge_tile_sums(
+                    parts_ptr, TILES_A_CHANNEL, T.kp, F.acc
+                )
+                if k == 0:
+                    if F.dweight:
+                        dweight = sum_dz_centred * rstd * scalar(root, F.acc)
+                        tl.store(
+                            dweight_ptr + channel,
+                            dweight.to(dweight_ptr.dtype.element_ty),
+                        )
+                    if F.dbias:
+                        tl.store(
+                            dbias_ptr + channel, sum_dz.to(dbias_ptr.dtype.element_ty)
+                        )
+                n = total.to(F.acc)
+                mean_dz = sum_dz / n
+                slope = sum_dz_centred * rstd * rstd / n
+            if F.late:
+                dz, centred, scale = _gradient(tile, vectors, channel, mean, rstd, T, F)
+                if F.dresidual:
+                    store(dresidual_ptr, offsets, dz, inside, FULL=False, LAST=True)
+                dx = (dz - mean_dz - centred * slope) * scale
+                store(dx_ptr, offsets, dx, inside, FULL=False, LAST=True)

@@ -73,20 +73,25 @@ class Planes:
         self.wide = needs_int64(self.n * self.c, self.hw)
 
     def forward(self, training: bool, normalize: bool) -> Work:
-        """The launch of a forward, or of its statistics."""
-        return self._work(self.lag if training and normalize else 0)
+        """The launch of a forward, or of its statistics: then one program a channel ends it."""
+        if not normalize:
+            return self._work(self.tiles, self.c)
+        lag = self.lag if training else 0
+        return self._work(lag, lag)
 
     @property
     def scratch(self) -> tuple[int, int]:
         """How many counters and partial results a launch needs."""
         return self.c, 2 * self.tiles + 2 * self.c
 
-    def backward(self, late: bool) -> Work:
-        """The launch of a backward."""
-        return self._work(self.lag if late else 0)
+    def backward(self, sums: bool, late: bool) -> Work:
+        """The launch of a backward; without a late dx, one program a channel finishes the sums."""
+        if late:
+            return self._work(self.lag, self.lag)
+        return self._work(self.tiles, self.c if sums else 0)
 
-    def _work(self, lag: int) -> Work:
-        """A launch of a program for each tile, which is written `lag` programs later."""
+    def _work(self, lag: int, more: int) -> Work:
+        """A launch of a program for each tile, and `more` programs after them."""
         most_merged = 1024
         kp = min(power_of_2(self.tiles_a_channel), most_merged)
         sizes = {
@@ -98,7 +103,7 @@ class Planes:
             "LAG": lag,
         }
         tile = PlanesTile(self.unit, self.block, kp, self.wide)
-        return Work(self.tiles + lag, self.warps, tile, sizes)
+        return Work(self.tiles + more, self.warps, tile, sizes)
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,7 @@ class Columns:
         counters, parts = room_for_parts(self.slabs, self.gathers, self.bch)
         return counters, parts + 2 * self.c  # and the terms of dx that depend on sums
 
-    def backward(self, late: bool) -> Work:
+    def backward(self, sums: bool, late: bool) -> Work:
         """The launch of a backward."""
         return self._work(late, self.slabs * self.gathers)
 
