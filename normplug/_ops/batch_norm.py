@@ -173,7 +173,8 @@ class BatchNormSpec(NamedTuple):
         pool = self.pool
         if pool is not None:
             way = choose(self._replace(pool=None))
-            return way._replace(run=lambda t: pool.of(way.run(t)))
+            run = way.run  # what is stored must not hold the tensors of `way`
+            return way._replace(run=lambda t: pool.of(run(t)))
         return Way(self.by_torch, t, why) if self.join else None
 
     def plan(self, t: Tensors) -> Plan:

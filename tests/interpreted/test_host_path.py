@@ -29,7 +29,7 @@ from normplug import functional, native
 from normplug._kernels.launch import Launch
 from normplug._ops import call as calls
 from normplug._ops import can_run, operators
-from normplug._ops.batch_norm import _BATCH
+from normplug._ops.batch_norm import _BATCH, _STATISTICS
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
 from normplug.modules.probe import Probe, averages
@@ -525,7 +525,7 @@ ROWS = Tensors(X, None, WEIGHT, BIAS)
 def test_channel_statistics_give_the_same_bits(dtype, layout):
     x = kernel_cases.make(Batch(IMAGES, dtype, layout)).x
     both_ways(lambda: dict(zip(("mean", "var"), routes.channel_stats(x), strict=True)))
-    found = native.path.run_call(_BATCH, "StatisticsPlan", Tensors(x))
+    found = native.path.run_call(_BATCH, _STATISTICS, Tensors(x))
     assert (found is None) == (layout == "strided")
 
 
