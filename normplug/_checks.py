@@ -30,9 +30,8 @@ _OTHERS = (
     "residual", "weight", "bias", "input_bias", "running_mean", "running_var",
     "num_batches_tracked",
 )  # fmt: skip
-DEFAULT_BACKEND = os.environ.get(
-    "NORMPLUG_BACKEND", "auto"
-)  # read once: calls take microseconds
+# Read once: calls take microseconds.
+DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")
 
 
 def must(caller: str, name: str, rule: str, got: str, way_out: str = "") -> str:
@@ -164,9 +163,8 @@ def swap_options(caller: str, **options: Any) -> None:
             continue
         elif name not in ("include", "exclude"):
             flags(caller, **{name: value})
-        elif not isinstance(
-            value, Iterator
-        ):  # an iterator can only be read once, by the swap
+        elif not isinstance(value, Iterator):
+            # An iterator can only be read once, by the swap.
             filters(name, value)
 
 

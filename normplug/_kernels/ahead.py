@@ -220,9 +220,8 @@ def _name(job: Job) -> str:
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import ASTSource, get_cache_key, make_backend
 
-    hashing = _started(
-        triton.runtime.cache.triton_key
-    )  # while the driver may compile C code
+    # Hash Triton while the driver may compile C code.
+    hashing = _started(triton.runtime.cache.triton_key)
     backend = make_backend(triton.runtime.driver.active.get_current_target())
     if hashing is not None:
         hashing.join()

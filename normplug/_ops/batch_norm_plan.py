@@ -335,9 +335,8 @@ class PooledPlan(BatchNormPlan):
             launch = self._backward(geometry, wanted, share=self._joined and through)
             steps.append((launch, {"x": "peaks", "dx": "message"}))
         if needs[0]:
-            sh, sw = (
-                self._window.stride
-            )  # the schedule's pixels are blocks of sh * sw inputs
+            # The schedule's pixels are blocks of sh * sw inputs.
+            sh, sw = self._window.stride
             height, width = self._size
             rows = self._n * -(-height // sh)
             blocks = -(-width // sw)

@@ -46,9 +46,8 @@ class GroupNormPlan(Plan):
         sizes = (n, spec.groups, c // spec.groups, math.prod(space))
         self._shape = (*sizes, not x.is_contiguous(), itemsize)
         self._machine = processors(x.device)
-        if (
-            t.running_mean is not None
-        ):  # torch operations have to follow; C++ stores no such call
+        if t.running_mean is not None:
+            # Torch operations have to follow; C++ stores no such call.
             self.run = self._run_and_update  # type: ignore[method-assign]
 
     def _run_and_update(self, t: Tensors) -> Tensor:

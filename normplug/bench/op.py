@@ -27,12 +27,13 @@ from normplug.reference import accumulator_dtype
 
 Tensors = dict[str, Tensor]
 
+# On PyPI; a row has their versions.
 RIVALS = (
     "liger-kernel",
     "flag-gems",
     "quack-kernels",
     "apex",
-)  # on PyPI; a row has their versions
+)
 OURS, (EAGER, COMPILED) = "normplug", timing.PEERS
 # Roundings in the accumulator dtype: of mean, rstd, weight * sqrt(tv) and the gradients' sums. And
 # as many again, since the truth is rounded to float64, too.
@@ -149,11 +150,12 @@ OPS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
 }
 # Operations on rows.
 ROWS = ("layer_norm", "add_layer_norm", "add_bias_layer_norm", "rms_norm", "add_rms_norm")
+# Of images with 0, 1, or more dimensions of space.
 _LAYOUTS = (
     ["NC"],
     ["NCHW"],
     ["NCHW", "NHWC"],
-)  # of images with 0, 1, or more dimensions of space
+)
 
 
 def ours(layer: nn.Module, mode: Any = "standard", watched: bool = False) -> nn.Module:
@@ -377,7 +379,8 @@ def differences(found: Tensors, truth: Tensors, keys: set[str]) -> dict[str, flo
     away = torch.stack([(value - exact).abs().max() for value, exact in pairs])
     size = torch.stack([exact.abs().max() for _, exact in pairs])
     relative = away / torch.where(size > 0, size, 1)
+    # The maximum of values of which one is nan is nan.
     return {
         "max_abs": away.max().item(),
         "max_rel": relative.max().item(),
-    }  # NaN if any is
+    }

@@ -14,6 +14,7 @@ from normplug._table import table
 
 Row = dict[str, Any]
 ORIGIN = "{device}, torch {torch}, {date:.10}, commit {commit}"
+# Distinct without colour, too.
 STYLES = (
     "o-",
     "s--",
@@ -23,7 +24,7 @@ STYLES = (
     "P--",
     "X:",
     "<-.",
-)  # distinct without colour, too
+)
 
 
 class Rows(list[Row]):

@@ -40,9 +40,8 @@ _BOUNDS = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
 def ready(device: str) -> torch.device:
     """A device to measure on. For a GPU, first build the host path in C++: calls do not wait."""
     if device.startswith("cuda"):
-        subprocess.run(
-            [sys.executable, "-m", "normplug.native", "build"]
-        )  # it says if it fails
+        # The build says so if it fails.
+        subprocess.run([sys.executable, "-m", "normplug.native", "build"])
     return torch.device(device)
 
 

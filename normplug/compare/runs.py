@@ -214,9 +214,8 @@ class Group:
         self.seeds = sorted(set(runs.seed))  # that each arm should have
         self.finished = runs[runs.status == "finished"]  # no other run is averaged
         self.measure: Measure = next(iter(self.finished.measure), ACCURACY)
-        self.graphs = set(
-            self.finished.arm[self.finished.graph]
-        )  # arms that replayed CUDA graphs
+        # Arms that replayed CUDA graphs.
+        self.graphs = set(self.finished.arm[self.finished.graph])
         done = {label(arm): arm for arm in self.finished.arm}
         self.lacking = " or ".join(
             takewhile(lambda name: name not in done, map(label, wanted))

@@ -10,6 +10,7 @@ with needs("normplug.experiment", "train"):
         "lightning",
         "pydantic",
         "torchvision",
-    ):  # found, but not imported
+    ):
+        # Found, but not imported.
         if find_spec(_name) is None:
             raise ModuleNotFoundError(_name, name=_name)

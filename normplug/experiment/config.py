@@ -209,9 +209,8 @@ def arm_name(
 ) -> str:
     """Return the arm's name in directories, results and tables, as `standard-gamma0_0.786-tag`."""
     parts: list[Any] = [mode]
-    with contextlib.suppress(
-        TypeError, ValueError
-    ):  # directories are named before `check`
+    with contextlib.suppress(TypeError, ValueError):
+        # Directories are named before `check`.
         parts = [str(normplug.NormMode(mode))]
     if gamma0 is not None:
         number = isinstance(gamma0, (int, float))

@@ -90,9 +90,8 @@ class Source(LightningDataModule, ABC):
     """
 
     measure: ClassVar[Measure] = ACCURACY
-    gives: ClassVar[
-        tuple[str, ...]
-    ]  # attributes that a model takes, known before `setup`
+    # Attributes that a model takes, known before `setup`.
+    gives: ClassVar[tuple[str, ...]]
     seed: Seed = 0
     batch_size: PositiveInt = 128
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -79,9 +79,8 @@ def _shown_with(error: BaseException) -> Iterator[BaseException]:
 def _message_of(error: BaseException) -> str:
     """Return the message of an error, also of one in a process of a DataLoader."""
     text = str(error)
-    if text.startswith(
-        "Caught "
-    ):  # torch adds the traceback; its last line has the message
+    if text.startswith("Caught "):
+        # Torch adds the traceback; its last line has the message.
         return text.rstrip().splitlines()[-1].partition(": ")[2]
     return text
 

@@ -82,9 +82,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, L, width) -> (N, L, width)."""
         split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
-        query, key, value = split.permute(
-            2, 0, 3, 1, 4
-        )  # each (N, heads, L, width / heads)
+        # Each (N, heads, L, width / heads).
+        query, key, value = split.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True
@@ -188,14 +187,12 @@ class GPT(nn.Module):
 
 def apply_arm(net: nn.Module, cfg: DictConfig, fuses: bool) -> None:
     """Swap, fuse and scale a stock network as the configuration says."""
-    if (
-        cfg.gamma0 is not None
-    ):  # a factor, or a mode by depth, for the roots of its targets
+    if cfg.gamma0 is not None:
+        # A factor, or a mode by depth, for the roots of its targets.
         mode = mode_of(cfg.gamma0) if isinstance(cfg.gamma0, str) else cfg.gamma0**2
         filters = {name: cfg.swap.get(name) for name in ("include", "exclude")}
-        normplug.unswap(
-            normplug.swap(net, mode, **filters)
-        )  # folds each root into the weight
+        # Folds each root into the weight.
+        normplug.unswap(normplug.swap(net, mode, **filters))
     for head in heads(net):
         head.weight.data *= cfg.factors.head.start
     if cfg.mode != BASELINE:  # after init, so that all arms start with the same weights

@@ -29,9 +29,8 @@ def _columns(start, WIDTH, T):
     differ in dtype, it would give a thread more adjacent values of the narrow tensor than of the
     wide one, and move values between threads to match them.
     """
-    if (
-        T.u == 1
-    ):  # the same, by an operation that the compiler does not fold away with the hint
+    if T.u == 1:
+        # The same, by an operation that the compiler does not fold away with the hint.
         columns = tl.expand_dims(start + tl.arange(0, T.bc), 0)
     else:
         columns = start + tl.arange(0, T.u)[:, None] * T.bc + tl.arange(0, T.bc)[None, :]
