@@ -78,9 +78,8 @@ def is_there(name):
         return torch.__version__ >= name.removeprefix("torch>=")
     try:
         spec = importlib.util.find_spec(name)
-        return (
-            spec is not None and spec.origin is not None
-        )  # a test folder of that name has none
+        # A test folder of that name has none.
+        return spec is not None and spec.origin is not None
     except ModuleNotFoundError:
         return False
 

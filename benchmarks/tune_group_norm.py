@@ -219,7 +219,8 @@ class Sweep:
 
         def planned(
             shapes,
-        ):  # before any is measured, so that workers compile them meanwhile
+        ):
+            # Before any is measured, so that workers compile them meanwhile.
             return [
                 (shape, self.plan(direction, lambda *_, s=shape: s)) for shape in shapes
             ]

@@ -16,10 +16,11 @@ import normplug
 from fuse_cases import Block, Parts, PreNorm, Resnet
 
 BATCH, WIDTH, CLASSES = 32, 32, 10
+# Steps: distances are averaged over a window; long runs take a GPU.
 WINDOW, LONG = (
     10,
     200,
-)  # steps: distances are averaged over a window; long runs take a GPU
+)
 # The relative change of a norm's results between two ways to round: float32 sums in another order,
 # and half a unit in the last place of bfloat16.
 ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-8}

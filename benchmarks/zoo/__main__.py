@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = map(
-    str, Path(__file__).resolve().parents[1:3]
-)  # `zoo` and the checkout's normplug
+# `zoo` and the checkout's normplug.
+sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 
 from normplug._files import write_file  # noqa: E402
 from zoo.run import LIBRARIES, run  # noqa: E402

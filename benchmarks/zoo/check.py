@@ -327,9 +327,8 @@ def differences(ours: nn.Module, stock: nn.Module, *, affine: bool) -> list[str]
     """
     found = []
     was = dict(stock.named_modules())
-    weights = (
-        {"weight"} if affine else set()
-    )  # a weight of None may have been a plain attribute
+    # A weight of None may have been a plain attribute.
+    weights = {"weight"} if affine else set()
     for path, module in ours.named_modules():
         if type(module) is not type(was[path]):
             names = (

@@ -69,7 +69,8 @@ def _inputs(model: nn.Module) -> Inputs:
             ValueError,
             AssertionError,
             IndexError,
-        ):  # most are about shapes
+        ):
+            # Most are about shapes.
             continue
         return {"x": x}
     return {"x": torch.rand(2, *model.default_cfg["input_size"])}  # type: ignore[index]

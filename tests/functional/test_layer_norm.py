@@ -63,7 +63,8 @@ def test_a_nested_tensor_is_normalised_component_by_component(
     if kind in (
         "jagged with holes",
         "jagged, transposed",
-    ):  # torch's layer has no backward here
+    ):
+        # Torch's layer has no backward here.
         return
     inputs = [x, *layer.parameters()]
     dy = torch.randn_like(expected)

@@ -397,9 +397,8 @@ def test_a_compiler_gets_operators_unless_it_can_fuse_what_makes_the_input(
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
     x = torch.randn(6, 32)
     ours, theirs = outcome(compiled, x), outcome(plain, x)
-    ours |= {
-        name: value for name, value in theirs.items() if "watched" in name
-    }  # not compiled
+    # Not compiled.
+    ours |= {name: value for name, value in theirs.items() if "watched" in name}
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert set.union(*graphs) == operators
 

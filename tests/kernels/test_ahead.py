@@ -177,9 +177,8 @@ def test_if_no_worker_can_start_this_process_compiles(mine, monkeypatch, executa
 
 def test_if_no_thread_can_start_this_process_compiles(mine, monkeypatch):
     def start(thread):
-        raise RuntimeError(
-            "can't create new thread at interpreter shutdown"
-        )  # Python 3.12
+        # Python 3.12.
+        raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", start)
     (job,) = expect(mine, 1)
@@ -225,9 +224,8 @@ def running(mine):
 
 def test_a_killed_worker_only_loses_its_kernel(mine):
     first, second = expect(mine, 2)
-    assert (
-        len(mine._launchers) == 1
-    )  # built once, as both have the same types of arguments
+    # Built once, as both have the same types of arguments.
+    assert len(mine._launchers) == 1
     os.kill(running(mine), signal.SIGKILL)
     assert not done(mine, first)
     assert done(mine, second)

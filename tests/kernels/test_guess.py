@@ -103,9 +103,8 @@ def test_the_first_call_requests_all_later_kernels_of_the_step(kernels, name, fu
     asked, launched = map(list, kernels)
     assert set(launched[1:]) <= set(asked)
     assert (len(launched), len(set(asked) - set(launched))) == counts[fuse]
-    if (
-        name == "resnet50"
-    ):  # after the first layer's kernels, forwards come before backwards
+    if name == "resnet50":
+        # After the first layer's kernels, forwards come before backwards.
         forwards = ["_forward(" in key for key in asked[3:] if key in launched]
         assert forwards == sorted(forwards, reverse=True)
 

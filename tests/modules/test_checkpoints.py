@@ -43,9 +43,8 @@ def test_a_layer_exported_in_training_mode_can_be_saved_and_keeps_training(
         torch.testing.assert_close(
             dict(loaded.named_buffers()), dict(eager.named_buffers())
         )
-        assert 2 in [
-            buffer.tolist() for buffer in eager.buffers()
-        ]  # the number of batches
+        # The number of batches.
+        assert 2 in [buffer.tolist() for buffer in eager.buffers()]
 
 
 FRESH = {"watched_mean": 0.0, "watched_var": 1.0, "watched_count": 0}
@@ -161,9 +160,8 @@ def test_accelerate_loads_a_stock_checkpoint(
     if last == "disk":
         places = {**{str(index): "cpu" for index in (0, 1, 2, 3, 5)}, "4": "disk"}
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # accelerate's, of the file's metadata and its progress
+        # Accelerate's, of the file's metadata and its progress.
+        warnings.simplefilter("ignore")
         model = accelerate.load_checkpoint_and_dispatch(
             model,
             str(tmp_path / file),

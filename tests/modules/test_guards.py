@@ -181,9 +181,8 @@ def test_a_forward_that_recomputes_a_norm_gives_nan_eager_exported_and_compiled(
     for make in (lambda model: torch.export.export(model, (x,)).module(), one_graph):
         try:
             assert make(model)(x).isnan().all()
-        except (
-            torch._dynamo.exc.Unsupported
-        ):  # refused: torch 2.6 and 2.7 trace no such eps
+        except torch._dynamo.exc.Unsupported:
+            # Refused: torch 2.6 and 2.7 trace no such eps.
             assert torch.__version__ < "2.8"
     set_mode(model, "standard")
     torch.testing.assert_close(one_graph(model)(x), model(x))

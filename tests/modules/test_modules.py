@@ -161,9 +161,8 @@ def test_checkpoints_carry_the_mode_and_loading_into_another_mode_warns(
     )
     # These must not warn: pytest turns warnings into errors.
     nn.Sequential(ours(4, mode="golden")).load_state_dict(state)
-    nn.Sequential(ours(4, mode=0.5)).load_state_dict(
-        dict(state)
-    )  # has no record of a mode
+    # Has no record of a mode.
+    nn.Sequential(ours(4, mode=0.5)).load_state_dict(dict(state))
     nn.Sequential(ours(4, mode=1.0)).load_state_dict(nn.Sequential(stock(4)).state_dict())
     with pytest.warns(
         UserWarning, match=r"mode golden is loaded into layers of mode 0\.5"

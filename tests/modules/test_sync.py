@@ -71,9 +71,8 @@ def data_parallel_training_matches_one_process_on_all_data(rank, world, device):
     net, images, labels = make_net(), sync_cases.IMAGES, sync_cases.LABELS
     truth = swap(make_net(), "golden", preserve_output=False)
     sync_cases.train(truth, images, labels)
-    ddp = nn.parallel.DistributedDataParallel(
-        net
-    )  # which refuses to wrap a SyncBatchNorm
+    # Which refuses to wrap a SyncBatchNorm.
+    ddp = nn.parallel.DistributedDataParallel(net)
     swap(ddp, "golden", sync=True, preserve_output=False)
     sync_cases.train(ddp, images[rank::world], labels[rank::world])
     assert_close_states(net.state_dict(), truth.state_dict())

@@ -102,9 +102,8 @@ def a_fused_model_computes_the_same_and_runs_each_norm_as_one_call(rank, world, 
     x = torch.randn(4, 3, 10, 10, generator=torch.Generator().manual_seed(rank)).to(
         device
     )
-    last = {
-        "memory_format": torch.channels_last
-    }  # so that there are kernels for the pooling
+    # So that there are kernels for the pooling.
+    last = {"memory_format": torch.channels_last}
     x, stock, results = x.to(**last), Block().to(device, **last), []
     for backend in ("torch", "triton"):
         plain = swap(copy.deepcopy(stock), sync=True, backend=backend)
@@ -154,9 +153,8 @@ def a_process_that_is_too_late_does_not_use_what_the_other_made_of_its_absence(
     layer(x)  # the group's processes meet
     if rank == 1:
         dist.barrier()
-    with patch.object(
-        exchange.Peers, "check", lambda self: None
-    ):  # as if all were in the queue
+    with patch.object(exchange.Peers, "check", lambda self: None):
+        # As if all were in the queue.
         y = layer(x)
         (dx,) = torch.autograd.grad(y.sum(), x)
         own, dx = y.detach().cpu(), dx.cpu()

@@ -179,9 +179,8 @@ def test_group_and_instance_norms_run_without_python(layer, training, activation
     x = torch.randn(8, 96, 32, device=GPU, requires_grad=True)
     for _ in range(3):
         y = layer._fused(x, activation=activation)
-    updates = (
-        training and getattr(layer, "running_mean", None) is not None
-    )  # which Python does
+    # Which Python does.
+    updates = training and getattr(layer, "running_mean", None) is not None
     count.clear()
     assert torch.equal(layer._fused(x, activation=activation), y)
     assert is_cpp(y) != updates
@@ -226,9 +225,8 @@ def test_no_memory_is_leaked():
             step(*given)
         torch.cuda.synchronize()
         gc.collect()
-        time.sleep(
-            0.5
-        )  # autograd's thread may hold the last call's tensors a moment longer
+        # Autograd's thread may hold the last call's tensors a moment longer.
+        time.sleep(0.5)
         return torch.cuda.memory_allocated()
 
     before = many(10)

@@ -165,9 +165,8 @@ def twins(model, mode="golden", **options):
 
 def outcome(model, *inputs, training=True, low=None):
     """The output, gradients and buffers of a step. low: a dtype of autocast."""
-    bare = getattr(
-        model, "_orig_mod", getattr(model, "module", model)
-    )  # compiled, distributed
+    # Compiled, distributed.
+    bare = getattr(model, "_orig_mod", getattr(model, "module", model))
     torch.manual_seed(1)
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     model.train(training).zero_grad()

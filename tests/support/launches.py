@@ -37,13 +37,14 @@ JOIN = len(exchange.joins)
 exchange.joins.append(
     SimpleNamespace(peers=SimpleNamespace(world=2, table=1 << 40, mark=0, turn=0))
 )
+# Gradients: of x, residual, weight, bias and input_bias.
 ALL = (
     True,
     True,
     True,
     True,
     True,
-)  # gradients: of x, residual, weight, bias and input_bias
+)
 
 
 def empty(shape, dtype, channels_last=False):

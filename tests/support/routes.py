@@ -269,9 +269,8 @@ def check_operators(cases: Any, case: Any, device: str, compiles: bool = True) -
     if operators.has_total:
         x, *state = state
         needs[0], needs[1], has_residual = needs[0] or needs[1], False, False
-    elif (
-        has_residual and spec.activation is None
-    ):  # the residual's gradient would be dy itself
+    elif has_residual and spec.activation is None:
+        # The residual's gradient would be dy itself.
         needs[1] = False
     kept = residual if has_residual and backward_reads_input(spec.activation) else None
     dys = tensors.dy, tensors.dtotal

@@ -21,12 +21,13 @@ from calls import (
 )
 from normplug import functional, reference, target_variance
 
+# Rows with two strides.
 PERMUTED = (
     "permuted",
     "rotated",
     "permuted apart",
     "repeated inside",
-)  # rows with two strides
+)
 LAYOUTS = (
     "contiguous", "apart", "odd", "every second", "transposed", "repeated", "expanded", "heads",
     *PERMUTED,
@@ -191,9 +192,8 @@ def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     def spare(name: str, value: Tensor) -> float:
         assert value.isfinite().all(), name
         if name.startswith("running") and case.running == torch.float64 != case.dtype:
-            return float(
-                1e-6 * terms[name] / truth[name].abs()
-            )  # they are updated in float32
+            # They are updated in float32.
+            return float(1e-6 * terms[name] / truth[name].abs())
         return calls.truncation(value)
 
     assert_all_no_worse(ours, theirs, truth, terms, spare)

@@ -63,9 +63,8 @@ def batches_with_bad_channels():
     """Batches of four channels; the first channel is bad in one of them, another in others."""
     torch.manual_seed(0)
     batches = [torch.randn(3, 4, 5, 5) * 2 + 1 for _ in range(6)]
-    batches[0][0, 3] = 1e30 * torch.randn(
-        5, 5
-    )  # its mean is finite, and its variance is not
+    # Its mean is finite, and its variance is not.
+    batches[0][0, 3] = 1e30 * torch.randn(5, 5)
     batches[1][1, 2] = float("inf")
     batches[2][0, 0, 0, 0] = float("nan")
     batches[3][2] = -float("inf")  # in all channels

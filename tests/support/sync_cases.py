@@ -182,9 +182,8 @@ def assert_joined(case, parts):
     # How much mean >> std amplifies the rounding of the mean.
     amplified = float(1 + x.mean().abs() / x.std())
     slope = per_channel(weight / x.std(channel_dims(x)), x)
-    terms = (
-        {"dx": slope * dy} if case.affine else {}
-    )  # if a channel has two values, dx cancels
+    # If a channel has two values, dx cancels.
+    terms = {"dx": slope * dy} if case.affine else {}
     names = ("y", "dx", *(["dresidual"] if case.residual else []))
     ours = {name: torch.cat([part[name] for part in parts]) for name in names}
     if case.affine:

@@ -44,9 +44,8 @@ def transformers_layer(name, folder):
 
 
 LLAMA = "transformers.models.llama.modeling_llama"
-BIT = SimpleNamespace(
-    num_groups=4, hidden_act="relu"
-)  # what a layer reads of its model's config
+# What a layer reads of its model's config.
+BIT = SimpleNamespace(num_groups=4, hidden_act="relu")
 ACTIVATIONS = ("relu", "silu", "gelu", "relu6", "hard_swish", "gelu_tanh", "leaky_relu")
 IMAGES = [
     *(timm_layer("BatchNormAct2d", 8, act_layer=act) for act in ACTIVATIONS),

@@ -66,9 +66,8 @@ def test_a_model_that_was_never_swapped_or_was_unswapped_is_an_error(net):
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_layer_that_was_rebuilt_or_removed_is_found(net, copied):
     net[1] = nn.SyncBatchNorm(8)
-    net[4] = LayerNorm(
-        128, mode="standard"
-    )  # normplug's, but in the mode of its constructor
+    # Normplug's, but in the mode of its constructor.
+    net[4] = LayerNorm(128, mode="standard")
     del net[6]
     if copied:
         net = pickle.loads(pickle.dumps(copy.deepcopy(net)))
@@ -271,9 +270,8 @@ class Function(nn.Module):
 
 
 def test_errors_of_the_model_and_outputs_without_numbers_are_named():
-    with pytest.raises(
-        RuntimeError, match="must match the size"
-    ):  # the model's own error
+    with pytest.raises(RuntimeError, match="must match the size"):
+        # The model's own error.
         check(swap(Sums(bypasses=False), "golden"), x, torch.ones(7))
     model = swap(
         nn.Sequential(nn.Softmax(1), nn.LayerNorm(4), Function(torch.argmax)), "golden"

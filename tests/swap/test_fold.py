@@ -174,9 +174,8 @@ def test_a_weight_created_beside_scalars_has_their_dtype(dtype):
     expected = model(x)
     assert unswap(model).norm.weight.dtype == dtype
     torch.testing.assert_close(model(x), expected)
-    watched = unswap(
-        swap(bare(), "golden").to(dtype)
-    )  # only the watched statistics tell it
+    # Only the watched statistics tell it.
+    watched = unswap(swap(bare(), "golden").to(dtype))
     assert watched.weight.dtype == dtype
 
 

@@ -35,9 +35,8 @@ def test_a_tool_works_or_is_refused(row, column):
 
 def test_opacus_fixes_every_class_whose_stock_class_it_knows():
     fix = pytest.importorskip("opacus.validators").ModuleValidator.fix
-    plain = swap(
-        nn.Sequential(nn.BatchNorm2d(4), nn.LayerNorm(4)), 0.3
-    )  # registers with Opacus
+    # Registers with Opacus.
+    plain = swap(nn.Sequential(nn.BatchNorm2d(4), nn.LayerNorm(4)), 0.3)
     fixed = fix(plain)
     assert [type(m) for m in fixed] == [nn.GroupNorm, normplug.LayerNorm]
     assert fixed[1].target_variance == 0.3

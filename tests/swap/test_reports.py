@@ -59,9 +59,8 @@ def test_rows_of_nested_blocks_are_one_line_with_the_path_of_what_fuses_them():
 
 def test_a_line_has_at_most_120_columns(net):
     net["a" * 40] = nn.LocalResponseNorm(2)  # a long path, and a reason
-    net["b" * 50] = nn.Sequential(
-        nn.BatchNorm1d(4), nn.ReLU()
-    )  # where it is fused, in one word
+    # Where it is fused, in one word.
+    net["b" * 50] = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())
     normplug.swap(net)
     for report in (normplug.plan(net), normplug.fusions(net)):
         assert max(map(len, str(report).splitlines())) <= 120

@@ -156,9 +156,8 @@ def test_every_tool_works_in_mode_golden_and_unswap_restores_the_layer(layer):
     assert [row.becomes for row in plan(model)] == [type(stock).__name__]
     assert [name for name, _ in norm_layers(model)] == ["0"]
     torch.testing.assert_close(model(X), stock(X) * ROOT)
-    assert not model[0].kernel_condition(
-        model[0]
-    )  # so the library `kernels` leaves it alone
+    # So the library `kernels` leaves it alone.
+    assert not model[0].kernel_condition(model[0])
     expected = model(X)
     torch.testing.assert_close(one_graph(model)(X), expected)
     torch.testing.assert_close(copy.deepcopy(model)(X), expected)

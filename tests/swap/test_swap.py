@@ -72,9 +72,8 @@ def test_settings_buffers_and_children_of_a_layer_survive():
     assert set(norm.state_dict()) == keys == {"child.weight", "child.bias"}
     x = torch.randn(8, 4, 3, 3)
     expected = nn.BatchNorm2d(4, eps=0.1, affine=False)(x) * GOLDEN**0.5
-    torch.testing.assert_close(
-        norm.eval()(x), expected
-    )  # no statistics: the batch's, in eval too
+    # No statistics: the batch's, in eval too.
+    torch.testing.assert_close(norm.eval()(x), expected)
 
 
 def test_swapping_twice_changes_nothing_and_another_mode_sets_it(net):

@@ -182,9 +182,8 @@ def test_a_collected_file_gives_the_same_report_without_what_is_local(tmp_path):
     assert len(text.splitlines()) == 2 + 3
     assert not any(local in text for local in ("process", "a-machine", "/home"))
     assert '"data.root=photos"' in text
-    assert json.loads(text)[0]["variances"]["input_variance"] == [
-        [29, 58, 87]
-    ]  # the last step
+    # The last step.
+    assert json.loads(text)[0]["variances"]["input_variance"] == [[29, 58, 87]]
     found = compare(runs, out=tmp_path / "a", plots=True)
     kept = compare(file, out=tmp_path / "b", plots=True)
     _, *lines = found.markdown.replace("/home/me/", "").splitlines()

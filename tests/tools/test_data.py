@@ -271,9 +271,8 @@ class TestImageFolder:
         Image.new("RGB", (SIZE, SIZE)).save(tree / "train/cat/00.png")
         changed, *_ = parts(folder(tree, cache=str(file)))
         assert not torch.equal(images.inputs, changed.inputs)
-        assert (
-            len(list(file.parent.glob("pets-*.pt"))) == 3
-        )  # two for training, one for test
+        # Two for training, one for test.
+        assert len(list(file.parent.glob("pets-*.pt"))) == 3
 
     def test_keeps_the_centre_in_its_own_proportions(self, tmp_path):
         image = Image.new("RGB", (24, 8), "black")
@@ -513,9 +512,8 @@ class TestText:
         assert rows["val"] == list(range(80, 88))
         assert rows["test"] == list(range(90, 98))
         assert set(rows["train"]) < set(range(80))
-        assert (
-            len(rows["train"]) == 72
-        )  # of 19 blocks, the odd one is left for the next epoch
+        # Of 19 blocks, the odd one is left for the next epoch.
+        assert len(rows["train"]) == 72
         assert data.sizes == {"vocabulary": 256, "block_size": 4}
 
     @pytest.mark.parametrize(("character", "size"), [("a", 1), ("\u00e9", 2)])

@@ -198,7 +198,8 @@ def test_two_gpus_train_with_graphs_as_without(precision, rtol, atol, two_gpus):
     for graph, count in (
         (False, 0),
         (True, 7),
-    ):  # the first step is measured, without a graph
+    ):
+        # The first step is measured, without a graph.
         steps, states = zip(
             *(result["trained"][precision, graph] for result in two_gpus), strict=True
         )

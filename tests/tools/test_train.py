@@ -402,9 +402,8 @@ def test_a_text_takes_a_language_model_and_a_sweep_compares_losses(trains, tmp_p
     assert len(drop["loss_without"]) == 1
     assert drop["loss_without"][0] != drop["loss"]
     bits = golden["test_bits_per_character"]
-    assert bits == pytest.approx(
-        golden["test_loss"] / math.log(2), rel=0.01
-    )  # nearly all ASCII
+    # Nearly all ASCII.
+    assert bits == pytest.approx(golden["test_loss"] / math.log(2), rel=0.01)
     assert golden["tokens_per_s"] == pytest.approx(16 * 16e3 / golden["step_ms"])
     assert (golden["norms_swapped"], golden["norms_fused"]) == (3, 2)
     shown = f"{golden['test_loss']:.4f} nats/byte"
@@ -423,9 +422,8 @@ def test_a_gpt_sees_no_later_token_and_fuses_its_additions(norm):
     assert torch.equal(net(other)[:, :5], before[:, :5])
     assert not torch.equal(net(other)[:, 5:], before[:, 5:])
     normplug.fuse(normplug.swap(net, "standard"))
-    assert (
-        sum(row.label is not None for row in normplug.fusions(net)) == 4
-    )  # all but the first
+    # All but the first.
+    assert sum(row.label is not None for row in normplug.fusions(net)) == 4
     torch.testing.assert_close(net(tokens), before)
 
 
@@ -526,10 +524,11 @@ assert not first or os.waitpid(first, 0)[1] == 0
 
 def test_two_processes_train_the_model_that_one_trains(trains, tmp_path):
     options = [*TINY, "trainer.max_epochs=1", "data.augment=null", "optimizer=sgd"]
+    # An odd number for validation.
     options += [
         "data.num_classes=9",
         "data.num_images=405",
-    ]  # an odd number for validation
+    ]
     halves = [
         *options,
         *TWO_PROCESSES,

@@ -79,9 +79,8 @@ def test_what_a_dead_run_left_is_kept_and_found_again(trains, tmp_path):
     assert (run / FORMER / "1" / LAST).read_bytes() == last
     assert (run / FORMER / "1/variance.csv").exists()
     (run / FORMER / "7").mkdir()  # the others between were removed
-    output = trains(
-        *options, f"ckpt_path={run / FORMER / '1' / LAST}"
-    )  # goes on with the first
+    # Goes on with the first.
+    output = trains(*options, f"ckpt_path={run / FORMER / '1' / LAST}")
     assert f"resuming: {run / FORMER / '1' / LAST}" in output
     assert (run / FORMER / "1" / LAST).read_bytes() == last
     assert (run / FORMER / "8" / LAST).exists()

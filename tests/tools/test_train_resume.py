@@ -177,9 +177,8 @@ def test_the_last_checkpoint_is_found_tested_and_the_best_one_kept(trains, tmp_p
     last = torch.load(tmp_path / "runs/one" / LAST, weights_only=True)
     (scores,) = (state for key, state in last["callbacks"].items() if "val/loss" in key)
     val = logged(tmp_path / "runs/one", "val/loss")
-    assert float(scores["current_score"]) == pytest.approx(
-        val[-1]
-    )  # of the epoch of the checkpoint
+    # Of the epoch of the checkpoint.
+    assert float(scores["current_score"]) == pytest.approx(val[-1])
     assert float(scores["best_model_score"]) == pytest.approx(min(val))
     trained = result_of(tmp_path / "runs/one")
     tested = ["train=false", "ckpt_path=last", f"hydra.run.dir={tmp_path}/runs/two"]
