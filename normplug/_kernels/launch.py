@@ -217,14 +217,15 @@ class Workspace:
     ) -> Workspace:
         """The default stream's workspace, grown to at least `counters` and `room` elements."""
         key = (device.index, dtype)
-        kept = cls._kept.get(key)
-        has = (
-            (4096, 1 << 16)
-            if kept is None
-            else (kept.counters.numel(), kept.partial.numel())
-        )
-        if kept is None or counters > has[0] or room > has[1]:
-            kept = cls._kept[key] = cls(
-                device, dtype, max(counters, has[0]), max(room, has[1])
-            )
-        return kept
+        workspace = cls._kept.get(key)
+        if workspace is None:
+            workspace = cls(device, dtype, max(counters, 4096), max(room, 1 << 16))
+            cls._kept[key] = workspace
+            return workspace
+        has_counters = workspace.counters.numel()
+        has_room = workspace.partial.numel()
+        if counters > has_counters or room > has_room:
+            counters = max(counters, has_counters)
+            workspace = cls(device, dtype, counters, max(room, has_room))
+            cls._kept[key] = workspace
+        return workspace

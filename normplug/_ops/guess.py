@@ -61,11 +61,9 @@ def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
     forwards: list[Job] = []
     backwards: list[Job] = []
     known: set[Any] = set()
-    dtype = (
-        t.x.dtype
-        if t.residual is None
-        else torch.promote_types(t.x.dtype, t.residual.dtype)
-    )
+    dtype = t.x.dtype
+    if t.residual is not None:
+        dtype = torch.promote_types(dtype, t.residual.dtype)
     kind = (type(plan.spec), dtype, keep)
     for reference in _layers.keyrefs():
         layer = reference()
@@ -116,16 +114,15 @@ def _calls(
     for like in _inputs(t.x, row, getattr(spec, "normalized_shape", ())):
         for pair in pairs:
             # They require gradients, as the layers in between have parameters that do.
-            x, residual = (
-                None
-                if dtype is None
-                else torch.empty_like(like, dtype=dtype, requires_grad=True)
-                for dtype in pair
-            )
-            dtype = (t.x if t.weight is None else t.weight).dtype
-            vector = torch.empty(row, dtype=dtype, device="meta", requires_grad=True)
-            arguments: list[Any] = [x, residual]
-            arguments.append(vector if fusion.adds_bias else None)
+            arguments: list[Any] = [None, None, None]
+            for place, dtype in enumerate(pair):
+                if dtype is not None:
+                    given = torch.empty_like(like, dtype=dtype, requires_grad=True)
+                    arguments[place] = given
+            if fusion.adds_bias:
+                dtype = (t.x if t.weight is None else t.weight).dtype
+                bias = torch.empty(row, dtype=dtype, device="meta", requires_grad=True)
+                arguments[2] = bias
             if fusion.activation is not None:
                 arguments.append(fusion.activation)
             call, call_spec = layer._call(*arguments)
@@ -141,10 +138,11 @@ def _inputs(x: Tensor, row: Sequence[int], first_row: Sequence[int]) -> Iterator
 
     first_row: the shape of the rows of x; () if x has channels at dimension 1.
     """
-    outer = (
-        x.shape[: x.dim() - len(first_row)] if first_row else x.shape[:1] + x.shape[2:]
-    )
-    batch, space = outer[:1], list(outer[1:])
+    outer = x.shape[: x.dim() - len(first_row)]
+    if not first_row:
+        outer = x.shape[:1] + x.shape[2:]
+    batch = outer[:1]
+    space = list(outer[1:])
     smallest = _SMALLEST_VOLUME if len(space) == 3 else _SMALLEST
     while min(space, default=1) > 0:
         shape = (*batch, *space, *row)

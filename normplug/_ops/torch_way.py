@@ -34,11 +34,9 @@ def scaled(
     if target_variance == 1.0:
         return weight
     root = math.sqrt(target_variance)
-    return (
-        torch.full(shape, root, dtype=dtype, device=device)
-        if weight is None
-        else weight * root
-    )
+    if weight is None:
+        return torch.full(shape, root, dtype=dtype, device=device)
+    return weight * root
 
 
 def scaled_channels(

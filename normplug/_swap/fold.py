@@ -52,9 +52,8 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
                 f"{where} is not a parameter but computed from one, by a hook (weight_norm, prune) "
                 "or FSDP. Remove the hook first, or work inside FSDP.summon_full_params."
             )
-        if others := [
-            name for name, other in owners[id(module.weight)] if other != factor
-        ]:
+        others = [name for name, other in owners[id(module.weight)] if other != factor]
+        if others:
             raise ValueError(
                 f"{where} is shared with {', '.join(others)}, which would change. Untie them "
                 "first, or exclude both."

@@ -84,7 +84,8 @@ def assign(
     for key, mode in rule.items():
         for module in matching(_KEY, key, inventory.norms):
             modes.setdefault(module, (mode, None))
-    if left := [shown(path) for module, path in paths.items() if module not in modes]:
+    left = [shown(path) for module, path in paths.items() if module not in modes]
+    if left:
         raise ValueError(
             f"normplug.{caller}: no key of mode matches {some(left)}. Add a key such as '*' "
             "for the rest, or exclude these layers."
@@ -164,7 +165,8 @@ class ByDepth:
             target = self.schedule(number, len(blocks))
             mode = mode_of(f"block {number} of {len(blocks)}, {block}", target)
             for module in inside:
-                if (other := assigned[module][1]) is not None:
+                other = assigned[module][1]
+                if other is not None:
                     raise ValueError(
                         f"normplug.by_depth: {shown(inventory.names[module][0])} is in block "
                         f"{other} and in block {number}. {WAY_OUT}"

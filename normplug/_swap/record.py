@@ -50,7 +50,9 @@ def renew(inventory: Inventory) -> None:
             entry = vars(module).setdefault(_ENTRY, Entry())
             entry.target_variance = module.target_variance
             record[path[len(prefix) :].removeprefix(".")] = entry
-        elif (reverted := vars(module).pop(_ENTRY, None)) is not None:
+            continue
+        reverted = vars(module).pop(_ENTRY, None)
+        if reverted is not None:
             reverted.target_variance = None
     if record:
         vars(owner)[_RECORD] = record
@@ -120,13 +122,15 @@ def _recorded(
         for path, entry in vars(owner).get(_RECORD, {}).items():
             entries[entry] = f"{prefix}.{path}".strip(".")
     for entry, path in entries.items():
-        if (tv := entry.target_variance) is None:
+        target_variance = entry.target_variance
+        if target_variance is None:
             continue
-        layer, now = layers.get(entry), inventory.modules.get(path)
+        layer = layers.get(entry)
+        now = inventory.modules.get(path)
         if (
             layer is None
             and isinstance(now, TargetVarianceNorm)
-            and now.target_variance == tv
+            and now.target_variance == target_variance
         ):
             layer = now
-        yield tv, path, layer
+        yield target_variance, path, layer

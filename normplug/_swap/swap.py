@@ -200,10 +200,12 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
     inventory = Inventory(model)
     found = {layer: shown(path) for path, layer in _convert.normplug_layers(model)}
     layers = [layer for layer in found if _convert.is_revertible(layer)]
-    if stuck := [found[layer] for layer in found if not _convert.is_revertible(layer)]:
+    stuck = [found[layer] for layer in found if not _convert.is_revertible(layer)]
+    if stuck:
         text = "subclasses of normplug classes have no stock class to revert to and stay"
         _checks.warn(f"normplug.unswap: {text}: {', '.join(stuck)}.")
-    if patched := [found[layer] for layer in layers if is_patched(layer)]:
+    patched = [found[layer] for layer in layers if is_patched(layer)]
+    if patched:
         raise ValueError(
             f"normplug.unswap: the forward of {', '.join(patched)} was replaced on the instance "
             "since normplug.swap, by a patch or by accelerate's hooks. Remove these first, e.g. "
@@ -322,14 +324,12 @@ def _all_or_nothing(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Restore every layer if the block raises."""
     # A conversion mutates these in place.
     tables = ("_parameters", "_buffers", "_non_persistent_buffers_set")
-    before = [
-        (
-            m,
-            m.__class__,
-            {**vars(m), **{name: copy.copy(vars(m)[name]) for name in tables}},
-        )
-        for m in layers
-    ]
+    before = []
+    for module in layers:
+        state = dict(vars(module))
+        for name in tables:
+            state[name] = copy.copy(state[name])
+        before.append((module, module.__class__, state))
     weights = (layer._parameters.get("weight") for layer in layers)
     values = [(w, w.detach().clone()) for w in weights if w is not None]
     try:
@@ -347,7 +347,8 @@ def _all_or_nothing(layers: Sequence[nn.Module]) -> Iterator[None]:
 def _tell_tools() -> None:
     """Have the tools that are in use treat normplug's layers like the stock ones."""
     for module, names in _REGISTRIES.items():
-        if (tool := sys.modules.get(module)) is None:
+        tool = sys.modules.get(module)
+        if tool is None:
             continue
         for name in names:
             registry = attrgetter(name)(tool)
@@ -356,7 +357,8 @@ def _tell_tools() -> None:
                     entry = registry[stock]
                     quantised = hasattr(entry, "from_float")
                     registry.setdefault(ours, _Unswapped(entry) if quantised else entry)
-    if (opacus := sys.modules.get("opacus.validators")) is not None:
+    opacus: Any = sys.modules.get("opacus.validators")
+    if opacus is not None:
         # Watched statistics are not differentially private, so Opacus's fixer removes them.
         for ours in _convert.REPLACEMENTS.values():
             opacus.ModuleValidator.FIXERS.setdefault(ours, _without_watching)

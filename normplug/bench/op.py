@@ -28,28 +28,14 @@ from normplug.reference import accumulator_dtype
 Tensors = dict[str, Tensor]
 
 # On PyPI; a row has their versions.
-RIVALS = (
-    "liger-kernel",
-    "flag-gems",
-    "quack-kernels",
-    "apex",
-)
+RIVALS = ("liger-kernel", "flag-gems", "quack-kernels", "apex")
 OURS, (EAGER, COMPILED) = "normplug", timing.PEERS
 # Roundings in the accumulator dtype: of mean, rstd, weight * sqrt(tv) and the gradients' sums. And
 # as many again, since the truth is rounded to float64, too.
 ROUNDINGS_OF_SUMS = 8
 COLUMNS = (
-    *(
-        "op",
-        "shape",
-        "dtype",
-        "layout",
-        "direction",
-        "provider",
-        "us",
-        "us_p20",
-        "us_p80",
-    ),
+    *("op", "shape", "dtype", "layout", "direction", "provider"),
+    *("us", "us_p20", "us_p80"),
     *("gbps", "percent_of_copy", "over_eager", "over_compile"),
     *("max_abs", "max_rel", "max_abs_f64", "max_rel_f64"),
 )
@@ -151,11 +137,7 @@ OPS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
 # Operations on rows.
 ROWS = ("layer_norm", "add_layer_norm", "add_bias_layer_norm", "rms_norm", "add_rms_norm")
 # Of images with 0, 1, or more dimensions of space.
-_LAYOUTS = (
-    ["NC"],
-    ["NCHW"],
-    ["NCHW", "NHWC"],
-)
+_LAYOUTS = (["NC"], ["NCHW"], ["NCHW", "NHWC"])
 
 
 def ours(layer: nn.Module, mode: Any = "standard", watched: bool = False) -> nn.Module:
@@ -270,24 +252,21 @@ class Problem:
         names = ["x", "residual"][: len(inputs)]
         names += [name for name, _ in self.layer.named_parameters()]
         buffers = [name for name, _ in self.layer.named_buffers()]
-        return {
-            **dict(
-                zip(("y", "sum"), (output.detach() for output in outputs), strict=False)
-            ),
-            **{f"d{name}": each for name, each in zip(names, found, strict=True)},
-            **dict(
-                zip(buffers, (buffer.clone() for buffer in layer.buffers()), strict=False)
-            ),
-        }
+        results = {}
+        for name, output in zip(("y", "sum"), outputs, strict=False):
+            results[name] = output.detach()
+        for name, gradient in zip(names, found, strict=True):
+            results[f"d{name}"] = gradient
+        for name, buffer in zip(buffers, layer.buffers(), strict=False):
+            results[name] = buffer.clone()
+        return results
 
     def check(self, who: str, layer: nn.Module) -> Tensors:
         """The results of a layer; an AssertionError if one is less accurate than `bound` allows."""
         found = self.results(layer)
         for key, value in self.stock.items():
-            theirs, wrong = (
-                error(value, self.exact[key]),
-                error(found[key], self.exact[key]),
-            )
+            theirs = error(value, self.exact[key])
+            wrong = error(found[key], self.exact[key])
             allowed = bound(theirs, value.dtype)
             if not wrong <= allowed:  # or NaN
                 raise AssertionError(
@@ -337,17 +316,12 @@ def measure_op(
             for name, layer in layers.items()
         }
         for name, timed in timing.in_turns("us", turns).items():
-            row = (
-                facts
-                | {"direction": direction, "provider": name, "floor_passes": passes}
-                | timed
-            )
+            row = {**facts, "direction": direction, "provider": name}
+            row |= {"floor_passes": passes, **timed}
             gbps = passes * problem.inputs[0].nbytes / row["us"] / 1e3
-            row |= {
-                "gbps": gbps,
-                "copy_gbps": copied,
-                "percent_of_copy": 100 * gbps / copied,
-            }
+            row["gbps"] = gbps
+            row["copy_gbps"] = copied
+            row["percent_of_copy"] = 100 * gbps / copied
             keys = set(problem.stock) if direction == "F+B" else {"y", "sum"}
             if name != EAGER:
                 row |= differences(results[name], problem.stock, keys)
@@ -361,9 +335,8 @@ def bound(theirs: float, dtype: torch.dtype) -> float:
     """The largest relative error to allow: twice torch's, plus half a rounding to the dtype."""
     if not dtype.is_floating_point:
         return 0.0
-    sums = torch.finfo(
-        accumulator_dtype(dtype)
-    ).eps  # with few channels, `theirs` may be tiny
+    # With few channels, `theirs` may be tiny.
+    sums = torch.finfo(accumulator_dtype(dtype)).eps
     return 2.0 * theirs + 0.5 * torch.finfo(dtype).eps + ROUNDINGS_OF_SUMS * sums
 
 
@@ -380,7 +353,4 @@ def differences(found: Tensors, truth: Tensors, keys: set[str]) -> dict[str, flo
     size = torch.stack([exact.abs().max() for _, exact in pairs])
     relative = away / torch.where(size > 0, size, 1)
     # The maximum of values of which one is nan is nan.
-    return {
-        "max_abs": away.max().item(),
-        "max_rel": relative.max().item(),
-    }
+    return {"max_abs": away.max().item(), "max_rel": relative.max().item()}

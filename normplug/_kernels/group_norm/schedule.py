@@ -208,12 +208,11 @@ class PlanesBackward(_Planes):
         # Programs that read tiles for the first time, and parts of the sums for the gradients of
         # weight and bias.
         if self.held:
-            self.programs, self.parts = (
-                cdiv(self.groups, self.r) * self.splits,
-                self.splits,
-            )
+            self.programs = cdiv(self.groups, self.r) * self.splits
+            self.parts = self.splits
         else:
-            self.programs, self.parts = self.n * self.groups * self.k, self.n * self.ks
+            self.programs = self.n * self.groups * self.k
+            self.parts = self.n * self.ks
         whole = self.channels % self.cb == 0 and self.hw % self.sb == 0
         self.even = whole and self.groups % self.r == 0
 
@@ -438,16 +437,14 @@ def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:
         return cdiv(channels, cb) * cdiv(space, sb) * (cb * sb + _TILE_COST)
 
     longest = min(power_of_2(space), block)
-    lengths = [
-        longest >> i for i in range(8) if longest >> i >= min(longest, _SHORTEST_RUN)
-    ]
-    sizes = [
-        (block // half // sb, sb)
-        for half in (1, 2)
-        for sb in lengths
-        if half * sb <= block
-    ]
-    return min(((min(cb, power_of_2(channels)), sb) for cb, sb in sizes), key=cost)
+    shortest = min(longest, _SHORTEST_RUN)
+    lengths = [longest >> i for i in range(8) if longest >> i >= shortest]
+    tiles = []
+    for values in (block, block // 2):
+        for sb in lengths:
+            if sb <= values:
+                tiles.append((min(values // sb, power_of_2(channels)), sb))
+    return min(tiles, key=cost)
 
 
 def _columns(
