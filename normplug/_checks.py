@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normplug import _activations
+from normplug import _activations, _layouts
 
 BACKENDS = ("auto", "triton", "torch")
 _CHOICES = {"autocast_output": ("low", "float32"), "statistics": ("torch", "safe")}
@@ -387,6 +387,48 @@ def trailing(
         if vector is not None and vector.shape != shape:
             rule = f"of shape normalized_shape = {shape}"
             raise ValueError(must(caller, name, rule, str(tuple(vector.shape))))
+
+
+def beside(caller: str, x: Tensor, **others: Tensor | None) -> None:
+    """Reject a gate, a scale or a shift that no norm accepts beside this input."""
+    for name, other in others.items():
+        if other is None:
+            continue
+        floating(caller, other, name)
+        if x.is_nested or other.is_nested:
+            rule = f"a dense tensor if there is a {name}"
+            raise ValueError(must(caller, "input", rule, "a nested tensor"))
+        if other.device != x.device:
+            rule = f"on the input's device {x.device}"
+            way_out = "Move one of them with .to(device)."
+            raise ValueError(must(caller, name, rule, str(other.device), way_out))
+
+
+def modulation(
+    caller: str, x: Tensor, shape: Sequence[int], scale: Any, shift: Any
+) -> None:
+    """Reject a scale or a shift that is not one of each sample, or of each token."""
+    beside(caller, x, scale=scale, shift=shift)
+    if scale is not None and shift is not None and scale.shape != shift.shape:
+        rule = f"of the scale's shape {tuple(scale.shape)}"
+        raise ValueError(must(caller, "shift", rule, str(tuple(shift.shape))))
+    rows = len(shape)
+    name, one = ("shift", shift) if scale is None else ("scale", scale)
+    whole = _layouts.spread(one.shape, x.dim(), rows)
+    pairs = zip(whole, x.shape, strict=False)
+    fits = len(whole) == x.dim() and all(size in (1, full) for size, full in pairs)
+    if not fits or one.shape[one.dim() - rows :] != tuple(shape):
+        row = ", ".join(map(str, shape))
+        rule = f"(B, {row}), (B, 1, {row}) or of the input's shape {tuple(x.shape)}"
+        raise ValueError(must(caller, name, rule, str(tuple(one.shape))))
+
+
+def group_size(caller: str, size: Any, shape: Sequence[int]) -> None:
+    """Reject a size of the groups of a row that does not divide the row."""
+    count(caller, "group_size", size)
+    if len(shape) != 1 or shape[0] % size:
+        rule = f"a divisor of the one size in normalized_shape={tuple(shape)}"
+        raise ValueError(must(caller, "group_size", rule, str(size)))
 
 
 def _sizes(x: Tensor) -> tuple[Any, ...]:

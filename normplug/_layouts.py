@@ -119,6 +119,12 @@ def row_spacing(
     return None
 
 
+def spread(shape: Sequence[int], dims: int, row_dims: int) -> tuple[int, ...]:
+    """The shape of a value per sample, (samples, *row), that broadcasts to `dims` dimensions."""
+    outer = len(shape) - row_dims
+    return (*shape[:outer], *[1] * (dims - len(shape)), *shape[outer:])
+
+
 def lies_dense(spacing: Spacing | None, rows: int, width: int) -> bool:
     """Whether rows, in any order, have no gaps between them. Their gradient then has none."""
     if isinstance(spacing, Levels):

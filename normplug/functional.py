@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch  # noqa: F401, for the examples
+import torch
 from torch import Tensor
 
 from normplug import _checks
@@ -14,6 +14,7 @@ from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.batch_norm import channel_stats as _channel_stats
 from normplug._ops.call import call
 from normplug._ops.group_norm import GroupNormSpec
+from normplug._ops.plans import accumulator_of
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors, autocast_dtype
 from normplug._torch import RMS_NORM_AUTOCASTS
@@ -139,6 +140,8 @@ def layer_norm(
     *,
     mode: ModeLike = "standard",
     input_bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
@@ -149,6 +152,7 @@ def layer_norm(
     """Normalise each row over its trailing `normalized_shape` to the target variance of `mode`.
 
         y = weight * sqrt(tv) * (h - mean) / sqrt(var + eps) + bias        h = input + input_bias
+        y * (1 + scale) + shift, if there is a scale or a shift: adaptive LayerNorm
 
     mean and biased var belong to the row. The running statistics, if given, are for monitoring
     only: they are updated with the averages over rows of mean and var, and no result depends on
@@ -166,6 +170,10 @@ def layer_norm(
         eps: added to the variance before the root.
         mode: the target variance tv: "golden" (1/phi), "standard" (1), a number or a `NormMode`.
         input_bias: `normalized_shape`, added to the input before it is normalised, or None.
+        scale: of each sample, (B, *normalized_shape) or (B, 1, *normalized_shape) for input
+            (B, L, *normalized_shape); or of each token, shaped like `input`; or None. The kernels
+            read slices of a larger tensor, as `chunk` makes them, without a copy.
+        shift: of the shape of `scale`, or None.
         running_mean: scalar tensor, updated in place, or None.
         running_var: scalar tensor, updated in place, or None.
         num_batches_tracked: integer scalar tensor, incremented when they are updated, or None.
@@ -190,17 +198,23 @@ def layer_norm(
     and rounds the result back, which costs a copy of `input`, except on the CPU if a 16-bit `input`
     has float32 parameters. It also rounds weight * sqrt(tv) and input + input_bias. The kernels do
     neither.
-    Twice differentiable in `input`, `weight`, `bias` and `input_bias`. The kernels are bitwise
-    deterministic. For the backward they save `input` and two numbers per row.
+    Twice differentiable in `input`, `weight`, `bias`, `input_bias`, `scale` and `shift`. The
+    kernels are bitwise deterministic. For the backward they save `input` and two numbers per row.
+    With a scale or a shift they hold rows of up to 8,192 values, and PyTorch's operations run the
+    call beside an `input_bias`. Adaptive LayerNorm: Peebles and Xie 2022 (arXiv:2212.09748).
 
     Examples:
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), mode="standard").round()
         tensor([[-1.,  1.]])
     """
+    caller = "functional.layer_norm"
     statistics = (running_mean, running_var, num_batches_tracked)
     t = Tensors(input, None, weight, bias, input_bias, *statistics)
     numbers = (normalized_shape, momentum, eps, mode, autocast_output, backend)
-    return _norm_of_rows("functional.layer_norm", t, *numbers)
+    if scale is None and shift is None:
+        return _norm_of_rows(caller, t, *numbers)
+    t, offset = _adaptive(caller, t, normalized_shape, scale, shift, 0.0)
+    return _norm_of_rows(caller, t, *numbers, weight_offset=offset, adaptive=True)
 
 
 def add_layer_norm(
@@ -257,6 +271,11 @@ def rms_norm(
     *,
     mode: ModeLike = "standard",
     weight_offset: float = 0.0,
+    gate: Tensor | None = None,
+    gate_first: bool = False,
+    group_size: int | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
     running_var: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
     momentum: float | None = 0.1,
@@ -266,6 +285,8 @@ def rms_norm(
     """Divide each row over its trailing `normalized_shape` by its root mean square.
 
         y = (weight + weight_offset) * sqrt(tv) * input / sqrt(mean(input^2) + eps)
+        y * silu(gate), if there is a gate; of input * silu(gate), if `gate_first`
+        y * (1 + scale) + shift, if there is a scale or a shift: see `layer_norm`
 
     The rows are not centred, so the target variance tv of `mode` is a target *second moment*: the
     mean of y^2 over a row if weight + weight_offset is 1. For rows of mean 0 it is their variance.
@@ -278,6 +299,13 @@ def rms_norm(
     dtype of `input` in 2.11). "auto" takes the kernels if they can run. `layer_norm` explains the
     other arguments and the errors.
 
+    `gate` is shaped like `input`, or None; `gate_first` has no effect without it. silu(gate) is
+    computed in the dtype of the sums. `group_size`, a divisor of the one size in
+    `normalized_shape`, is the number of adjacent values of a row that are normalised together; None
+    for the whole row. The gated norm of Mamba2 (Dao and Gu 2024, arXiv:2405.21060) has `gate_first`
+    and groups. The kernels hold groups and gated rows of up to 8,192 values. A gate or a
+    `group_size` with a `scale` or a `shift` is a ValueError.
+
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels
         it is contiguous.
@@ -286,16 +314,27 @@ def rms_norm(
     other than 1, the torch backend rounds weight * sqrt(tv) to the dtype of `weight`; the kernels
     do not. The kernels are bitwise deterministic. The bits of a row of y do not depend on the other
     rows, nor, for the same layout, on their number.
-    Twice differentiable in `input` and `weight`. For the backward the kernels save `input` and one
-    number per row.
+    Twice differentiable in `input`, `weight`, `gate`, `scale` and `shift`. For the backward the
+    kernels save `input`, `gate` and one number per row.
 
     Examples:
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), (2,), mode="standard")
         tensor([[0.8485, 1.1314]])
     """
-    t = Tensors(input, None, weight, None, None, None, running_var, num_batches_tracked)
+    caller = "functional.rms_norm"
+    _checks.flags(caller, gate_first=gate_first)
+    t = Tensors(input, gate, weight, None, None, None, running_var, num_batches_tracked)
     numbers = (normalized_shape, momentum, eps, mode, autocast_output, backend)
-    return _norm_of_rows("functional.rms_norm", t, *numbers, False, weight_offset)
+    formula: dict[str, Any] = {"centred": False, "weight_offset": weight_offset}
+    if scale is not None or shift is not None:
+        _checks.number(caller, "weight_offset", weight_offset)
+        t, offset = _adaptive(caller, t, normalized_shape, scale, shift, weight_offset)
+        formula |= {"weight_offset": offset, "adaptive": True}
+    if gate is not None:
+        formula["gate"] = "first" if gate_first else "last"
+    if group_size is not None:
+        formula["group_size"] = group_size
+    return _norm_of_rows(caller, t, *numbers, **formula)
 
 
 def add_rms_norm(
@@ -327,7 +366,8 @@ def add_rms_norm(
     """
     t = Tensors(x, residual, weight, None, None, None, running_var, num_batches_tracked)
     numbers = (normalized_shape, momentum, eps, mode, autocast_output, backend)
-    return _norm_of_rows("functional.add_rms_norm", t, *numbers, False, weight_offset)
+    formula: dict[str, Any] = {"centred": False, "weight_offset": weight_offset}
+    return _norm_of_rows("functional.add_rms_norm", t, *numbers, **formula)
 
 
 def group_norm(
@@ -464,10 +504,9 @@ def _norm_of_rows(
     mode: ModeLike,
     autocast_output: str,
     backend: str,
-    centred: bool = True,
-    weight_offset: float = 0.0,
+    **formula: Any,
 ) -> Any:
-    """Run a norm of rows: a LayerNorm if `centred`, else an RMSNorm."""
+    """Run a norm of rows. formula: the fields of its spec that say what it computes."""
     variance = target_variance(mode)
     if type(shape) is not tuple:
         try:
@@ -480,8 +519,37 @@ def _norm_of_rows(
         momentum = as_number(momentum)
         eps = as_number(eps)
     # Autocast leaves torch's RMSNorm alone in some versions.
+    centred = formula.get("centred", True)
     is_cast = centred or RMS_NORM_AUTOCASTS or str(autocast_output) == "low"
     autocast = autocast_dtype(t.x) if is_cast else None
-    options = (autocast, autocast_output, centred, weight_offset)
-    spec = LayerNormSpec(shape, momentum, eps, variance, *options)
+    options = (autocast, autocast_output)
+    spec = LayerNormSpec(shape, momentum, eps, variance, *options, **formula)
     return call(caller, t, spec, backend)
+
+
+def _adaptive(
+    caller: str,
+    t: Tensors,
+    shape: Sequence[int],
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight_offset: float,
+) -> tuple[Tensors, float]:
+    """The call with a scale and a shift in place of weight and bias, and the scale's offset.
+
+    (weight * xhat + bias) * (1 + scale) + shift is one scale and one shift of xhat, too.
+    """
+    weight, bias, offset = scale, shift, 1.0
+    if t.weight is not None or t.bias is not None:
+        _checks.tensors(caller, *t)
+        _checks.trailing(caller, t.x, shape, weight=t.weight, bias=t.bias)
+        _checks.modulation(caller, t.x, shape, scale, shift)
+        acc = accumulator_of(t)
+        like: Any = shift
+        one = torch.ones_like(like, dtype=acc) if scale is None else scale.to(acc) + 1
+        weight = one if t.weight is None else one * (t.weight.to(acc) + weight_offset)
+        if t.bias is not None:
+            bias = one * t.bias if shift is None else one * t.bias + shift
+        offset = 0.0
+    inputs = (t.x, t.residual, weight, bias, t.input_bias)
+    return Tensors(*inputs, t.running_mean, t.running_var, t.tracked), offset

@@ -22,8 +22,9 @@ RMSNorm does not centre: mean(x) is replaced by 0, and mean(g) in dx by 0. So tv
 
 Sources: Ioffe and Szegedy 2015 (arXiv:1502.03167) for BatchNorm, Ba et al. 2016 (arXiv:1607.06450)
 for LayerNorm, Zhang and Sennrich 2019 (arXiv:1910.07467) for RMSNorm, Wu and He 2018
-(arXiv:1803.08494) for GroupNorm, Ulyanov et al. 2016 (arXiv:1607.08022) for InstanceNorm; the
-factor sqrt(tv) is normplug's own.
+(arXiv:1803.08494) for GroupNorm, Ulyanov et al. 2016 (arXiv:1607.08022) for InstanceNorm;
+Peebles and Xie 2022 (arXiv:2212.09748) for the scale and shift of a sample, Dao and Gu 2024
+(arXiv:2405.21060) for gates and groups of rows; the factor sqrt(tv) is normplug's own.
 
 Every norm takes these arguments besides its own:
 
@@ -144,17 +145,21 @@ def layer_norm(
     *,
     eps: float = 1e-5,
     target_variance: float = 1.0,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> Normalized:
     """Normalise each row of `x` over its trailing `normalized_shape`.
 
     Shapes: x (*rows, *normalized_shape); weight and bias `normalized_shape`; the statistics
     (*rows).
+
+    `scale` and `shift`, which broadcast to x, turn y into y * (1 + scale) + shift; None for zeros.
     """
     dims = tuple(range(-len(normalized_shape), 0))
     x_acc = x.to(accumulator_dtype(x.dtype))
     var, mean = torch.var_mean(x_acc, dim=dims, correction=0, keepdim=True)
     y = (x_acc - mean) * torch.rsqrt(var + eps) * math.sqrt(target_variance)
-    y = _affine(y, weight, bias, normalized_shape)
+    y = _adapted(_affine(y, weight, bias, normalized_shape), scale, shift)
     rows = x.shape[: x.dim() - len(dims)]
     return Normalized(y.to(x.dtype), mean.reshape(rows), var.reshape(rows))
 
@@ -167,6 +172,11 @@ def rms_norm(
     eps: float | None = None,
     target_variance: float = 1.0,
     weight_offset: float = 0.0,
+    gate: Tensor | None = None,
+    gate_first: bool = False,
+    group_size: int | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> Rescaled:
     """Divide each row of `x` by its root mean square over the trailing `normalized_shape`.
 
@@ -178,14 +188,27 @@ def rms_norm(
     An eps of None is the machine epsilon of the accumulator's dtype. The target variance is the
     second moment of each output row where the factor, weight + weight_offset, is 1. Without weight
     the factor is 1, whatever `weight_offset` is.
+
+    `gate`, of the shape of x, multiplies y by silu(gate) or, with `gate_first`, x. With a
+    `group_size`, a row of one dimension is cut into groups of so many values, each normalised by
+    itself; the second moment is then (*rows, groups). `scale` and `shift`: see `layer_norm`.
     """
     dims = tuple(range(-len(normalized_shape), 0))
     x_acc = x.to(accumulator_dtype(x.dtype))
+    if gate is not None and gate_first:
+        x_acc = x_acc * F.silu(gate.to(x_acc.dtype))
+    if group_size is not None:
+        x_acc = x_acc.unflatten(-1, (-1, group_size))
     moment = x_acc.square().mean(dims, keepdim=True)
     y = x_acc * torch.rsqrt(moment + rms_eps(x.dtype, eps)) * math.sqrt(target_variance)
+    moment = moment.flatten(-len(dims)).squeeze(-1)
+    y = y.reshape(x.shape)
     if weight is not None:
         y = y * (weight.to(y.dtype) + weight_offset)
-    return Rescaled(y.to(x.dtype), moment.reshape(x.shape[: x.dim() - len(dims)]))
+    y = _adapted(y, scale, shift)
+    if gate is not None and not gate_first:
+        y = y * F.silu(gate.to(y.dtype))
+    return Rescaled(y.to(x.dtype), moment)
 
 
 def rms_eps(dtype: torch.dtype, eps: float | None) -> float:
@@ -223,6 +246,15 @@ def channel_dims(x: Tensor) -> tuple[int, ...]:
 def per_channel(values: Tensor, x: Tensor) -> Tensor:
     """Reshape (C,) values to broadcast over `x`."""
     return values.reshape(1, -1, *[1] * (x.dim() - 2))
+
+
+def _adapted(y: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+    """Scale by 1 + scale, and shift."""
+    if scale is not None:
+        y = y * (1 + scale.to(y.dtype))
+    if shift is not None:
+        y = y + shift.to(y.dtype)
+    return y
 
 
 def _affine(

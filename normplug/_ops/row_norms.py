@@ -8,10 +8,17 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from normplug import _checks
-from normplug._layouts import is_contiguous, lies_dense, row_spacing, spacing_after
+from normplug._layouts import (
+    is_contiguous,
+    lies_dense,
+    row_spacing,
+    spacing_after,
+    spread,
+)
 from normplug._ops import can_run, subclasses, torch_way
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Plan, accumulator_of
@@ -34,6 +41,12 @@ class LayerNormSpec(NamedTuple):
         intermediates. "input" and "weight": first x / rms * sqrt(tv), to the dtype of the input,
         or to the weight's dtype if it is half; then the product with the weight, to the dtype
         that the two promote to.
+    gate: of an RMSNorm; None without one. "last": y is multiplied by silu(gate). "first": x is,
+        before it is normalised. The gate takes the place of the residual.
+    group_size: of an RMSNorm, how many adjacent values of a row are normalised together; None for
+        the whole row.
+    adaptive: weight and bias belong to a sample or to a token, whose values they broadcast to. The
+        leading dimensions that they lack are the last ones of x before the row.
     """
 
     normalized_shape: tuple[int, ...]
@@ -45,10 +58,29 @@ class LayerNormSpec(NamedTuple):
     centred: bool = True
     weight_offset: float = 0.0
     rounding: str | None = None
+    gate: str | None = None
+    group_size: int | None = None
+    adaptive: bool = False
+
+    @property
+    def activation(self) -> str | None:
+        """The activation through which a backward reads the gate."""
+        return None if self.gate is None else "silu"
+
+    @property
+    def groups(self) -> int:
+        """The number of groups that a row is cut into."""
+        return self.normalized_shape[0] // (self.group_size or self.normalized_shape[0])
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
         """Dimensions along which rows are independent; watched statistics describe one shard."""
-        return tuple(range(t.x.dim() - len(self.normalized_shape)))
+        rows = range(t.x.dim() - len(self.normalized_shape))
+        vector = t.bias if t.weight is None else t.weight
+        if not self.adaptive or vector is None:
+            return tuple(rows)
+        # Each process has all scales and shifts, so those of its shard must be all of them.
+        sizes = spread(vector.shape, t.x.dim(), len(self.normalized_shape))
+        return tuple(dim for dim in rows if sizes[dim] == 1)
 
     def rounds_to(
         self, total: torch.dtype, weight: torch.dtype | None
@@ -69,13 +101,25 @@ class LayerNormSpec(NamedTuple):
         under_autocast = autocast_result(total, self.autocast, self.autocast_output)
         if under_autocast is not None:
             return under_autocast
-        if self.rounding in (None, "output") or weight is None:
+        if self.rounding in (None, "output") or weight is None or self.gate == "last":
             return total
         return torch.promote_types(self.rounds_to(total, weight) or total, weight)
 
     def check(self, caller: str, t: Tensors) -> None:
+        _checks.floating(caller, t.x)
+        if self.gate is not None:
+            _checks.beside(caller, t.x, gate=t.residual)
+        if self.adaptive:
+            _checks.modulation(caller, t.x, self.normalized_shape, t.weight, t.bias)
         _checks.tensors(caller, *t)
         _checks.shape(caller, self.normalized_shape)
+        if self.group_size is not None:
+            _checks.group_size(caller, self.group_size, self.normalized_shape)
+        if self.adaptive and (self.gate is not None or self.group_size is not None):
+            raise ValueError(
+                f"normplug.{caller}: scale and shift exclude a gate and a group_size; got both. "
+                "Apply one pair of them after the norm."
+            )
         if self.centred or self.eps is not None:
             _checks.number(caller, "eps", self.eps)
         if self.centred:
@@ -86,8 +130,11 @@ class LayerNormSpec(NamedTuple):
         _checks.scalars(caller, **statistics, num_batches_tracked=t.tracked)
         _checks.momentum(caller, self.momentum, t.tracked, t.running_var is not None)
         _checks.option(caller, "autocast_output", self.autocast_output)
-        _checks.same_shape(caller, t.x, residual=t.residual)
-        vectors = {"weight": t.weight, "bias": t.bias, "input_bias": t.input_bias}
+        other = "residual" if self.gate is None else "gate"
+        _checks.same_shape(caller, t.x, **{other: t.residual})
+        vectors = {"input_bias": t.input_bias}
+        if not self.adaptive:
+            vectors |= {"weight": t.weight, "bias": t.bias}
         rows = t.x.unbind() if subclasses.is_nested(t.x) else (t.x,)
         if not rows:
             raise ValueError(
@@ -100,6 +147,10 @@ class LayerNormSpec(NamedTuple):
     # PyTorch's kernels.
 
     def by_torch(self, t: Tensors) -> Any:
+        if self.adaptive or self.gate is not None or self.group_size is not None:
+            y, mean, var, _ = self.by_formula(t.x, t)
+            self._update_running(t, mean, var)
+            return y
         total = t.x if t.residual is None else t.x + t.residual
         y = self._layer_norm(total, t) if self.centred else self._rms_norm(total, t)
         return y if t.residual is None else (y, total)
@@ -146,6 +197,8 @@ class LayerNormSpec(NamedTuple):
     def refusal(self, t: Tensors) -> str | None:
         if t.x.is_nested:
             return "the input is a nested tensor"
+        if self.adaptive or self.gate is not None or self.group_size is not None:
+            return "they have no gate, groups, scale and shift"
         why = can_run.refusal_of(t)
         if why is None:
             width = math.prod(self.normalized_shape)
@@ -180,27 +233,34 @@ class LayerNormSpec(NamedTuple):
     # would need further kernels to average the rows' statistics.
 
     def traced(self, t: Tensors) -> tuple[Tensor, ...]:
-        """What a LayerNorm's forward operator returns, by PyTorch's operations. No residual."""
+        """What the forward operator returns, by PyTorch's operations. It adds no residual."""
         y, mean, var, rstd = self.by_formula(t.x, t)
-        assert mean is not None
-        if t.running_var is not None:
-            torch_way.update_running(t, self.momentum, mean.mean(), var.mean())
-        return y, torch.cat((mean.flatten(), rstd.flatten()))
+        self._update_running(t, mean, var)
+        stats = (rstd,) if mean is None else (mean, rstd)
+        return y, torch.cat([each.flatten() for each in stats])
+
+    def _update_running(self, t: Tensors, mean: Tensor | None, var: Tensor) -> None:
+        """Update the running statistics, if there are any, by those of the rows."""
+        if t.running_var is not None and t.x.numel() > 0:
+            mean = None if mean is None else mean.detach().mean()
+            torch_way.update_running(t, self.momentum, mean, var.detach().mean())
 
     def by_formula(
         self, total: Tensor, t: Tensors
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """The norm of `total`, in its library's order of operations; mean, var and rstd of rows.
 
-        An RMSNorm has no mean. t: the call, for its weight, bias and input bias.
+        An RMSNorm has no mean. t: the call, for its gate, weight, bias and input bias.
         """
-        acc = accumulator_of(t)
-        weight = t.weight
         dims = tuple(range(-len(self.normalized_shape), 0))
-        h = total.to(acc)
+        h = total.to(accumulator_of(t))
         mean = None
         if t.input_bias is not None:
             h = h + t.input_bias
+        if self.gate == "first":
+            h = h * _factor(t.residual, h.dtype)
+        if self.group_size is not None:
+            h = h.unflatten(-1, (self.groups, self.group_size))
         if self.centred:
             var, mean = torch.var_mean(h, dims, correction=0, keepdim=True)
             h = h - mean
@@ -208,8 +268,19 @@ class LayerNormSpec(NamedTuple):
             var = h.square().mean(dims, keepdim=True)
         rstd = torch.rsqrt(var + rms_eps(total.dtype, self.eps))
         y = h * rstd
+        if self.group_size is not None:
+            y = y.flatten(-2)
+        return self._scaled(y, total.dtype, t), mean, var, rstd
+
+    def _scaled(self, y: Tensor, total: torch.dtype, t: Tensors) -> Tensor:
+        """The result of a call, of its normalised values y, in the accumulator dtype.
+
+        total: the dtype of what was normalised.
+        """
+        acc = y.dtype
+        weight, bias = self._spread(t.weight, y), self._spread(t.bias, y)
         dtype = None if weight is None else weight.dtype
-        rounded = self.rounds_to(total.dtype, dtype)
+        rounded = self.rounds_to(total, dtype)
         root = math.sqrt(self.target_variance)
         if weight is not None:
             weight = weight.to(acc)
@@ -224,9 +295,19 @@ class LayerNormSpec(NamedTuple):
             y = y.to(rounded).to(acc)
         if weight is not None:
             y = y * weight
-        if t.bias is not None:
-            y = y + t.bias
-        return y.to(self.output_dtype(total.dtype, dtype)), mean, var, rstd
+        if bias is not None:
+            y = y + bias
+        if self.gate == "last":
+            if rounded is not None and dtype is not None:
+                y = y.to(torch.promote_types(rounded, dtype))
+            y = y * _factor(t.residual, acc)
+        return y.to(self.output_dtype(total, dtype))
+
+    def _spread(self, vector: Tensor | None, x: Tensor) -> Tensor | None:
+        """A weight or a bias, in a shape that broadcasts to x."""
+        if vector is None or not self.adaptive:
+            return vector
+        return vector.reshape(spread(vector.shape, x.dim(), len(self.normalized_shape)))
 
     def compiled(self, t: Tensors) -> Callable[[Tensors], Any] | None:
         """For a large LayerNorm, its operators, if a matmul or a convolution makes x or residual.
@@ -235,13 +316,13 @@ class LayerNormSpec(NamedTuple):
         each other. If it cannot, its backward of the norm is slow, in the gradients of weight and
         bias, and a kernel that adds the residual pays in both directions. RMSNorms have no bias,
         so there is nothing to gain. Over the channels of contiguous images, only a norm that also
-        adds a convolution's bias gains.
+        adds a convolution's bias gains. An adaptive LayerNorm is left to Inductor.
         """
         outer = t.x.dim() - len(self.normalized_shape)
         has_rows = is_contiguous(t.x.shape[outer:], t.x.stride()[outer:])
         large = can_run.size_of(t.x) >= _OPERATOR_BYTES
         pays = self.centred and large and (has_rows or t.input_bias is not None)
-        return self._automatic if pays else None
+        return self._automatic if pays and not self.adaptive else None
 
     def _automatic(self, t: Tensors) -> Any:
         return self.operator(t, automatic=True)
@@ -249,13 +330,14 @@ class LayerNormSpec(NamedTuple):
     def operator(self, t: Tensors, automatic: bool = False) -> Any:
         x, residual, *rest = t
         shape, row_dims = x.shape, len(self.normalized_shape)
-        if _is_grid_of_rows(x, row_dims) and (
+        are_grids = _is_grid_of_rows(x, row_dims) and (
             residual is None or _is_grid_of_rows(residual, row_dims)
-        ):
+        )
+        if are_grids and not self.adaptive:
             x = x.flatten(0, -1 - row_dims)
             residual = None if residual is None else residual.flatten(0, -1 - row_dims)
-        if residual is None:
-            y, _ = _plain(x, None, *rest, *self, automatic)
+        if residual is None or self.gate is not None:
+            y, _ = _plain(x, residual, *rest, *self, automatic)
             return y.view(shape)
         y, total, _ = _add(x, residual, *rest, *self, automatic)
         return y.view(shape), total.view(shape)
@@ -263,18 +345,15 @@ class LayerNormSpec(NamedTuple):
     def fake(self, t: Tensors) -> tuple[Tensor, ...]:
         x, residual, weight, *_ = t
         acc = accumulator_of(t)
-        dtype = (
-            x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        )
-        rows = math.prod(x.shape[: x.dim() - len(self.normalized_shape)])
+        added = residual if self.gate is None else None
+        dtype = x.dtype if added is None else torch.promote_types(x.dtype, added.dtype)
+        rows = math.prod(x.shape[: x.dim() - len(self.normalized_shape)]) * self.groups
         stats = x.new_empty(2 * rows if self.centred else rows, dtype=acc)
         output = self.output_dtype(dtype, None if weight is None else weight.dtype)
         y = x.new_empty(x.shape, dtype=output)
-        return (
-            (y, stats)
-            if residual is None
-            else (y, x.new_empty(x.shape, dtype=dtype), stats)
-        )
+        if added is None:
+            return y, stats
+        return y, x.new_empty(x.shape, dtype=dtype), stats
 
     def fake_dx(self, x: Tensor) -> Tensor:
         row_dims = len(self.normalized_shape)
@@ -298,6 +377,12 @@ def _row_statistics(
     return mean.mean(), var.mean()
 
 
+def _factor(gate: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What a gate multiplies by: silu(gate)."""
+    assert gate is not None
+    return F.silu(gate.to(dtype))
+
+
 def _is_grid_of_rows(t: Tensor, row_dims: int) -> bool:
     """Whether t is contiguous, with rows in a grid of three or more dimensions: (N, H, W, C).
 
@@ -313,7 +398,8 @@ def _spec_of(normalized_shape: list[int], *numbers: Any) -> LayerNormSpec:
 
 _NUMBERS = (
     "int[] normalized_shape, float? momentum, float? eps, float target_variance, "
-    "ScalarType? autocast, str autocast_output, bool centred, float weight_offset, str? rounding"
+    "ScalarType? autocast, str autocast_output, bool centred, float weight_offset, str? rounding, "
+    "str? gate, int? group_size, bool adaptive"
 )
 PLAIN, ADD = (
     NormOperators(

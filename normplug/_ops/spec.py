@@ -42,7 +42,9 @@ _AUTOCAST_DEVICES = frozenset(
 class Tensors(NamedTuple):
     """The tensors of a call, in the order used everywhere below `functional`.
 
-    `tracked` is num_batches_tracked. A tensor that a call does not have is None.
+    residual: shaped like x, and added to it or to its norm; or the gate of a gated norm.
+    weight, bias: those of the norm; or the scale and the shift of an adaptive norm.
+    tracked: num_batches_tracked. A tensor that a call does not have is None.
     """
 
     x: Tensor

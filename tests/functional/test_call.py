@@ -67,8 +67,9 @@ SPECS = [
     BatchNormSpec(False, None, 1e-3, 1.0),
     GroupNormSpec(4, 1e-5, 1.0, "silu", torch.bfloat16, "low"),
     LayerNormSpec(
-        (4, 8), 0.1, None, 1 / 3, torch.float16, "float32", False, 1.0, "input"
+        (8,), 0.1, None, 1 / 3, torch.float16, "float32", False, 1.0, "input", "first", 4
     ),
+    LayerNormSpec((4, 8), 0.1, 1e-5, 1.0, None, "low", adaptive=True),
 ]
 
 

@@ -81,6 +81,50 @@ def test_forward_and_gradients_match_the_reference(case, affine):
         torch.testing.assert_close(got, {name: expected[name] for name in got})
 
 
+# Norms with a gate, or with a scale and a shift. The shapes of these, and other arguments.
+SAMPLE, TOKEN = (3, 1, 6), (3, 5, 6)
+GATE = {"gate": TOKEN}
+MODULATED = {
+    "layer_norm of samples": ({"scale": SAMPLE, "shift": SAMPLE}, {}),
+    "layer_norm of tokens": ({"scale": TOKEN, "shift": TOKEN, "bias": (6,)}, {}),
+    "layer_norm with a shift": ({"shift": SAMPLE, "weight": (6,)}, {}),
+    "layer_norm with all vectors": (
+        {"scale": SAMPLE, "shift": SAMPLE, "weight": (6,), "bias": (6,)},
+        {},
+    ),
+    "rms_norm of samples": ({"scale": SAMPLE}, {}),
+    "rms_norm with an offset": (
+        {"scale": SAMPLE, "shift": SAMPLE, "weight": (6,)},
+        {"weight_offset": 1.0},
+    ),
+    "rms_norm with a gate": ({**GATE, "weight": (6,)}, {"weight_offset": 0.5}),
+    "rms_norm with a gate first": ({**GATE, "weight": (6,)}, {"gate_first": True}),
+    "rms_norm of groups": ({"weight": (6,)}, {"group_size": 3}),
+    "rms_norm of gated groups": (GATE, {"gate_first": True, "group_size": 2}),
+}
+
+
+@pytest.mark.parametrize("without_tokens", [False, True])
+@pytest.mark.parametrize("case", MODULATED)
+def test_gates_scales_and_shifts_match_the_reference(case, without_tokens):
+    name, (shapes, options) = case.split()[0], MODULATED[case]
+    torch.manual_seed(0)
+    leaves = {n: leaf(torch.randn(shape).double()) for n, shape in shapes.items()}
+    leaves["x"] = leaf(torch.randn(TOKEN).double() + 1)
+    dy = torch.randn(TOKEN).double()
+    options = {"normalized_shape": (6,), "eps": 1e-3, **options}
+    expected = getattr(reference, name)(**leaves, **options, target_variance=0.25)[0]
+    given = {**leaves, "input": leaves["x"]}
+    del given["x"]
+    for vector in ("scale", "shift"):
+        if vector in given and shapes[vector] == SAMPLE and without_tokens:
+            given[vector] = given[vector].squeeze(1)
+    y = getattr(functional, name)(**given, **options, mode=0.25)
+    torch.testing.assert_close(y, expected)
+    pairs = [torch.autograd.grad(each, [*leaves.values()], dy) for each in (y, expected)]
+    torch.testing.assert_close(*pairs)
+
+
 @given(
     name=st.sampled_from(
         ["batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm"]
@@ -170,6 +214,10 @@ def test_running_statistics_average_those_of_the_rows(name, momentum, dtype):
         lambda x, w, b, i: (
             functional.rms_norm(x, (6,), w, 1e-3, weight_offset=1.0) + b * i
         ),
+        lambda x, w, b, i: functional.rms_norm(
+            x, (6,), w, 1e-3, gate=x * b + i, gate_first=True, group_size=3
+        ),
+        lambda x, w, b, i: functional.layer_norm(x, (6,), w, scale=x * b, shift=x + i),
         lambda x, w, b, i: functional.group_norm(x, 2, w, b, activation="silu") * i,
         lambda x, w, b, i: (
             functional.instance_norm(x, weight=w, bias=b, activation="silu") * i
@@ -190,6 +238,8 @@ def test_running_statistics_average_those_of_the_rows(name, momentum, dtype):
     ids=[
         "layer_norm",
         "rms_norm",
+        "gated",
+        "adaptive",
         "group_norm",
         "instance_norm",
         "batch_norm",
