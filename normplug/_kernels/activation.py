@@ -6,6 +6,8 @@ ACTIVATION comes from `_activations.kernel_code`. A negative one is minus leaky 
 import triton
 import triton.language as tl
 
+SILU = tl.constexpr(2)
+
 
 @triton.jit
 def _sigmoid(z):
@@ -68,6 +70,13 @@ def activation_gradient(dy, z, ACTIVATION):
         return dy * slope
     else:
         return dy
+
+
+@triton.jit
+def silu_and_slope(z):
+    """silu(z) and its derivative."""
+    gate = _sigmoid(z)
+    return z * gate, gate * (1.0 + z * (1.0 - gate))
 
 
 @triton.jit

@@ -61,6 +61,10 @@ class Constants(KernelConstant):
         offset: added to the weight.
         rounded: the dtype to round to before multiplying by the weight, or `acc`.
         input_bias, dtotal: there is one.
+        gate: of an RMSNorm: "first" if silu(gate) multiplies x, "last" if it multiplies the norm of
+            x; "" without one.
+        gated: the dtype to round to before multiplying by a last gate, or `acc`.
+        dgate: the gate's gradient is wanted.
         stats: the rows' statistics are written.
         dx_as_x: the rows of dx have the strides of x; else they are contiguous.
     """
@@ -97,6 +101,9 @@ class Constants(KernelConstant):
     dtotal: bool = False
     stats: bool = False
     dx_as_x: bool = False
+    gate: str = ""
+    gated: Any = None
+    dgate: bool = False
 
 
 class Work(NamedTuple):

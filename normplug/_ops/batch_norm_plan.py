@@ -72,7 +72,7 @@ class BatchNormPlan(Plan):
             bits=spec.activation == "relu" and (has_residual or self._constant),
             activation=kernel_code(spec.activation),
         )
-        self._updates = {
+        self._updates: dict[str, Any] = {
             "running": updates,
             "cumulative": self._counts,
             "tracked": updates and t.tracked is not None and not self._counts,

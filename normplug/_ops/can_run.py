@@ -84,11 +84,16 @@ def refusal_of_capability(
     return None
 
 
-def refusal_of(t: Tensors) -> str | None:
-    """Why no kernel can take these tensors; None if one may."""
-    x, residual, *vectors, tracked = t
-    dense = [v for v in (*vectors, tracked) if v is not None]
-    present = dense if residual is None else [residual, *dense]
+def refusal_of(t: Tensors, strided: bool = False) -> str | None:
+    """Why no kernel can take these tensors; None if one may.
+
+    strided: whether the weight and the bias may have any strides.
+    """
+    x, residual, weight, bias, *others, tracked = t
+    vectors = [v for v in (weight, bias) if v is not None]
+    dense = [v for v in (*others, tracked) if v is not None]
+    present = [*vectors, *dense] if residual is None else [residual, *vectors, *dense]
+    dense = dense if strided else [*vectors, *dense]
     if tracked is not None and tracked.dtype != torch.int64:
         return f"num_batches_tracked is {tracked.dtype}, not torch.int64"
     for each in (x, *present):

@@ -143,9 +143,12 @@ class NormOperators:
     def _fake_backward(
         self, dy: Tensor, dtotal: Tensor | None, *arguments: Any
     ) -> list[Tensor]:
-        (x, _, *vectors), _, text, has_residual, needs = self._parts(arguments)
+        (x, residual, *vectors), _, text, has_residual, needs = self._parts(arguments)
         dx = self._spec(text).fake_dx(x)
-        like = (dx, dx if has_residual else None, *vectors)
+        dresidual = dx if has_residual else None
+        if dresidual is not None and residual is not None:
+            dresidual = torch.empty_like(dx, dtype=residual.dtype)
+        like = (dx, dresidual, *vectors)
         pairs = zip(like, needs, strict=True)
         return [torch.empty_like(t) for t, need in pairs if need and t is not None]
 

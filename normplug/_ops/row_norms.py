@@ -13,6 +13,7 @@ from torch import Tensor
 
 from normplug import _checks
 from normplug._layouts import (
+    Levels,
     is_contiguous,
     lies_dense,
     row_spacing,
@@ -26,6 +27,29 @@ from normplug._ops.spec import Tensors, autocast_result
 from normplug.reference import accumulator_dtype, rms_eps
 
 _OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
+
+
+class Vectors(NamedTuple):
+    """The rows that share a weight and a bias: see `_kernels.layer_norm.schedule.RowLayout`.
+
+    kind: "all", "sample", "group" or "token". inner: the rows of a sample, or the groups of a row;
+    else 0. step: how far the weights are apart, in values.
+    """
+
+    kind: str
+    inner: int
+    step: int
+
+    def sets(self, rows: int) -> int:
+        """How many sets of rows there are whose gradients of weight and bias are sums."""
+        return {"sample": rows // max(self.inner, 1), "group": self.inner}.get(
+            self.kind, 1
+        )
+
+    @property
+    def spacings(self) -> tuple[Levels, ...]:
+        """What the spacing of any tensor's rows has to go with."""
+        return (Levels(self.inner, 0, 0),) if self.inner else ()
 
 
 class LayerNormSpec(NamedTuple):
@@ -68,9 +92,46 @@ class LayerNormSpec(NamedTuple):
         return None if self.gate is None else "silu"
 
     @property
+    def is_modulated(self) -> bool:
+        """Whether there are a gate, groups, or a scale and a shift."""
+        return self.adaptive or self.gate is not None or self.group_size is not None
+
+    @property
+    def width(self) -> int:
+        """How many values are normalised together."""
+        return self.group_size or math.prod(self.normalized_shape)
+
+    @property
     def groups(self) -> int:
         """The number of groups that a row is cut into."""
-        return self.normalized_shape[0] // (self.group_size or self.normalized_shape[0])
+        return math.prod(self.normalized_shape) // self.width
+
+    def in_groups(self, t: Tensor) -> Tensor:
+        """A tensor with its rows cut into groups, which are rows of their own."""
+        if self.group_size is None:
+            return t
+        return t.unflatten(-1, (self.groups, self.group_size))
+
+    def vectors(self, t: Tensors) -> Vectors | None:
+        """The rows that share a weight and a bias; None if these are not the rows of a sample."""
+        if self.groups > 1:
+            return Vectors("group", self.groups, self.width)
+        vector = t.bias if t.weight is None else t.weight
+        if not self.adaptive or vector is None:
+            return Vectors("all", 0, 0)
+        row_dims = len(self.normalized_shape)
+        outer = t.x.dim() - row_dims
+        inner = 1
+        sizes = spread(vector.shape, t.x.dim(), row_dims)[:outer]
+        while outer > 0 and sizes[outer - 1] == 1:
+            outer -= 1
+            inner *= t.x.shape[outer]
+        if sizes[:outer] != t.x.shape[:outer]:
+            return None
+        step = row_spacing(vector.shape, vector.stride(), row_dims)
+        kind = "token" if inner == 1 else "sample"
+        step = step if isinstance(step, int) else self.width  # of a copy: see `laid_out`
+        return Vectors(kind, 0 if inner == 1 else inner, step)
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
         """Dimensions along which rows are independent; watched statistics describe one shard."""
@@ -147,7 +208,7 @@ class LayerNormSpec(NamedTuple):
     # PyTorch's kernels.
 
     def by_torch(self, t: Tensors) -> Any:
-        if self.adaptive or self.gate is not None or self.group_size is not None:
+        if self.is_modulated:
             y, mean, var, _ = self.by_formula(t.x, t)
             self._update_running(t, mean, var)
             return y
@@ -197,29 +258,53 @@ class LayerNormSpec(NamedTuple):
     def refusal(self, t: Tensors) -> str | None:
         if t.x.is_nested:
             return "the input is a nested tensor"
-        if self.adaptive or self.gate is not None or self.group_size is not None:
-            return "they have no gate, groups, scale and shift"
-        why = can_run.refusal_of(t)
-        if why is None:
-            width = math.prod(self.normalized_shape)
-            if can_run.is_too_long(width, t.x.numel() // width):
-                why = "a row has nearly 2^31 values or more, or there are as many rows"
+        why = can_run.refusal_of(t, strided=self.adaptive)
+        if why is None and can_run.is_too_long(self.width, t.x.numel() // self.width):
+            why = "a row has nearly 2^31 values or more, or there are as many rows"
+        if why is None and self.is_modulated:
+            why = self._refusal_of_modulated(t)
         return why
+
+    def _refusal_of_modulated(self, t: Tensors) -> str | None:
+        from normplug._kernels.layer_norm.schedule import holds_sums
+
+        if not holds_sums(self.width, accumulator_of(t).itemsize):
+            return f"a row of {self.width} values is too wide beside a gate, a scale or a group"
+        if self.vectors(t) is None:
+            return (
+                "the scale or the shift is one of each token, but the same in each sample"
+            )
+        if self.adaptive and t.input_bias is not None:
+            return "there is an input_bias beside a scale or a shift"
+        return None
 
     def laid_out(self, t: Tensors) -> Tensors:
         """The call with dense rows, where one launch can read the rows of x and of the residual."""
-        row_dims = len(self.normalized_shape)
-        width = math.prod(self.normalized_shape)
-        x, residual = t.x, t.residual
-        spacing = spacing_after(x, row_dims, width)
+        vectors = self.vectors(t)
+        assert vectors is not None
+        rows = len(self.normalized_shape), self.width
+        x, residual, weight, bias = t.x, t.residual, t.weight, t.bias
+        spacing = spacing_after(self.in_groups(x), *rows, *vectors.spacings)
         if spacing is None:
-            x, spacing = x.contiguous(), width
+            x, spacing = x.contiguous(), self.width
+        before = (spacing, *vectors.spacings)
         if (
             residual is not None
-            and spacing_after(residual, row_dims, width, spacing) is None
+            and spacing_after(self.in_groups(residual), *rows, *before) is None
         ):
             residual = residual.contiguous()
-        return t.reading(x, residual)
+        if self.adaptive and not self._have_one_step(weight, bias):
+            weight = None if weight is None else weight.contiguous()
+            bias = None if bias is None else bias.contiguous()
+        return t.reading(x, residual, weight, bias)
+
+    def _have_one_step(self, *vectors: Tensor | None) -> bool:
+        """Whether the scales of samples are apart by one stride, and the shifts by the same."""
+        row_dims = len(self.normalized_shape)
+        steps = {
+            row_spacing(v.shape, v.stride(), row_dims) for v in vectors if v is not None
+        }
+        return len(steps) == 1 and isinstance(steps.pop(), int)
 
     def without_kernels(self, t: Tensors, why: str, choose: Any) -> None:
         """PyTorch's kernels run it."""

@@ -16,7 +16,7 @@ from normplug._kernels import needs_int64, processors, shared_memory, unit_of
 from normplug._kernels.constants import Constants
 from normplug._kernels.launch import COOPERATIVE, TYPES, Launch, accumulator
 from normplug._kernels.layer_norm import rows, schedule, wide_rows
-from normplug._kernels.layer_norm.schedule import RowLayout, Wide
+from normplug._kernels.layer_norm.schedule import RowLayout, Rows, Wide
 from normplug._layouts import Levels, Spacing, lies_dense, row_spacing, spacing_after
 from normplug._ops.plans import (
     RUNNING,
@@ -66,7 +66,7 @@ class Strides(NamedTuple):
         unit, levels = self.unit(width), self.levels
         inner = rows if levels is None else levels.inner
         sizes = {"INNER": inner, "WIDTH_UNITS": width // unit}
-        middles: dict[str, int] = {}
+        middles: dict[str, Any] = {}
         furthest = rows * width
         for name in names:
             spacing = getattr(self, name)
@@ -89,11 +89,16 @@ class Strides(NamedTuple):
         )
 
 
+def _kernel_dtype(dtype: torch.dtype | None, otherwise: Any) -> Any:
+    """Triton's dtype of this name; `otherwise` for None."""
+    return otherwise if dtype is None else tl.dtype(TYPES[dtype])
+
+
 class LayerNormPlan(Plan):
     """The launches of a LayerNorm or RMSNorm, with a residual or an input bias: one per direction.
 
     State: stats, mean and rstd of the rows, (2 * rows,), or for RMSNorm rstd alone, (rows,). With a
-    residual, the total x + residual is normalised.
+    residual, the total x + residual is normalised. A gate takes the place of the residual.
     """
 
     spec: LayerNormSpec
@@ -103,32 +108,36 @@ class LayerNormPlan(Plan):
         super().__init__(t, spec)
         x, residual, weight = t.x, t.residual, t.weight
         self._dtypes = (x.dtype, x.dtype if residual is None else residual.dtype)
-        self._total_dtype = torch.promote_types(*self._dtypes)
+        is_gated = spec.gate is not None
+        self._total_dtype = x.dtype if is_gated else torch.promote_types(*self._dtypes)
         weight_dtype = None if weight is None else weight.dtype
         self._output_dtype = spec.output_dtype(self._total_dtype, weight_dtype)
         self._shape, self._strides = x.shape, strides_of(x.shape)
-        self._row_dims, self._width = (
-            len(spec.normalized_shape),
-            math.prod(spec.normalized_shape),
-        )
+        self._row_dims, self._width = len(spec.normalized_shape), spec.width
         self._rows = x.numel() // self._width
-        self.has_total = self.is_recomputable = residual is not None
+        self._vectors = spec.vectors(t)
+        self.has_total = self.is_recomputable = residual is not None and not is_gated
         running = t.running_var is not None and (
             t.running_mean is not None or not spec.centred
         )
         acc = accumulator(self.acc)
         rounded = spec.rounds_to(self._total_dtype, weight_dtype)
+        product = rounded
+        if rounded is not None and weight_dtype is not None:
+            product = torch.promote_types(rounded, weight_dtype)
         # What both directions share.
         self._constants = Constants(
             acc=acc,
             centred=spec.centred,
             offset=float(spec.weight_offset),
-            rounded=acc if rounded is None else tl.dtype(TYPES[rounded]),
+            rounded=_kernel_dtype(rounded, acc),
+            gate=spec.gate or "",
+            gated=_kernel_dtype(product, acc) if spec.gate == "last" else None,
             weight=weight is not None,
             input_bias=t.input_bias is not None,
         )
         # What a forward has besides, unless it normalises by given statistics.
-        self._updates = {
+        self._updates: dict[str, Any] = {
             "running": running,
             "tracked": running and t.tracked is not None,
             "cumulative": running and spec.momentum is None,
@@ -138,6 +147,8 @@ class LayerNormPlan(Plan):
         self._eps = rms_eps(self._total_dtype, spec.eps)
         # The widest value that a thread holds decides how a row is tiled.
         widest = max(self._total_dtype.itemsize, self._output_dtype.itemsize)
+        if is_gated:
+            widest = max(widest, self._dtypes[1].itemsize)
         self._itemsize = 8 if self.acc == torch.float64 else widest
         cooperative = COOPERATIVE and x.is_cuda
         self._machine = (processors(x.device), shared_memory(x.device), cooperative)
@@ -145,7 +156,19 @@ class LayerNormPlan(Plan):
         self._normalised = self._width if self.has_total else self._spacing(x)
 
     def _spacing(self, t: Tensor | None) -> Any:
-        return None if t is None else row_spacing(t.shape, t.stride(), self._row_dims)
+        if t is None:
+            return None
+        rows = self.spec.in_groups(t)
+        return row_spacing(rows.shape, rows.stride(), self._row_dims)
+
+    def _layout(self, strides: Strides, *names: str) -> tuple[dict[str, int], RowLayout]:
+        """`Strides.layout`, and where the weights of the rows lie."""
+        places, layout = strides.layout(self._rows, self._width, *names)
+        kind, inner, step = self._vectors
+        if inner:
+            places["INNER"] = inner
+        wide = layout.wide or needs_int64(self._rows // max(inner, 1), step)
+        return places, replace(layout, vectors=kind, step=step, wide=wide)
 
     def _forward(
         self, constants: Constants, strides: Strides
@@ -157,7 +180,10 @@ class LayerNormPlan(Plan):
         unit = strides.unit(self._width)
         sizes = (self._rows, self._width, unit, self._itemsize)
         shape = schedule.layer_norm_forward(*sizes, running, self._machine[0])
-        places, layout = strides.layout(self._rows, self._width, "x", "residual")
+        if self._vectors.kind != "all":
+            assert isinstance(shape, Rows)
+            shape = replace(shape, keep=False)  # each row loads its own weight
+        places, layout = self._layout(strides, "x", "residual")
         if isinstance(shape, Wide):
             kernel = wide_rows.layer_norm_wide_forward
         else:
@@ -189,12 +215,13 @@ class LayerNormPlan(Plan):
         if self.has_total:
             empties["total"] = (*dense, self._total_dtype)
         normalised = "total" if self.has_total else "x"
+        gate = "nothing" if self.spec.gate is None else "residual"
         return Program(
             named(t),
             (launch, {}),
             empties=empties,
             results=("y", "total") if self.has_total else ("y",),
-            saved=(normalised, "nothing", "weight", "bias", "input_bias", "stats"),
+            saved=(normalised, gate, "weight", "bias", "input_bias", "stats"),
             updates=RUNNING,
             scratch=scratch,
         )
@@ -208,24 +235,23 @@ class LayerNormPlan(Plan):
     def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
         if "dy" not in given:  # y was not used
             return Program(given, empties={}, results=self._results("dtotal", needs))
-        copies: dict[str, tuple[int, ...]] = {}
-        spacings: dict[str, Spacing] = {}
-        for name in ("dy", "dtotal"):
-            if name not in given:
-                continue
-            before = (self._normalised, *spacings.values())
-            spacing = spacing_after(given[name], self._row_dims, self._width, *before)
-            if spacing is None:
-                copies[name], spacing = self._strides, self._width
-            spacings[name] = spacing
-        dx = needs[0] or needs[1]
+        is_gated = self.spec.gate is not None
+        beside = "residual" if is_gated else "dtotal"
+        spacings, copies = self._backward_spacings(given, beside)
+        dx = needs[0] or (needs[1] and not is_gated)
         wanted = (dx, needs[2], needs[3], needs[4])
-        sums = sum(wanted[1:])
-        strides = Strides(self._normalised, **spacings)
+        sums = 0 if self._vectors.kind == "token" else sum(wanted[1:])
+        strides = Strides(
+            self._normalised, dy=spacings["dy"], dtotal=spacings.get(beside)
+        )
         sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
         has_input_bias = self._constants.input_bias
-        shape = schedule.layer_norm_backward(*sizes, has_input_bias, *self._machine)
-        places, layout = strides.layout(self._rows, self._width, "x", "dy", "dtotal")
+        sets = self._vectors.sets(self._rows)
+        shape = schedule.layer_norm_backward(*sizes, has_input_bias, *self._machine, sets)
+        if self._vectors.kind == "token":
+            assert isinstance(shape, Rows)
+            shape = replace(shape, keep=False)
+        places, layout = self._layout(strides, "x", "dy", "dtotal")
         constants = replace(
             self._constants,
             dtotal="dtotal" in spacings,
@@ -233,6 +259,7 @@ class LayerNormPlan(Plan):
             dweight=needs[2],
             dbias=needs[3],
             dinput_bias=needs[4],
+            dgate=is_gated and needs[1],
             dx_as_x=isinstance(strides.x, Levels)
             and strides.x.dense(self._rows, self._width),
         )
@@ -243,24 +270,58 @@ class LayerNormPlan(Plan):
         late = dx or needs[4]
         work = shape.backward(places, layout, late, sums)
         launch = Launch(kernel, work, constants, root=self._root)
-        empties = gradients_of(given, wanted)
-        # If the rows of x are dense, in any order, dx has the strides of x.
-        if wanted[0] and not lies_dense(self._normalised, self._rows, self._width):
-            empties["dx"] = (self._shape, self._strides, self._total_dtype)
+        gate = {"dtotal": "residual", "dinput_bias": "dresidual"} if is_gated else {}
         return Program(
             given,
-            (launch, {}),
-            empties=empties,
+            (launch, gate),
+            empties=self._gradients(given, wanted, is_gated and needs[1]),
             results=self._results("dx", needs),
             copies=copies,
             scratch=shape.backward_scratch(sums),
         )
 
+    def _backward_spacings(
+        self, given: dict[str, Tensor], beside: str
+    ) -> tuple[dict[str, Spacing], dict[str, tuple[int, ...]]]:
+        """The spacings of dy and of the tensor `beside` it, and the strides of needed copies."""
+        copies: dict[str, tuple[int, ...]] = {}
+        spacings: dict[str, Spacing] = {}
+        for name in ("dy", beside):
+            if name not in given:
+                continue
+            before = (self._normalised, *self._vectors.spacings, *spacings.values())
+            t = self.spec.in_groups(given[name])
+            spacing = spacing_after(t, self._row_dims, self._width, *before)
+            if spacing is None:
+                copies[name], spacing = self._strides, self._width
+            spacings[name] = spacing
+        return spacings, copies
+
+    def _gradients(
+        self, given: dict[str, Tensor], wanted: Sequence[bool], dgate: bool
+    ) -> dict[str, Layout]:
+        """The layouts of the gradients: see `gradients_of`. dgate: whether the gate's is wanted."""
+        empties = gradients_of(given, wanted)
+        # If the rows of x are dense, in any order, dx has the strides of x.
+        strides = self._strides
+        if lies_dense(self._normalised, self._rows, self._width):
+            strides = given["x"].stride()
+        if wanted[0]:
+            empties["dx"] = (self._shape, strides, self._total_dtype)
+        if dgate:
+            empties["dresidual"] = (self._shape, strides, self._dtypes[1])
+        if self.spec.adaptive:  # weight and bias may be slices of a larger tensor
+            for name in empties.keys() & {"dweight", "dbias"}:
+                shape, _, dtype = empties[name]
+                empties[name] = (shape, strides_of(shape), dtype)
+        return empties
+
     def _results(self, through: str, needs: Needs) -> list[Any]:
         """The gradients; x and the residual share the slot `through`."""
+        slots = (through, through if self.spec.gate is None else "dresidual")
         both = [
-            (through if need else "nothing", dtype)
-            for need, dtype in zip(needs, self._dtypes, strict=False)
+            (slot if need else "nothing", dtype)
+            for slot, need, dtype in zip(slots, needs, self._dtypes, strict=False)
         ]
         return [*both, "dweight", "dbias", "dinput_bias"]
 

@@ -60,11 +60,18 @@ class Tensors(NamedTuple):
         """Whether the call has each of these tensors, by name."""
         return {name: getattr(self, name) is not None for name in names}
 
-    def reading(self, x: Tensor, residual: Tensor | None) -> Tensors:
-        """The call with this x and this residual; itself if they are its own."""
-        if x is self.x and residual is self.residual:
+    def reading(
+        self, x: Tensor, residual: Tensor | None, *affine: Tensor | None
+    ) -> Tensors:
+        """The call with this x and this residual; itself if they are its own.
+
+        affine: another weight and another bias, if any.
+        """
+        weight, bias = affine or (self.weight, self.bias)
+        is_own = weight is self.weight and bias is self.bias
+        if is_own and x is self.x and residual is self.residual:
             return self
-        return self._replace(x=x, residual=residual)
+        return self._replace(x=x, residual=residual, weight=weight, bias=bias)
 
 
 class Pool(NamedTuple):

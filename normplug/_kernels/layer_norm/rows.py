@@ -13,6 +13,7 @@ that run at once share the row's columns, and exchange the two sums that its dx 
 import triton
 import triton.language as tl
 
+from normplug._kernels.activation import SILU, activate, silu_and_slope
 from normplug._kernels.layer_norm import shared
 from normplug._kernels.layer_norm.shared import row_places, size, strides_of
 from normplug._kernels.merging import finish_gradients
@@ -65,6 +66,16 @@ def _load(pointer, places, inside, columns, live, T, LAST):
 
 
 @triton.jit
+def _weights(pointer, rows, inside, columns, live, INNER, T):
+    """Load the weights, or the biases, of a tile's rows."""
+    if T.vectors == "all":
+        return _vector(pointer, columns, live, T)
+    else:
+        places = shared.vector_places(rows, INNER, T)
+        return _load(pointer, places, inside, columns, live, T, False)
+
+
+@triton.jit
 def _store(pointer, value, places, inside, columns, live, T):
     """Store a tile."""
     offsets = _each(places) + _all_rows(columns)
@@ -112,7 +123,7 @@ def layer_norm_rows_forward(
     """Y = weight * root * (h - mean) * rstd + bias, and stats = (mean, rstd) of all rows.
 
     h = x + input_bias. With a residual, total = x + residual, rounded as it is stored, takes the
-    place of x.
+    place of x. With F.gate, the residual is the gate: silu(gate) multiplies y, or x.
     """
     ACC: tl.constexpr = F.acc
     CENTRED: tl.constexpr = F.centred
@@ -149,6 +160,12 @@ def layer_norm_rows_forward(
                 h = h.to(ACC)
                 if CENTRED:
                     first = as_stored(first, total_ptr).to(ACC)
+            if F.gate != "":
+                places = row_places(rows, residual_strides, T.residual_middle, T)
+                gate = _load(residual_ptr, places, inside, columns, live, T, False)
+                gate = gate.to(ACC)
+                if F.gate == "first":
+                    h *= activate(gate, SILU)
             if F.input_bias:
                 h += _vector(input_bias_ptr, columns, live, T).to(ACC)
                 if CENTRED:
@@ -173,12 +190,14 @@ def layer_norm_rows_forward(
             y = as_dtype(d * _each(rstd * scalar(root, ACC)), F.rounded).to(ACC)
             if F.weight:
                 if not T.keep:
-                    weight = _vector(weight_ptr, columns, live, T)
+                    weight = _weights(weight_ptr, rows, inside, columns, live, INNER, T)
                 y *= shared.factor_of(weight, F)
             if F.bias:
                 if not T.keep:
-                    bias = _vector(bias_ptr, columns, live, T)
+                    bias = _weights(bias_ptr, rows, inside, columns, live, INNER, T)
                 y += bias.to(ACC)
+            if F.gate == "last":
+                y = as_dtype(y, F.gated).to(ACC) * activate(gate, SILU)
             _store(y_ptr, y, rows * DENSE, inside, columns, live, T)
             if F.stats:
                 if CENTRED:
@@ -197,6 +216,39 @@ def layer_norm_rows_forward(
         shared.finish_running(
             running, counters_ptr, f, FINISHERS, programs, ROWS, T.fan_in, F
         )
+
+
+@triton.jit
+def _set_of(program, PROGRAMS, ROWS, INNER, T):
+    """The set of rows that a program takes.
+
+    Also the program's place among the set's programs, how many these are, and the set's rows.
+    """
+    if T.vectors == "sample":
+        each = PROGRAMS // (ROWS // INNER)
+        members = INNER
+    else:
+        each = PROGRAMS // INNER
+        members = ROWS // INNER
+    number = program // each
+    return number, program - number * each, each, members
+
+
+@triton.jit
+def _rows_of_set(members, number, INNER, T):
+    """The rows that are these members of a set."""
+    if T.vectors == "sample":
+        return number * INNER + members
+    else:
+        return members * INNER + number
+
+
+@triton.jit
+def _store_gradient(pointer, sums, number, columns, live, WIDTH, factor):
+    """Store the gradient of a set's weight, `factor` times the sums over all rows of the set."""
+    places = number.to(tl.int64) * WIDTH + columns
+    value = as_stored(tl.sum(sums, axis=LANE_AXIS) * factor, pointer)
+    tl.store(pointer + places, value, mask=live)
 
 
 @triton.jit
@@ -230,7 +282,8 @@ def layer_norm_rows_backward(
     """The gradients of `layer_norm_rows_forward` that are wanted.
 
     With a residual, x is the total, and dx the gradient of both. The gradient of input_bias is the
-    sum of dx over the rows.
+    sum of dx over the rows. With F.gate, dtotal is the gate, and dinput_bias the gate's gradient,
+    laid out as dx.
     """
     ACC: tl.constexpr = F.acc
     K: tl.constexpr = T.k
@@ -238,13 +291,20 @@ def layer_norm_rows_backward(
     ROOT: tl.constexpr = F.rounded == ACC  # the sums for dweight lack the factor root
     program = tl.program_id(0)
     WIDTH = WIDTH_UNITS * T.unit
-    SUMS: tl.constexpr = F.dweight + F.dbias + F.dinput_bias
+    # Whether sets of rows have a weight each. A program takes rows of one set.
+    SETS: tl.constexpr = T.vectors == "sample" or T.vectors == "group"
+    EACH: tl.constexpr = T.vectors == "token"  # the weight is as large as x
+    SUMS: tl.constexpr = 0 if EACH else F.dweight + F.dbias + F.dinput_bias
     # evict_first: faster where few programs share a row, slower where many do, the same for one.
     LAST: tl.constexpr = K > 1 and K <= 4
     groups = PROGRAMS // K
     group = program // K
     k = program - group * K
-    tiles = tl.cdiv(ROWS, T.r)
+    part = group
+    members = ROWS
+    if SETS:
+        number, group, groups, members = _set_of(program, PROGRAMS, ROWS, INNER, T)
+    tiles = tl.cdiv(members, T.r)
     parts_ptr = partial_ptr
     if K > 1:
         parts_ptr += tiles.to(tl.int64) * (2 * K * T.r)
@@ -257,6 +317,8 @@ def layer_norm_rows_backward(
         columns, live = _columns(k * (T.u * T.bc), WIDTH, T)
         # Inside the loop these would be prefetched like a tile, into as much shared memory.
         if T.keep and F.weight:
+            if SETS:
+                weight_ptr += number.to(tl.int64) * T.step
             weight = _vector(weight_ptr, columns, live, T)
         if T.keep and F.input_bias:
             input_bias = _vector(input_bias_ptr, columns, live, T)
@@ -264,7 +326,9 @@ def layer_norm_rows_backward(
         dbias = tile_of_zeros(LANES, T.u, T.bc, ACC)
         dinput_bias = tile_of_zeros(LANES, T.u, T.bc, ACC)
         for tile in tl.range(group, tiles, groups, num_stages=T.stages):
-            rows, inside = _rows(tile, ROWS, T)
+            rows, inside = _rows(tile, members, T)
+            if SETS:
+                rows = _rows_of_set(rows, number, INNER, T)
             x_places = row_places(rows, x_strides, T.x_middle, T)
             h = _load(x_ptr, x_places, inside, columns, live, T, LAST).to(ACC)
             places = row_places(rows, dy_strides, T.dy_middle, T)
@@ -274,23 +338,54 @@ def layer_norm_rows_backward(
                 if not T.keep:
                     input_bias = _vector(input_bias_ptr, columns, live, T)
                 h += input_bias.to(ACC)
+            if F.gate != "":
+                places = row_places(rows, dtotal_strides, T.dtotal_middle, T)
+                gate = _load(dtotal_ptr, places, inside, columns, live, T, LAST).to(ACC)
+                silu, silu_slope = silu_and_slope(gate)
+                dx_places = x_places if F.dx_as_x else rows * DENSE
+            if F.gate == "first":
+                dh_dgate = h * silu_slope
+                h *= silu
             # d needs no mask: out of bounds dy is 0, and so is all that d is multiplied by.
             d = h - _each(mean) if F.centred else h
+            if F.gate == "last":
+                if F.dgate:
+                    y = as_dtype(d * _each(rstd * scalar(root, ACC)), F.rounded).to(ACC)
+                    if F.weight:
+                        if not T.keep:
+                            weight = _weights(
+                                weight_ptr, rows, inside, columns, live, INNER, T
+                            )
+                        y *= shared.factor_of(weight, F)
+                    dgate = dy * as_dtype(y, F.gated).to(ACC) * silu_slope
+                    _store(dinput_bias_ptr, dgate, dx_places, inside, columns, live, T)
+                dy *= silu
             if F.dweight:
                 if ROOT:
-                    dweight += _folded(dy * _each(rstd) * d, LANES)
+                    terms = dy * _each(rstd) * d
                 else:
                     rounded = as_dtype(d * _each(rstd * scalar(root, ACC)), F.rounded).to(
                         ACC
                     )
-                    dweight += _folded(dy * rounded, LANES)
+                    terms = dy * rounded
+                if EACH:
+                    if ROOT:
+                        terms *= scalar(root, ACC)
+                    _store(dweight_ptr, terms, rows * DENSE, inside, columns, live, T)
+                else:
+                    dweight += _folded(terms, LANES)
             if F.dbias:
-                dbias += _folded(dy, LANES)
-            if F.dx or F.dinput_bias:
+                if EACH:
+                    _store(dbias_ptr, dy, rows * DENSE, inside, columns, live, T)
+                else:
+                    dbias += _folded(dy, LANES)
+            if F.dx or F.dinput_bias or F.dgate:
                 g = dy
                 if F.weight:
                     if not T.keep:
-                        weight = _vector(weight_ptr, columns, live, T)
+                        weight = _weights(
+                            weight_ptr, rows, inside, columns, live, INNER, T
+                        )
                     g *= shared.factor_of(weight, F)
                 if F.centred:
                     gd = g * d
@@ -317,6 +412,13 @@ def layer_norm_rows_backward(
                     dx += _load(dtotal_ptr, places, inside, columns, live, T, LAST).to(
                         ACC
                     )
+                if F.gate == "first":
+                    if F.dgate:
+                        dgate = dx * dh_dgate
+                        _store(
+                            dinput_bias_ptr, dgate, dx_places, inside, columns, live, T
+                        )
+                    dx *= silu
                 if F.dinput_bias:
                     exists = _each(inside) & _all_rows(live)
                     dinput_bias += _folded(
@@ -325,8 +427,16 @@ def layer_norm_rows_backward(
                 if F.dx:
                     places = x_places if F.dx_as_x else rows * DENSE
                     _store(dx_ptr, dx, places, inside, columns, live, T)
-        if SUMS > 0:
-            part_ptr = parts_ptr + (group * SUMS).to(tl.int64) * WIDTH
+        if SUMS > 0 and T.single:
+            if F.dweight:
+                factor = scalar(root, ACC) if ROOT else 1.0
+                _store_gradient(
+                    dweight_ptr, dweight, number, columns, live, WIDTH, factor
+                )
+            if F.dbias:
+                _store_gradient(dbias_ptr, dbias, number, columns, live, WIDTH, 1.0)
+        elif SUMS > 0:
+            part_ptr = parts_ptr + (part * SUMS).to(tl.int64) * WIDTH
             if F.dweight:
                 tl.store(part_ptr + columns, tl.sum(dweight, axis=LANE_AXIS), mask=live)
                 part_ptr += WIDTH
@@ -338,13 +448,22 @@ def layer_norm_rows_backward(
                     part_ptr + columns, tl.sum(dinput_bias, axis=LANE_AXIS), mask=live
                 )
             arrive(counters_ptr)
-    if SUMS > 0:
+    if SUMS > 0 and not T.single:
         stretches = tl.cdiv(WIDTH, T.finish)
         # K > 1: all run at once, so they can wait for each other. Otherwise further programs do it,
         # which wait for programs before them.
         c = program if K > 1 else program - PROGRAMS
         step = PROGRAMS if K > 1 else stretches
-        if (c >= 0) & (c < stretches):
+        if SETS:
+            finishers = PROGRAMS // groups * stretches
+            if (c >= 0) & (c < finishers):
+                wait(counters_ptr, PROGRAMS, finishers)
+                place = (c // stretches).to(tl.int64) * WIDTH
+                gradients = dweight_ptr + place, dbias_ptr + place, dinput_bias_ptr
+                parts_ptr += place * groups * SUMS
+                parts = parts_ptr, c % stretches, WIDTH, groups
+                finish_gradients(gradients, parts, root, T.finish, SUMS, ROOT, F)
+        elif (c >= 0) & (c < stretches):
             wait(
                 counters_ptr,
                 PROGRAMS,

@@ -28,6 +28,10 @@ class RowLayout(KernelConstant):
     unit: a divisor of the width and of all strides, and so the alignment. heads: groups of rows in
     a set; 0 if rows have one level of strides. x_middle and so on: how far the groups of a set are
     apart, in values, or 0. wide: offsets need 64 bits.
+
+    vectors: the rows that share a weight and a bias: "all"; the INNER adjacent ones of a "sample";
+    a "group", every INNER-th one; or none, where each "token" has them. step: how far these weights
+    are apart, in values.
     """
 
     unit: int
@@ -37,6 +41,8 @@ class RowLayout(KernelConstant):
     residual_middle: int = 0
     dy_middle: int = 0
     dtotal_middle: int = 0
+    vectors: str = "all"
+    step: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +52,8 @@ class RowsTile(RowLayout):
     vector: adjacent values of a thread. keep: weight and bias stay in registers. even: no tile has
     padding. Forward, `fan_in` parts of the running statistics are added at a time. Backward,
     `stages` tiles are in flight, `lanes` sums per column are kept until the last tile, `k` programs
-    share a row (`k_padded`: the next power of two), and a program adds up `finish` columns.
+    share a row (`k_padded`: the next power of two), and a program adds up `finish` columns. A set
+    of rows may be of a `single` program, whose sums are then the gradients.
     """
 
     r: int
@@ -61,6 +68,7 @@ class RowsTile(RowLayout):
     k: int = 0
     k_padded: int = 0
     finish: int = 0
+    single: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +95,8 @@ class Rows:
     `programs` programs take tiles in turn, `stages` of them in flight, and `k` programs share a
     row. A thread takes `vector` adjacent values at a time. With `keep`, weight and bias stay in
     registers. Sums over rows are kept as `lanes` sums per column until the last tile; then one
-    program adds up `finish` columns of them.
+    program adds up `finish` columns of them. Backward, the rows may form `sets` that have a weight
+    each: then a program takes the tiles of one set, and no tile has rows of two.
     """
 
     rows: int
@@ -103,13 +112,17 @@ class Rows:
     lanes: int = 1
     k: int = 1
     finish: int = 0
+    sets: int = 1
 
     def __post_init__(self) -> None:
-        self.tiles = cdiv(self.rows, self.r)
+        members = self.rows // self.sets
+        self.tiles = self.sets * cdiv(members, self.r)
         # Groups of `k` programs that take tiles in turn.
         self.groups = self.programs // self.k
+        # Whether a program has all rows of a set.
+        self.single = self.programs == self.sets > 1
         self.parts = self.programs  # from which the running statistics are added up
-        self.even = self.k * self.u * self.bc == self.width and self.rows % self.r == 0
+        self.even = self.k * self.u * self.bc == self.width and members % self.r == 0
 
     def forward_scratch(self, running: bool) -> tuple[int, int]:
         """How many counters and partial results a forward needs."""
@@ -118,7 +131,8 @@ class Rows:
     def backward_scratch(self, sums: int) -> tuple[int, int]:
         """How many counters and partial results a backward needs that computes so many sums."""
         met = self.tiles if self.k > 1 else 0
-        return 1 + met, 2 * met * self.k * self.r + self.groups * sums * self.width
+        parts = 0 if self.single else self.groups * sums * self.width
+        return 1 + met, 2 * met * self.k * self.r + parts
 
     def forward(
         self, strides: dict[str, int], layout: RowLayout, running: bool, given: bool
@@ -133,7 +147,8 @@ class Rows:
         self, strides: dict[str, int], layout: RowLayout, late: bool, sums: int
     ) -> Work:
         """The launch of a backward that computes so many sums over the rows."""
-        finishers = cdiv(self.width, self.finish) if sums and self.k == 1 else 0
+        finishes = sums and self.k == 1 and not self.single
+        finishers = self.sets * cdiv(self.width, self.finish) if finishes else 0
         sizes = {"ROWS": self.rows, **strides, "PROGRAMS": self.programs}
         tile = self._tile(
             layout,
@@ -142,6 +157,7 @@ class Rows:
             k=self.k,
             k_padded=power_of_2(self.k),
             finish=self.finish,
+            single=self.single,
         )
         return Work(
             self.programs + finishers, self.warps, tile, sizes, cooperative=self.k > 1
@@ -291,15 +307,17 @@ def layer_norm_backward(
     sms: int,
     shared: int,
     cooperative: bool,
+    sets: int = 1,
 ) -> Rows | Wide:
     """Choose how the backward kernels cut rows; `layer_norm_forward` has the other arguments.
 
     input_bias: there is one, whose gradient is a third sum over the rows. shared: bytes of shared
     memory that a program can use. cooperative: a cooperative launch is possible, whose programs all
-    run at once.
+    run at once. sets: how many weights there are, each of as many rows; more than one only for rows
+    that are held.
     """
     padded = power_of_2(width)
-    if padded * max(itemsize, 4) <= _SUMMED_BYTES:
+    if holds_sums(width, itemsize):
         warps = 4 if padded <= 1024 else 8
         together = 2 if warps == 4 and rows > _MANY_ROWS_EACH * sms else 1
         values = 32 if itemsize <= 4 and (padded >= 1024 or together == 2) else 16
@@ -308,13 +326,15 @@ def layer_norm_backward(
         if padded <= 512 and not (input_bias and width < padded):
             shape = replace(shape, lanes=shape.r)
         # The programs' published sums should cause no more traffic than the rows do.
-        programs = min(together * sms, max(3 * rows * itemsize // 16, 1), shape.tiles)
+        most = max(3 * (rows // sets) * itemsize // 16, 1)
+        programs = min(together * sms, most, shape.tiles)
         room = shared // together - (4 << 10)
         if shape.lanes > 1:
             room -= max(itemsize, 4) * shape.lanes * padded  # to add them up at the end
         stages = 4 if together == 1 and padded < 8192 else 3
         stages = max(min(stages, room // (2 * shape.r * padded * itemsize)), 1)
-        return replace(shape, programs=programs, stages=stages, keep=True, finish=64)
+        shape = replace(shape, programs=programs, stages=stages, keep=True, finish=64)
+        return shape if sets == 1 else _in_sets(shape, sets, together * sms, most)
     if cooperative and itemsize <= 4 and rows >= sms and width <= _SHARED_WIDTH:
         if padded <= 16384:
             share = _Share(width=4096, r=4, warps=8)
@@ -347,6 +367,33 @@ def layer_norm_backward(
     tile_bytes = rb * cw * itemsize
     lag = lag_of(sms * _WIDE_BACKWARD_LAG, tile_bytes, cdiv(width, cw), cdiv(rows, rb))
     return Wide(rows, width, rb=rb, cw=cw, warps=4, lag=lag)
+
+
+def _in_sets(shape: Rows, sets: int, slots: int, most: int) -> Rows:
+    """The tiles and programs for sets of rows: at most `most` programs for each.
+
+    `slots` programs run at once. What a program does besides its tiles takes as long as a few of
+    them.
+    """
+    members = shape.rows // sets
+    r = min(shape.r, power_of_2(members))
+    tiles = cdiv(members, r)
+
+    def time(each: int) -> int:
+        return cdiv(sets * each, slots) * (cdiv(tiles, each) + shape.stages)
+
+    each = min(range(1, min(tiles, most, slots) + 1), key=time)
+    # Few parts are added up by few programs.
+    finish = 64 if sets * cdiv(shape.width, 64) <= 2 * slots else 256
+    lanes = min(shape.lanes, r)
+    return replace(
+        shape, r=r, lanes=lanes, sets=sets, programs=sets * each, finish=finish
+    )
+
+
+def holds_sums(width: int, itemsize: int) -> bool:
+    """Whether a program holds a row beside the sums for weight and bias."""
+    return power_of_2(width) * max(itemsize, 4) <= _SUMMED_BYTES
 
 
 class _Share(NamedTuple):

@@ -4,7 +4,8 @@ They compute LayerNorm or, if not F.centred, RMSNorm, whose mean is 0 and whose 
 second moment.
 
 X_UNITS, X_OUTER_UNITS: STEP and OUTER of the rows of x: see `row_places`. The same for RESIDUAL, DY
-    and DTOTAL. INNER: for all these tensors.
+    and DTOTAL. INNER: for all these tensors; also the rows of a sample, or the groups of a row, if
+    these have weights of their own.
 FINISHERS: programs that add up the running statistics, `fan_in` parts at a time.
 """
 
@@ -45,6 +46,18 @@ def row_places(rows, strides, MIDDLE, T):
         outer = group // T.heads
         head = (group - outer * T.heads).to(OUTER.dtype)
         return outer * OUTER + head * MIDDLE + (rows - group * INNER) * STEP
+
+
+@triton.jit
+def vector_places(rows, INNER, T):
+    """Offsets at which the weights of rows begin, and the biases; see `schedule.RowLayout`."""
+    if T.vectors == "sample":
+        index = rows.to(tl.int32) // INNER
+    elif T.vectors == "group":
+        index = rows.to(tl.int32) % INNER
+    else:
+        index = rows
+    return (index.to(tl.int64) if T.wide else index) * T.step
 
 
 @triton.jit
