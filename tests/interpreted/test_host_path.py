@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import group_kernel_cases
 import kernel_cases
+import modulated_cases
 import normplug
 import pool_cases
 import routes
@@ -88,6 +89,9 @@ CASES = [
     (group_kernel_cases, Group(IMAGES, 4, HALF, "channels_last", FLOAT, dy="contiguous")),
     (group_kernel_cases, Group((3, 6, 5), 3, affine="weight", output=HALF, needs=("x",))),
     (group_kernel_cases, Group(IMAGES, 2, layout="strided")),
+    # Two by two, since every second case also runs as operators.
+    *((modulated_cases, case) for case in modulated_cases.EVERY for _ in range(2)),
+    *((modulated_cases, case) for case in modulated_cases.NEEDS[::3]),
 ]  # fmt: skip
 # The operators run the same plans, so half of the cases are enough for them.
 IN_OPERATORS = [case for _, case in CASES[::2]]

@@ -1,20 +1,23 @@
 """The kernels of gated and adaptive norms of rows."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import routes
-from calls import DTYPES
-from modulated_cases import EVERY, NEEDS, Case, assert_accurate, make, run
+from accuracy import assert_same_bits
+from calls import DTYPES, INPUTS, saved_bytes
+from calls import Tensors as Inputs
+from modulated_cases import EVERY, NEEDS, Case, assert_accurate, call_of, make, run
 from normplug import functional
 from normplug._kernels import power_of_2
 from normplug._kernels.layer_norm.schedule import Rows
 from normplug._ops.call import call
-from normplug._ops.row_norms import LayerNormSpec
+from normplug._ops.row_norms import PLAIN, LayerNormSpec
 from normplug._ops.spec import Tensors
 from row_cases import LAYOUTS
 
@@ -60,7 +63,7 @@ SETUPS = {
 @pytest.mark.parametrize("setup", SETUPS)
 def test_sets_of_rows_may_be_cut_in_any_way(setup, case, monkeypatch):
     routes.reschedule(monkeypatch, layer_norm_backward=SETUPS[setup])
-    assert_accurate(dataclasses.replace(case, mode=0.25))
+    assert_accurate(replace(case, mode=0.25))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -79,7 +82,7 @@ def test_rows_may_have_any_layout(layout, options):
     case = Case((3, 2, 2, 6), **options)
     for name in ("layout", "dy", "gate_layout"):
         if name != "gate_layout" or case.gate:
-            found = assert_accurate(dataclasses.replace(case, **{name: layout}))
+            found = assert_accurate(replace(case, **{name: layout}))
             assert found["y"].is_contiguous()
 
 
@@ -194,7 +197,92 @@ def test_any_call_is_as_close_to_float64_as_torch(
     elif kind != "gate":
         outer = case.shape[:depth]
         options |= {"vectors": kind, "outer": outer, "gate": "", "centred": centred}
-    assert_accurate(dataclasses.replace(case, **options))
+    assert_accurate(replace(case, **options))
+
+
+class Slots:
+    """Cases as the other norms have them: their tensors in the slots of a call."""
+
+    @staticmethod
+    def make(case, device):
+        t = make(case, device)
+        weight, bias = (t.get(name) for name in ("weight", "bias"))
+        if case.outer:
+            weight, bias = t.get("scale"), t.get("shift")
+        empty = {"running_mean": None, "running_var": None}
+        return Inputs(t["x"], weight, bias, t.get("gate"), **empty, dy=t["dy"])
+
+    @staticmethod
+    def operators(case):
+        offset = 1.0 if case.outer else case.weight_offset
+        kind = (0.5, None, "float32", case.centred, offset, None)
+        modulation = (case.gate or None, case.group_size, bool(case.outer))
+        return PLAIN, (list(case.shape[-1:]), None, 1e-5, *kind, *modulation)
+
+
+OPERATED = [replace(case, needs=INPUTS) for case in EVERY if "scale+" not in case.vectors]
+OPERATED += [
+    replace(case, needs=INPUTS) for case in EVERY if case.vectors == "scale+shift"
+]
+
+
+@pytest.mark.parametrize("case", OPERATED, ids=str)
+def test_the_operators_pass_opcheck(case):
+    routes.check_operators(Slots, case, "cpu", compiles=case in OPERATED[::3])
+
+
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_the_operators_give_the_same_bits_as_eager_calls(case, monkeypatch):
+    tensors = make(case)
+    eager = run(case, tensors, "triton")
+    routes.use_operators(monkeypatch)
+    assert_same_bits(run(case, tensors, "triton"), eager)
+
+
+@pytest.mark.parametrize("case", [*EVERY[2:4], *EVERY[6:8], EVERY[10]], ids=str)
+def test_second_derivatives_are_right(case):
+    case = replace(case, dtype=torch.float64, params=None, gate_dtype=None)
+    t = make(case)
+    names = [name for name in t if name != "dy"]
+
+    def norm(*given):
+        named = dict(zip(names, given, strict=True))
+        return call_of(case, named, "triton")
+
+    leaves = [t[name].detach().requires_grad_() for name in names]
+    assert torch.autograd.gradcheck(norm, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(norm, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize("case", [EVERY[2], EVERY[7], EVERY[10]], ids=str)
+def test_one_compiled_graph_serves_every_number_of_tokens(case, backend):
+    graphs = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+    def norm(tensors):
+        return call_of(case, tensors, backend)
+
+    compiled = torch.compile(norm, fullgraph=True, backend=graphs)
+    for tokens in (5, 6, 9):
+        shape = (2, tokens, 24)
+        outer = (2, tokens) if len(case.outer) == 2 else case.outer
+        t = make(replace(case, shape=shape, outer=outer))
+        leaves = {n: each.detach().requires_grad_() for n, each in t.items() if n != "dy"}
+        found = []
+        for each in (compiled, norm):
+            y = each(leaves)
+            found.append((y, *torch.autograd.grad(y, [*leaves.values()], t["dy"])))
+        torch.testing.assert_close(*found, rtol=2e-3, atol=2e-3)
+    assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize("gate", ["first", "last"])
+def test_a_gated_norm_saves_its_inputs_and_one_number_per_row(gate):
+    case = Case((32, 24), torch.float16, gate=gate)
+    tensors = make(case)
+    saved = saved_bytes(lambda: run(case, tensors, "triton"))
+    assert saved == 2 * 32 * 24 * 2 + 24 * 2 + 32 * 4
 
 
 def test_runs_give_the_same_bits():

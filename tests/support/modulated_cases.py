@@ -87,6 +87,15 @@ def options_of(case: Case) -> dict[str, Any]:
     return {**options, **first, **of_rms}
 
 
+def call_of(case: Case, tensors: dict[str, Tensor], backend: str) -> Tensor:
+    """The output of the function."""
+    norm = functional.layer_norm if case.centred else functional.rms_norm
+    given = {name: t for name, t in tensors.items() if name != "x"}
+    options = {**options_of(case), "mode": case.mode, "backend": backend}
+    y: Tensor = norm(tensors["x"], **given, **options)
+    return y
+
+
 def run(case: Case, tensors: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
     """Run forward and backward; return y and the gradients by name."""
     leaves = {
@@ -94,10 +103,7 @@ def run(case: Case, tensors: dict[str, Tensor], backend: str) -> dict[str, Tenso
         for name, t in tensors.items()
         if name != "dy"
     }
-    norm = functional.layer_norm if case.centred else functional.rms_norm
-    given = {name: t for name, t in leaves.items() if name != "x"}
-    options = {**options_of(case), "mode": case.mode, "backend": backend}
-    y = norm(leaves["x"], **given, **options)
+    y = call_of(case, leaves, backend)
     return _with_gradients(y, leaves, tensors["dy"].to(y.dtype))
 
 
