@@ -7,6 +7,7 @@ device and the training flag.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from normplug.modules.probe import deepcopied
 from normplug.modules.table import (
     REPLACEMENTS,
     STOCK,
+    UNKNOWN,
     adapted,
     register,
     register_adapted,
@@ -73,7 +75,38 @@ def replacement_or_reason(module: nn.Module) -> type[TargetVarianceNorm] | str |
         return ours._refusal(module) or ours
     if getattr(cls, "cls_to_become", None) in REPLACEMENTS:
         return "it is lazy and has no shape yet: run one forward, then swap"
-    return adapted(cls)
+    reason = adapted(cls)
+    if reason not in (None, UNKNOWN):
+        return reason
+    recognised = _recognised(module, cls)
+    if recognised is None:
+        return reason
+    found: type[TargetVarianceNorm] | str = recognised.ours or recognised.note
+    return found
+
+
+def _recognised(module: nn.Module, cls: type[nn.Module]) -> Any:
+    """What `adapters.handwritten` learns of a module; None for a class of torch or normplug."""
+    if cls.__module__.startswith(("torch.", "normplug.")):
+        return None
+    # Not imported before it is needed.
+    handwritten = importlib.import_module("normplug.adapters.handwritten")
+    return handwritten.recognise(module, cls)
+
+
+def is_recognised(module: nn.Module) -> bool:
+    """Whether a module normalises rows, by what its forward computes."""
+    recognised = _recognised(module, plain_class(module))
+    return recognised is not None and recognised.is_norm
+
+
+def recognition(module: nn.Module) -> str:
+    """How exactly a stock layer computes a formula of normplug; "" for a class that is known."""
+    cls = plain_class(module)
+    if cls in REPLACEMENTS:
+        return ""
+    recognised = _recognised(module, cls)
+    return "" if recognised is None else recognised.note
 
 
 def synchronised(cls: type[nn.Module]) -> type[nn.Module]:
@@ -108,6 +141,12 @@ def normplug_layers(model: nn.Module) -> Iterator[tuple[str, TargetVarianceNorm]
 def declared(module: nn.Module) -> Any:
     """The class that declares what a norm layer is, whether the layer is stock or normplug's."""
     return type(module) if isinstance(module, TargetVarianceNorm) else replacement(module)
+
+
+def weight_name(module: nn.Module) -> str:
+    """The name of the weight of a norm layer, whether the layer is stock or normplug's."""
+    name: str = declared(module)._affine_names[0]
+    return name
 
 
 def convert(

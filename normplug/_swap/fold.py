@@ -41,18 +41,20 @@ def refuse_unscalable(caller: str, inventory: Inventory, factors: Factors) -> No
             owners[id(parameter)].append((shown(path), factors.get(module, 1.0)))
     for module, factor in factors.items():
         where = f"normplug.{caller}: the weight of {shown(inventory.names[module][0])}"
-        if parametrize.is_parametrized(module, "weight"):
+        name = _convert.weight_name(module)
+        if parametrize.is_parametrized(module, name):
             raise ValueError(
                 f"{where} is parametrized; use remove_parametrizations first."
             )
-        if module.weight is None:
+        weight = getattr(module, name)
+        if weight is None:
             continue
-        if "weight" not in {**module._parameters, **module._buffers}:
+        if name not in {**module._parameters, **module._buffers}:
             raise ValueError(
                 f"{where} is not a parameter but computed from one, by a hook (weight_norm, prune) "
                 "or FSDP. Remove the hook first, or work inside FSDP.summon_full_params."
             )
-        others = [name for name, other in owners[id(module.weight)] if other != factor]
+        others = [path for path, other in owners[id(weight)] if other != factor]
         if others:
             raise ValueError(
                 f"{where} is shared with {', '.join(others)}, which would change. Untie them "
@@ -68,7 +70,8 @@ def scale(inventory: Inventory, factors: Factors) -> None:
     done: set[int] = set()
     with torch.inference_mode(False), torch.no_grad():
         for module, factor in factors.items():
-            weight: Tensor | None = module.weight  # type: ignore[assignment]
+            name = _convert.weight_name(module)
+            weight: Tensor | None = getattr(module, name)
             if id(weight) in done:
                 continue
             declared = _convert.declared(module)
@@ -77,9 +80,9 @@ def scale(inventory: Inventory, factors: Factors) -> None:
                 dtype, device = kind_of_data(inventory, module)
                 shape = declared._affine_shape(module)
                 made = torch.full(shape, factor - offset, dtype=dtype, device=device)
-                module.weight = nn.Parameter(made, requires_grad=False)
+                setattr(module, name, nn.Parameter(made, requires_grad=False))
             elif _was_made(module, weight, 1.0 / factor - offset):
-                module.weight = None  # type: ignore[assignment]
+                setattr(module, name, None)
             else:
                 if offset == 0.0:
                     scaled = weight * factor

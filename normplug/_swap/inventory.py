@@ -57,7 +57,7 @@ def is_known_norm(module: nn.Module) -> bool:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm, or is called one: enough to list it, but not to change it."""
-    if is_known_norm(module):
+    if is_known_norm(module) or _convert.is_recognised(module):
         return True
     # Norms of other libraries, by name. A leading underscore marks torch's own weight and spectral
     # normalisation, which are parametrizations, not layers.

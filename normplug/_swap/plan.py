@@ -27,8 +27,8 @@ class PlanRow:
         path: its first path in the model; "" is the model itself.
         module: the layer.
         becomes: the normplug class it becomes, or already is; None where it stays as it is.
-        note: why it stays and what to do, or that it is swapped already; and whether it is frozen.
-            "" otherwise.
+        note: why it stays and what to do, or that it is swapped already; how its class was
+            recognised, if by what it computes; and whether it is frozen. "" otherwise.
         aliases: its other paths, if the layer is shared.
         mode: the mode it gets; None where it stays as it is, or the plan was made without a mode.
         block: the number of its block, from 1, where `normplug.by_depth` gives the mode; None
@@ -174,7 +174,8 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
             "its forward was replaced on the instance: swap before patches and hooks",
         )
     if isinstance(found, type):
-        return (_convert.synchronised(found) if sync else found).__name__, ""
+        becomes = _convert.synchronised(found) if sync else found
+        return becomes.__name__, _convert.recognition(module)
     if cls not in _convert.REPLACEMENTS and any(map(has_tensors, module.children())):
         return None, "nothing to do: its scale comes from layers of its own"
     if found is not None:

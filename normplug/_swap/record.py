@@ -61,6 +61,7 @@ def renew(inventory: Inventory) -> None:
 def findings(model: nn.Module) -> list[str]:
     """Return a message for each layer that is lost, in another mode, or bypasses a patch."""
     inventory, found = Inventory(model), []
+    stock = {*_convert.REPLACEMENTS, *_convert.STOCK.values()}
     for tv, path, layer in _recorded(inventory):
         mode = NormMode(tv)
         if layer is None:
@@ -84,7 +85,7 @@ def findings(model: nn.Module) -> list[str]:
         "leaves its layers."
         for path, layer in _convert.normplug_layers(model)
         for cls in _convert.plain_class(layer).__mro__
-        if cls in _convert.REPLACEMENTS and is_class_patched(cls)
+        if cls in stock and is_class_patched(cls)
     ]
     return found
 

@@ -152,7 +152,8 @@ def swap(
     with _all_or_nothing([row.module for row in taken]):
         _fold.scale(inventory, factors)
         for row in taken:
-            weighted = getattr(row.module, "weight", None) is not None
+            weight = _convert.weight_name(row.module)
+            weighted = getattr(row.module, weight, None) is not None
             _convert.convert(
                 row.module,
                 targets[row.path],
@@ -330,7 +331,7 @@ def _all_or_nothing(layers: Sequence[nn.Module]) -> Iterator[None]:
         for name in tables:
             state[name] = copy.copy(state[name])
         before.append((module, module.__class__, state))
-    weights = (layer._parameters.get("weight") for layer in layers)
+    weights = (m._parameters.get(_convert.weight_name(m)) for m in layers)
     values = [(w, w.detach().clone()) for w in weights if w is not None]
     try:
         yield

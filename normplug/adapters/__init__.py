@@ -247,11 +247,11 @@ def _listed_class(cls: Any, row: Any) -> Any:
     if row is OneNode:
         if not issubclass(cls, nn.LayerNorm):
             return None
-        return _class_for(cls, (OneNode, cls, LayerNorm))
-    ours = _class_for(cls, (*row, cls))
+        return class_for(cls, (OneNode, cls, LayerNorm))
+    ours = class_for(cls, (*row, cls))
     if issubclass(ours, _BatchNorm):
         bases = (_SyncBatchNorm, ours)
-        ours._synchronised = _class_for(cls, bases, "Sync", _unsynchronised=ours)
+        ours._synchronised = class_for(cls, bases, "Sync", _unsynchronised=ours)
         register(cls, FrozenActivation)
     return ours
 
@@ -263,10 +263,10 @@ def _probed_class(cls: Any, probe: Callable[[Any], Any]) -> Any:
     if isinstance(recognised, str):
         return recognised
     base, declarations = recognised
-    return _class_for(cls, (base, cls), **declarations)
+    return class_for(cls, (base, cls), **declarations)
 
 
-def _class_for(
+def class_for(
     cls: Any, bases: tuple[Any, ...], prefix: str = "", **declarations: Any
 ) -> Any:
     """A normplug class for a library's class, by which pickles find it: see `modules.table`."""

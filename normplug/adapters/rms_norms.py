@@ -20,6 +20,7 @@ from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
 from normplug.modules.base import eps_property
 from normplug.modules.row_norms import _RMSNorm
+from normplug.modules.table import UNKNOWN
 
 # The attributes in which libraries store eps, each with another value in a probe: the result shows
 # which of them the forward reads.
@@ -41,8 +42,6 @@ _DTYPES = [
     (torch.float32, torch.bfloat16),
 ]
 _WIDTH = 24
-# Why the layers of other classes stay.
-UNKNOWN = "its forward computes no norm that normplug knows"
 _Inputs: TypeAlias = list[tuple[Tensor, Tensor | None]]  # x and weight
 _Kind: TypeAlias = tuple[str, float, str]  # name of eps, weight offset, rounding
 

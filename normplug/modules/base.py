@@ -178,6 +178,8 @@ class TargetVarianceNorm(nn.Module):
         "training",
         "_normplug",
     )
+    # The names of weight and bias.
+    _affine_names: ClassVar[tuple[str, str]] = ("weight", "bias")
     # The function that computes the forward, such as "functional.layer_norm", for errors.
     _function: ClassVar[str]
     # The operations that `fuse` may run in one call with a layer, by its `_fused*` methods.

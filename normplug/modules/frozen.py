@@ -101,7 +101,7 @@ class Frozen(nn.Module):
         return (make, (cls, *args[1:]), *rest)
 
 
-def restore(cls: type[nn.Module], relation: str) -> nn.Module:
+def restore(cls: type[nn.Module], relation: Any) -> nn.Module:
     """A frozen layer without attributes, as `table.restore` makes others."""
     made = frozen_class(class_of(cls, relation))
     return made.__new__(made)

@@ -86,7 +86,23 @@ class RowNorm(WatchedRows):
         return tuple(range(-len(self._affine_shape()), 0))
 
 
-class LayerNorm(RowNorm, nn.LayerNorm):
+class _LayerNorm(RowNorm):
+    """LayerNorm without a stock class: the base for the LayerNorm of any class."""
+
+    _function = "functional.layer_norm"
+
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        weight, bias = self._affine()
+        return reference.layer_norm(
+            x, self._affine_shape(), weight, bias, **self._numbers()
+        ).y
+
+    def _variance(self, x: Tensor) -> Tensor:
+        x = x.to(reference.accumulator_dtype(x.dtype))
+        return x.var(self._row_dims(), correction=0)
+
+
+class LayerNorm(_LayerNorm, nn.LayerNorm):
     """`torch.nn.LayerNorm` that normalises to a target variance and monitors its input.
 
         y = weight * sqrt(tv) * (x - mean) / sqrt(var + eps) + bias
@@ -118,23 +134,12 @@ class LayerNorm(RowNorm, nn.LayerNorm):
         LayerNorm((8,), eps=1e-05, elementwise_affine=True, ..., mode=0.5)
     """
 
-    _function = "functional.layer_norm"
-
     def _fused_bias(self, input: Tensor, input_bias: Tensor) -> Tensor:
         """Compute `forward(input + input_bias)` in one call."""
         y: Tensor = self._run(input, None, input_bias)
         return y
 
     _fusion_sites = RowNorm._fusion_sites._replace(before=("sum", "convolution_bias"))
-
-    def _expected(self, x: Tensor, training: bool) -> Tensor:
-        return reference.layer_norm(
-            x, self.normalized_shape, self.weight, self.bias, **self._numbers()
-        ).y
-
-    def _variance(self, x: Tensor) -> Tensor:
-        x = x.to(reference.accumulator_dtype(x.dtype))
-        return x.var(self._row_dims(), correction=0)
 
 
 class _RMSNorm(RowNorm):
@@ -151,7 +156,7 @@ class _RMSNorm(RowNorm):
     _measure = "second moment"
     _autocasts = RMS_NORM_AUTOCASTS
 
-    def _affine(self) -> tuple[Tensor | None, None]:
+    def _affine(self) -> tuple[Tensor | None, Tensor | None]:
         if "weight" in self._parameters:
             return self._parameters["weight"], None
         return self.weight, None  # type: ignore[return-value]  # parametrized, or sharded

@@ -62,7 +62,7 @@ class WatchedRows(TargetVarianceNorm):
     ) -> None:
         if not (cls._watches if track_running_stats is None else track_running_stats):
             return
-        weight: Tensor | None = module.weight  # type: ignore[assignment]
+        weight: Tensor | None = getattr(module, cls._affine_names[0])
         for name in cls._watched:
             fresh = _fresh(name, weight, device if weight is None else weight.device)
             module.register_buffer(
@@ -77,7 +77,9 @@ class WatchedRows(TargetVarianceNorm):
 
     def reset_parameters(self) -> None:
         """Reset weight and bias, and the watched statistics."""
-        super().reset_parameters()  # type: ignore[misc]
+        stock: Any = super()
+        if hasattr(stock, "reset_parameters"):  # a class of another library may have none
+            stock.reset_parameters()
         self.reset_watched()
 
     def reset_watched(self) -> None:
@@ -101,7 +103,7 @@ class WatchedRows(TargetVarianceNorm):
         var = own["watched_var"]
         device = input.device if isinstance(input, Tensor) else None
         if device is not None and (var is None or var.device != device):
-            weight = self._parameters.get("weight")
+            weight = self._parameters.get(self._affine_names[0])
             if device.type == "meta" or not (weight is None or weight.device == device):
                 # There is nothing to measure, or the checks will reject the call.
                 return None, None, None
@@ -112,7 +114,7 @@ class WatchedRows(TargetVarianceNorm):
 
     def _move_watched(self, device: torch.device) -> None:
         """Move the statistics to a device; they start there if they have no values."""
-        weight = self._parameters.get("weight")
+        weight = self._parameters.get(self._affine_names[0])
         with torch.inference_mode(False):
             for name in self._watched:
                 t = self._buffers[name]

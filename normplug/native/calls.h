@@ -168,19 +168,23 @@ inline PyObject* find_tensor(PyObject* table, PyObject* other, PyObject* own, Py
   return found == nullptr || found == Py_None ? Py_None : nullptr;
 }
 
-// Read the call of a module; false if it must not be stored. The module's `_call_reads` names three
-// statistics and then attributes. args: module, input, residual, input bias, others.
+// Read the call of a module; false if it must not be stored. The class's `_affine_names` are those
+// of weight and bias; its `_call_reads` names three statistics and then attributes. args: module,
+// input, residual, input bias, others.
 inline bool read_module(PyObject* const* args, Py_ssize_t count, Reading& reading) {
   static PyObject* reads_name = PyUnicode_InternFromString("_call_reads");
   static PyObject* parameters_name = PyUnicode_InternFromString("_parameters");
   static PyObject* buffers_name = PyUnicode_InternFromString("_buffers");
-  static PyObject* weight_name = PyUnicode_InternFromString("weight");
-  static PyObject* bias_name = PyUnicode_InternFromString("bias");
+  static PyObject* affine_name = PyUnicode_InternFromString("_affine_names");
   PyObject *module = args[0], *input = args[1];
   if (count < 4 || !THPVariable_CheckExact(input) || interposed()) return false;
   reading.type = reinterpret_cast<PyObject*>(Py_TYPE(module));
   auto names = py::reinterpret_steal<py::object>(PyObject_GetAttr(reading.type, reads_name));
-  if (!names) {  // another thread has unswapped the layer
+  py::object affine;
+  if (names) {
+    affine = py::reinterpret_steal<py::object>(PyObject_GetAttr(reading.type, affine_name));
+  }
+  if (!affine) {  // another thread has unswapped the layer
     PyErr_Clear();
     return false;
   }
@@ -192,8 +196,8 @@ inline bool read_module(PyObject* const* args, Py_ssize_t count, Reading& readin
   auto& tensors = reading.tensors;
   tensors = {input,
              args[2],
-             find_tensor(parameters, buffers, own.ptr(), weight_name),
-             find_tensor(parameters, buffers, own.ptr(), bias_name),
+             find_tensor(parameters, buffers, own.ptr(), PyTuple_GET_ITEM(affine.ptr(), 0)),
+             find_tensor(parameters, buffers, own.ptr(), PyTuple_GET_ITEM(affine.ptr(), 1)),
              args[3],
              find_tensor(buffers, parameters, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 0)),
              find_tensor(buffers, parameters, own.ptr(), PyTuple_GET_ITEM(names.ptr(), 1)),

@@ -665,6 +665,36 @@ def test_a_module_call_is_stored_for_layers_with_the_same_settings(make):
         assert not is_stored(computed)
 
 
+class Handwritten(nn.Module):
+    """A LayerNorm whose tensors have names of their own; the bias is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(6))
+        self.register_buffer("beta", torch.randn(6))
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, (6,), self.gamma, self.beta)
+
+
+def test_a_module_call_reads_weight_and_bias_by_the_names_of_its_class():
+    layer = normplug.swap(Handwritten(), backend="triton")
+
+    def compute():
+        y = layer(X)
+        y.square().sum().backward()
+        dgamma = layer.gamma.grad
+        layer.gamma.grad = None
+        return {"y": y, "dgamma": dgamma}
+
+    expected = nn.functional.layer_norm(X, (6,), layer.gamma, layer.beta)
+    torch.testing.assert_close(both_ways(compute)["y"], expected)
+    assert is_stored(layer)
+    with torch.no_grad():
+        layer.beta += 1
+    torch.testing.assert_close(layer(X), expected + 1)
+
+
 def test_a_module_call_with_a_tensor_among_its_settings_is_not_stored():
     layer, stock = normplug.BatchNorm1d(6, backend="triton"), nn.BatchNorm1d(6)
     for each in (layer, stock):

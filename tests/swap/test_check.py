@@ -12,6 +12,7 @@ from torch import nn
 
 from matrix import randomised
 from normplug import LayerNorm, check, set_mode, swap, unswap
+from normplug.modules.row_norms import RowNorm
 from swap_cases import assert_frozen, frozen
 
 X = torch.randn(8, 3, 6, 6)
@@ -138,8 +139,8 @@ def test_check_changes_nothing(net, training, monkeypatch):
         module.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
     ran = []  # a copy runs, since another thread may be running the layer
     with monkeypatch.context() as patch:
-        forward = LayerNorm.forward
-        patch.setattr(LayerNorm, "forward", lambda m, x: ran.append(m) or forward(m, x))
+        forward = RowNorm.forward
+        patch.setattr(RowNorm, "forward", lambda m, x: ran.append(m) or forward(m, x))
         check(net)
     assert len(ran) == 3
     assert net[4] not in ran

@@ -1,0 +1,236 @@
+"""Norms of any class, such as one written by hand, recognised by what their forward computes.
+
+No name counts, neither the class's nor those of its weight, bias and eps: `behaviour` runs the
+forward, once for each class and each setting of its other attributes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from normplug._torch import interposed, is_class_patched
+from normplug.adapters import ChannelsFirst, behaviour, class_for
+from normplug.adapters.behaviour import Formula, Layer
+from normplug.adapters.side_effects import CONSTANTS, side_effect
+from normplug.modules import TargetVarianceNorm
+from normplug.modules.base import eps_property
+from normplug.modules.row_norms import RowNorm, _LayerNorm, _RMSNorm
+from normplug.modules.table import LIBRARIES, register_formula
+
+_NARROWEST = 3  # rows of fewer values do not tell formulas apart
+# The attributes that every module has.
+_OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
+# The attributes of a class that its normplug class may replace.
+_REPLACED = frozenset(("__init__", "extra_repr", "forward", "reset_parameters"))
+
+
+class Recognised(NamedTuple):
+    """What `recognise` learned of a layer.
+
+    Attributes:
+        ours: the normplug class of its class; None if it stays.
+        note: what it computes, or why it stays.
+        is_norm: whether it normalises rows, in any way.
+    """
+
+    ours: type[TargetVarianceNorm] | None
+    note: str
+    is_norm: bool
+
+
+class AnyNorm(RowNorm):
+    """A norm of rows of any class, with a weight that gives the shape of a row."""
+
+    _formula: ClassVar[Formula]
+
+    @classmethod
+    def _adopt(
+        cls, module: nn.Module, track_running_stats: bool | None, device: Any
+    ) -> None:
+        super()._adopt(module, track_running_stats, device)
+        if cls._formula.eps_name is None:
+            vars(module)["eps"] = cls._formula.eps
+
+    @classmethod
+    def _leave(cls, module: nn.Module) -> None:
+        super()._leave(module)
+        if cls._formula.eps_name is None:
+            del module.eps
+
+    def _affine_shape(self) -> tuple[int, ...]:
+        weight: Tensor = getattr(self, self._formula.weight)
+        return tuple(weight.shape)
+
+    def _affine(self) -> tuple[Tensor | None, Tensor | None]:
+        formula = self._formula
+        weight: Tensor = getattr(self, formula.weight)
+        bias = None if formula.bias is None else getattr(self, formula.bias)
+        return weight, bias
+
+
+class AnyLayerNorm(AnyNorm, _LayerNorm):
+    """A LayerNorm of any class."""
+
+
+class AnyRMSNorm(AnyNorm, _RMSNorm):
+    """An RMSNorm of any class."""
+
+
+@functools.cache
+def class_of(cls: Any, formula: Formula) -> Any:
+    """The normplug class of a class that computes this formula."""
+    base = AnyLayerNorm if formula.centred else AnyRMSNorm
+    bases = (ChannelsFirst, base, cls) if formula.channels_first else (base, cls)
+    eps_name = formula.eps_name or "eps"
+    declarations = {
+        "_formula": formula,
+        "_affine_names": (formula.weight, formula.bias or "bias"),
+        "_eps_name": eps_name,
+        eps_name: eps_property(eps_name),
+        "_weight_offset": formula.weight_offset,
+        "_rounding": formula.rounding,
+        "_autocasts": formula.autocasts,
+    }
+    if formula.weight != "weight":
+        declarations["weight"] = _alias(formula.weight)
+    if formula.bias is None:
+        declarations["bias"] = None
+    elif formula.bias != "bias":
+        declarations["bias"] = _alias(formula.bias)
+    ours = class_for(cls, bases, **declarations)
+    register_formula(ours, cls)
+    return ours
+
+
+def _alias(name: str) -> Any:
+    """A property for a tensor that the class calls `name`."""
+    return property(lambda layer: getattr(layer, name))
+
+
+def recognise(module: nn.Module, cls: Any) -> Recognised | None:
+    """What a layer of the class `cls` computes; None if it is no norm of rows.
+
+    The layer and the random number generators stay as they are.
+    """
+    if not _may_be_norm(cls) or any(m is not None for m in module._modules.values()):
+        return None
+    layer = _layer_of(module, cls)
+    if not isinstance(layer, Layer):
+        return layer
+    if layer not in _known:
+        if interposed():
+            return Recognised(
+                None, "a tracer or a mode is active: leave it, then swap", False
+            )
+        _known[layer] = _probed(layer)
+    known = _known[layer]
+    if known is not None and known.ours is not None and is_class_patched(cls):
+        text = "the forward of its class was replaced by other code: undo that, then swap"
+        return Recognised(None, text, True)
+    return known
+
+
+_known: dict[Layer, Recognised | None] = {}
+
+
+@functools.cache
+def _may_be_norm(cls: Any) -> bool:
+    """Whether a class has a forward with arguments, and is none of normplug's."""
+    if issubclass(cls, TargetVarianceNorm):
+        return False
+    return inspect.isfunction(cls.forward) and len(_arguments(cls)) > 0
+
+
+def _arguments(cls: Any) -> list[inspect.Parameter]:
+    """The parameters of a class's forward besides `self`."""
+    return list(inspect.signature(cls.forward).parameters.values())[1:]
+
+
+def _layer_of(module: nn.Module, cls: type[nn.Module]) -> Layer | Recognised | None:
+    """What the forward of a module may read; None if it has no vectors of one length."""
+    parameters = module._parameters.items()
+    buffers = module._buffers.items()
+    vectors = [t for _, t in (*parameters, *buffers) if t is not None]
+    if not 1 <= len(vectors) <= 2 or not any(t is not None for _, t in parameters):
+        return None
+    if any(is_lazy(t) or t.dim() != 1 or not t.is_floating_point() for t in vectors):
+        return None
+    width = vectors[0].shape[0]
+    if vectors[-1].shape[0] != width or width < _NARROWEST:
+        return None
+    settings = []
+    for name, value in vars(module).items():
+        if name in _OF_MODULES or name.startswith("_normplug"):
+            continue
+        parts = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(part, CONSTANTS) for part in parts):
+            return Recognised(
+                None, f"its attribute {name} is more than a constant", False
+            )
+        settings.append((name, value))
+    return Layer(
+        cls,
+        tuple((name, t is not None) for name, t in parameters),
+        tuple((name, t is not None) for name, t in buffers),
+        width,
+        tuple(sorted(settings)),
+    )
+
+
+def _probed(layer: Layer) -> Recognised | None:
+    cls: Any = layer.cls
+    if len(_arguments(cls)) > 1:
+        return Recognised(None, "its forward takes more than one argument", False)
+    obstacle = side_effect(cls) or _clash(layer)
+    if obstacle is not None:
+        return Recognised(None, obstacle, False)
+    try:
+        formula = _formula_of(layer)
+    except behaviour.NotANormError:
+        return None
+    except behaviour.UnlikeError as difference:
+        is_library = cls.__module__.startswith(LIBRARIES)
+        way_out = "" if is_library else ": change its forward, then swap"
+        return Recognised(None, f"{difference}{way_out}", True)
+    except behaviour.ImpureError as effect:
+        return Recognised(None, str(effect), False)
+    except Exception as error:
+        text = str(error).partition("\n")[0]
+        return Recognised(None, f"its forward fails for some inputs: {text}", False)
+    kind = "a LayerNorm" if formula.centred else "an RMSNorm"
+    precision = "bit for bit" if formula.is_exact else "up to rounding"
+    note = f"recognised by what it computes: {kind}, {precision}"
+    return Recognised(class_of(cls, formula), note, True)
+
+
+@torch.no_grad()
+def _formula_of(layer: Layer) -> Formula:
+    with (
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+    ):
+        warnings.simplefilter("ignore")
+        return behaviour.formula_of(layer)
+
+
+def _clash(layer: Layer) -> str | None:
+    """Why the class cannot have a subclass of normplug: the two use a name for different things."""
+    theirs = {name for name, _ in layer.settings}
+    for base in layer.cls.__mro__:
+        if not base.__module__.startswith("torch.") and base is not object:
+            theirs.update(vars(base))
+    ours = {name for base in AnyNorm.__mro__ for name in vars(base)} - set(dir(nn.Module))
+    names = theirs & (ours | {"__setattr__"}) - _REPLACED - {"eps", "weight", "bias"}
+    if not names:
+        return None
+    return f"its attribute {min(names)} has another meaning in normplug's layers"
