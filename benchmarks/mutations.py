@@ -26,6 +26,8 @@ FOLD = "tests/swap/test_fold.py"
 FREEZING = "tests/statistics/test_freezing.py"
 FROZEN_AND_TOOLS = "tests/statistics/test_frozen_and_tools.py"
 GROUPS = "tests/statistics/test_groups.py"
+HANDWRITTEN = "tests/swap/test_handwritten.py"
+HOST_PATH = "tests/interpreted/test_host_path.py"
 GROUP_NORM_KERNELS = "tests/interpreted/test_group_norm_kernels.py"
 LAYER_NORM = "tests/functional/test_layer_norm.py"
 LAYER_NORM_KERNELS = "tests/interpreted/test_layer_norm_kernels.py"
@@ -859,5 +861,53 @@ MUTATIONS = (
         "        self._start = None  # a validation came in between\n",
         "        pass\n",
         tests_of(TRAIN, "test_the_time_between_two_epochs_is_no_step"),
+    ),
+    Mutation(
+        "handwritten: gradients are not compared",
+        "normplug/adapters/behaviour.py",
+        "        self._compare_gradients()\n",
+        "",
+        tests_of(
+            HANDWRITTEN,
+            "test_a_class_that_computes_something_else_stays_and_plan_says_why",
+        ),
+    ),
+    Mutation(
+        "handwritten: the class is only run in evaluation",
+        "normplug/adapters/behaviour.py",
+        "self._run(x, values, training=True)",
+        "self._run(x, values)",
+        tests_of(
+            HANDWRITTEN,
+            "test_a_class_that_computes_something_else_stays_and_plan_says_why",
+        ),
+    ),
+    Mutation(
+        "handwritten: a global that is used counts as a constant",
+        "normplug/adapters/side_effects.py",
+        'elif instruction.opname == "LOAD_GLOBAL":',
+        'elif instruction.opname == "LOAD_NAME":',
+        tests_of(
+            HANDWRITTEN,
+            "test_a_class_that_computes_something_else_stays_and_plan_says_why",
+        ),
+    ),
+    Mutation(
+        "handwritten: layers of one class share what was learned",
+        "normplug/adapters/handwritten.py",
+        "        settings.append((name, value))\n",
+        "        pass\n",
+        tests_of(HANDWRITTEN, "test_layers_of_one_class_may_compute_two_formulas"),
+    ),
+    Mutation(
+        "handwritten: the host path reads the usual names",
+        "normplug/native/calls.h",
+        "PyTuple_GET_ITEM(affine.ptr(), 1))",
+        'PyUnicode_InternFromString("bias"))',
+        tests_of(
+            HOST_PATH,
+            "test_a_module_call_reads_weight_and_bias_by_the_names_of_its_class",
+        ),
+        {"TRITON_INTERPRET": "1", "NORMPLUG_NATIVE": "1"},
     ),
 )

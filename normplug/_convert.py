@@ -78,35 +78,29 @@ def replacement_or_reason(module: nn.Module) -> type[TargetVarianceNorm] | str |
     reason = adapted(cls)
     if reason not in (None, UNKNOWN):
         return reason
-    recognised = _recognised(module, cls)
+    recognised = _recognised(module)
     if recognised is None:
         return reason
     found: type[TargetVarianceNorm] | str = recognised.ours or recognised.note
     return found
 
 
-def _recognised(module: nn.Module, cls: type[nn.Module]) -> Any:
-    """What `adapters.handwritten` learns of a module; None for a class of torch or normplug."""
+def is_recognised(module: nn.Module) -> bool:
+    """Whether a module normalises rows, by what its forward computes."""
+    recognised = _recognised(module)
+    return recognised is not None and recognised.is_norm
+
+
+def _recognised(module: nn.Module) -> Any:
+    """What `adapters.handwritten` learns of a module; None without a look at most of them."""
+    if module._modules or not module._parameters:
+        return None
+    cls = plain_class(module)
     if cls.__module__.startswith(("torch.", "normplug.")):
         return None
     # Not imported before it is needed.
     handwritten = importlib.import_module("normplug.adapters.handwritten")
     return handwritten.recognise(module, cls)
-
-
-def is_recognised(module: nn.Module) -> bool:
-    """Whether a module normalises rows, by what its forward computes."""
-    recognised = _recognised(module, plain_class(module))
-    return recognised is not None and recognised.is_norm
-
-
-def recognition(module: nn.Module) -> str:
-    """How exactly a stock layer computes a formula of normplug; "" for a class that is known."""
-    cls = plain_class(module)
-    if cls in REPLACEMENTS:
-        return ""
-    recognised = _recognised(module, cls)
-    return "" if recognised is None else recognised.note
 
 
 def synchronised(cls: type[nn.Module]) -> type[nn.Module]:

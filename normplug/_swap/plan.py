@@ -175,7 +175,7 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
         )
     if isinstance(found, type):
         becomes = _convert.synchronised(found) if sync else found
-        return becomes.__name__, _convert.recognition(module)
+        return becomes.__name__, found._note
     if cls not in _convert.REPLACEMENTS and any(map(has_tensors, module.children())):
         return None, "nothing to do: its scale comes from layers of its own"
     if found is not None:

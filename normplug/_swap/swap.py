@@ -56,9 +56,11 @@ def swap(
     The swap is in place, by assignment to each layer's `__class__`: modules, parameters and buffers
     stay the same objects. So hooks, aliases, shared layers and existing optimizers stay valid.
     Layers that are normplug's already get the new mode. Known norms of timm, torchvision,
-    transformers and diffusers are swapped, too. Other subclasses of the torch classes stay as they
-    are, since they may have their own forward. So do layers whose forward was replaced, on the
-    class or the instance. `normplug.plan` lists which layers are swapped and which stay.
+    transformers and diffusers are swapped, too, and so are norms of any class whose forward
+    computes a LayerNorm or an RMSNorm: docs/layers.md says how that is found out. Other subclasses
+    of the torch classes stay as they are, since they may have their own forward. So do layers whose
+    forward was replaced, on the class or the instance. `normplug.plan` lists which layers are
+    swapped and which stay.
 
     On CUDA, Triton compiles a kernel for each class of shapes at the first step that needs it, and
     caches it in `~/.triton/cache` or `TRITON_CACHE_DIR`. With an empty cache the first step takes

@@ -89,8 +89,11 @@ def class_of(cls: Any, formula: Formula) -> Any:
     base = AnyLayerNorm if formula.centred else AnyRMSNorm
     bases = (ChannelsFirst, base, cls) if formula.channels_first else (base, cls)
     eps_name = formula.eps_name or "eps"
+    kind = "a LayerNorm" if formula.centred else "an RMSNorm"
+    precision = "bit for bit" if formula.is_exact else "up to rounding"
     declarations = {
         "_formula": formula,
+        "_note": f"recognised by what it computes: {kind}, {precision}",
         "_affine_names": (formula.weight, formula.bias or "bias"),
         "_eps_name": eps_name,
         eps_name: eps_property(eps_name),
@@ -115,11 +118,11 @@ def _alias(name: str) -> Any:
 
 
 def recognise(module: nn.Module, cls: Any) -> Recognised | None:
-    """What a layer of the class `cls` computes; None if it is no norm of rows.
+    """What a leaf module of the class `cls` computes; None if it is no norm of rows.
 
     The layer and the random number generators stay as they are.
     """
-    if not _may_be_norm(cls) or any(m is not None for m in module._modules.values()):
+    if not _may_be_norm(cls):
         return None
     layer = _layer_of(module, cls)
     if not isinstance(layer, Layer):
@@ -204,10 +207,8 @@ def _probed(layer: Layer) -> Recognised | None:
     except Exception as error:
         text = str(error).partition("\n")[0]
         return Recognised(None, f"its forward fails for some inputs: {text}", False)
-    kind = "a LayerNorm" if formula.centred else "an RMSNorm"
-    precision = "bit for bit" if formula.is_exact else "up to rounding"
-    note = f"recognised by what it computes: {kind}, {precision}"
-    return Recognised(class_of(cls, formula), note, True)
+    ours = class_of(cls, formula)
+    return Recognised(ours, ours._note, True)
 
 
 @torch.no_grad()

@@ -178,6 +178,8 @@ class TargetVarianceNorm(nn.Module):
         "training",
         "_normplug",
     )
+    # What `plan` says of a layer that would get this class.
+    _note: ClassVar[str] = ""
     # The names of weight and bias.
     _affine_names: ClassVar[tuple[str, str]] = ("weight", "bias")
     # The function that computes the forward, such as "functional.layer_norm", for errors.
