@@ -8,7 +8,8 @@ then compares the bits and the dtypes of results with each way to round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,6 +31,7 @@ DTYPES = (
     (torch.float32, torch.bfloat16),
 )
 _HALF = (torch.bfloat16, torch.float16)
+_OPEN = 1.2784645427610738  # silu(_OPEN) is 1: a gate of it has no effect
 # The kinds of rounding of an RMSNorm: see `LayerNormSpec.rounding`.
 _ROUNDINGS = ("output", None, "input", "weight")
 # The functions of torch that autocast on CUDA runs in float32.
@@ -39,14 +41,16 @@ if RMS_NORM_AUTOCASTS:
 # The share of half-precision results that may differ: float32 results that differ in the last bit
 # seldom lie on two sides of a rounding boundary.
 _SHARE = 0.01
+_OTHER_GATE = "its gate is not silu, before or after the norm"
 _OTHER_EPS = "its eps is not added to the variance inside the root"
 _Values: TypeAlias = Mapping[str, Tensor]
 
 
 class _Result(NamedTuple):
-    """The input, the tensors and the result of a forward."""
+    """The inputs, the tensors and the result of a forward."""
 
     x: Tensor
+    gate: Tensor | None
     values: _Values
     y: Tensor
 
@@ -73,6 +77,8 @@ class Formula(NamedTuple):
         eps_name: the name of its eps, or None if that is a constant of the forward.
         eps: the constant, or None if it depends on the dtype or has a name.
         weight_offset: what it adds to the weight, 0 or 1.
+        gate: where silu of a second input is multiplied, "first" or "last"; None without one.
+        group_size: how many values of a row are normalised together, beside a gate; else None.
         rounding: where it rounds.
         channels_first: whether it takes (N, C, H, W), and the rows are the channels.
         autocasts: whether autocast on CUDA makes it return float32.
@@ -85,6 +91,8 @@ class Formula(NamedTuple):
     eps_name: str | None
     eps: float | None
     weight_offset: float
+    gate: str | None
+    group_size: int | None
     rounding: str | None
     channels_first: bool
     autocasts: bool
@@ -100,6 +108,7 @@ class Layer(NamedTuple):
         buffers: the same of its buffers.
         width: the length of all its tensors.
         settings: its other attributes, by name: values that no call can change.
+        has_gate: whether its forward takes a second input.
     """
 
     cls: type[nn.Module]
@@ -107,23 +116,24 @@ class Layer(NamedTuple):
     buffers: tuple[tuple[str, bool], ...]
     width: int
     settings: tuple[tuple[str, Any], ...]
+    has_gate: bool
 
     def names(self) -> list[str]:
         """The names of its tensors."""
         return [name for name, is_tensor in self.parameters + self.buffers if is_tensor]
 
     def run(
-        self, x: Tensor, values: _Values, training: bool = False, **settings: Any
+        self, inputs: Sequence[Tensor], values: _Values, settings: Mapping[str, Any]
     ) -> Tensor:
         """Run the forward of a new layer with these tensors; settings replace the layer's.
 
         Raises:
-            ImpureError: the forward changes the layer or its input, or uses random numbers.
-            NotANormError: the result has another shape.
+            ImpureError: the forward changes the layer or an input, or uses random numbers.
+            NotANormError: the result has another shape than the first input.
         """
         layer: Any = object.__new__(self.cls)
         nn.Module.__init__(layer)
-        vars(layer).update(self.settings, training=training, **settings)
+        vars(layer).update({"training": False, **dict(self.settings), **settings})
         for name, is_tensor in self.parameters:
             value: Any = values[name] if is_tensor else None
             if is_tensor and not isinstance(value, nn.Parameter):
@@ -133,8 +143,8 @@ class Layer(NamedTuple):
             layer.register_buffer(name, values[name].clone() if is_tensor else None)
         before = _identities(layer)
         generator = torch.get_rng_state()
-        given = x.clone()
-        y = self.cls.forward(layer, given)
+        copies = [x.clone() for x in inputs]
+        y = self.cls.forward(layer, *copies)
         if not torch.equal(generator, torch.get_rng_state()):
             raise ImpureError("it uses random numbers")
         now = {**layer._parameters, **layer._buffers}
@@ -142,9 +152,9 @@ class Layer(NamedTuple):
         has_hooks = any(t._backward_hooks for t in now.values() if t is not None)
         if _identities(layer) != before or not is_unchanged or has_hooks:
             raise ImpureError("its forward changes the layer")
-        if not torch.equal(given, x):
+        if not all(map(torch.equal, copies, inputs)):
             raise ImpureError("its forward changes its input")
-        if not isinstance(y, Tensor) or y.shape != x.shape:
+        if not isinstance(y, Tensor) or y.shape != inputs[0].shape:
             raise NotANormError
         return y
 
@@ -186,11 +196,19 @@ class _Probe:
         values = torch.randn(shape, generator=self.generator, dtype=torch.float32)
         return values.bfloat16().double()
 
-    def _run(self, x: Tensor, values: _Values, **settings: Any) -> Tensor:
-        if not self.channels_first:
-            return self.layer.run(x, values, **settings)
-        y = self.layer.run(x.permute(0, 3, 1, 2).contiguous(), values, **settings)
-        return y.permute(0, 2, 3, 1)
+    def _run(
+        self, x: Tensor, values: _Values, gate: Tensor | None = None, **settings: Any
+    ) -> Tensor:
+        """Run the forward on rows; without a gate, by one that has no effect."""
+        inputs = [x]
+        if self.layer.has_gate:
+            inputs.append(torch.full_like(x, _OPEN) if gate is None else gate)
+        if self.channels_first:
+            inputs = [each.permute(0, 3, 1, 2).contiguous() for each in inputs]
+            return self.layer.run(inputs, values, settings).permute(0, 2, 3, 1)
+        # Some classes take tensors of three dimensions only.
+        inputs = [each.flatten(0, 1) for each in inputs]
+        return self.layer.run(inputs, values, settings).reshape(x.shape)
 
     def formula(self) -> Formula:
         """The formula; each step needs those before it."""
@@ -199,6 +217,7 @@ class _Probe:
         self._compare_scale()
         self._find_eps()
         self._compare_values()
+        self._find_gate()
         self._compare_gradients()
         self._compare_calls()
         rounding, is_exact = self._find_rounding()
@@ -209,6 +228,8 @@ class _Probe:
             self.eps_name,
             None if self.eps_name else self.eps,
             self.offset,
+            self.gate,
+            self.group_size,
             rounding,
             self.channels_first,
             self._autocasts(),
@@ -245,17 +266,30 @@ class _Probe:
             raise UnlikeError("it takes rows and also images with channels first")
 
     def _normalises(self) -> bool:
-        """Whether the scale of a row has no effect, and each value of a row has one on the others.
+        """Whether the scale of a row has no effect, and its first value has one on the next ones.
 
-        The scales are so large that eps has no effect.
+        They are the whole row, or in a norm with a gate a group of it. The scales are so large that
+        eps has no effect.
         """
         large = self._run(self.x * 2.0**10, self.values)
         larger = self._run(self.x * 2.0**20, self.values)
+        if not torch.allclose(large, larger, rtol=1e-3, atol=1e-3):
+            return False
         changed = self.x * 2.0**10
         changed[..., 0] *= 50
-        others = self._run(changed, self.values)[..., 1:]
-        is_mixing = not torch.allclose(others, large[..., 1:], rtol=1e-3, atol=1e-3)
-        return is_mixing and torch.allclose(large, larger, rtol=1e-3, atol=1e-3)
+        is_close = torch.isclose(
+            self._run(changed, self.values), large, rtol=1e-3, atol=1e-3
+        )
+        depends = ~is_close.flatten(0, -2).all(0)
+        self.width = int(depends.sum())
+        is_whole = self.width == self.layer.width
+        is_group = self.layer.has_gate and self.layer.width % max(self.width, 1) == 0
+        self.group_size = None if is_whole else self.width
+        return (
+            self.width > 1
+            and (is_whole or is_group)
+            and bool(depends[: self.width].all())
+        )
 
     def _find_vectors(self) -> None:
         """Which tensor is the bias, which the weight, and what is added to the weight."""
@@ -283,19 +317,18 @@ class _Probe:
         if self.bias is not None and not self.centred:
             raise UnlikeError("it adds a bias, and normplug's RMSNorm has none")
 
-    def _centre(self, x: Tensor) -> Tensor:
-        return x - x.mean(-1, keepdim=True) if self.centred else x
-
     def _compare_scale(self) -> None:
         """The result for rows so large that eps has no effect."""
-        width = self.layer.width
-        x = self._centre(self.x * 2.0**20)
-        y = self._run(self.x * 2.0**20, self.plain)
+        width = self.width
+        x = self._centred_groups(self.x * 2.0**20)
+        y = self._run(self.x * 2.0**20, self.plain).unflatten(-1, (-1, width))
         square = y.square().mean()
         expected = x / x.square().mean(-1, keepdim=True).sqrt() * square.sqrt()
         ratio = float(square)
         if not torch.allclose(y.to(x.dtype), expected, 1e-4, 1e-4):
             raise UnlikeError("it normalises in another way")
+        if self.layer.has_gate and not _is_near(ratio, 1.0, 1e-5):
+            raise UnlikeError(_OTHER_GATE)
         if _is_near(ratio, (width - 1) / width, 1e-6):
             raise UnlikeError("it divides the sum of squares by n - 1, not by n")
         if _is_near(ratio, 1 / width, 1e-6):
@@ -305,10 +338,14 @@ class _Probe:
         if not _is_near(ratio, 1.0, 1e-5):
             raise UnlikeError(f"its rows have the mean square {ratio:.4g}, not 1")
 
+    def _centred_groups(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (-1, self.width))
+        return x - x.mean(-1, keepdim=True) if self.centred else x
+
     def _added(self, x: Tensor, **settings: Any) -> float:
         """What is added to the variance of x, as far as the result shows."""
-        variance = self._centre(x).double().square().mean(-1)
-        y = self._run(x, self.plain, **settings).double()
+        variance = self._centred_groups(x).double().square().mean(-1)
+        y = self._run(x, self.plain, **settings).double().unflatten(-1, (-1, self.width))
         return float((variance / y.square().mean(-1) - variance).median())
 
     def _find_eps(self) -> None:
@@ -337,17 +374,27 @@ class _Probe:
         if not _is_near(added, torch.finfo(self.x.dtype).eps):
             self.eps = _constant_near(added)
 
-    def _spec(self, rounding: str | None = None) -> LayerNormSpec:
+    def _spec(
+        self, rounding: str | None = None, gate: str | None = None
+    ) -> LayerNormSpec:
         shape = (self.layer.width,)
         numbers = (None, self.eps, 1.0, None, "float32")
-        return LayerNormSpec(shape, *numbers, self.centred, self.offset, rounding)
+        formula = (self.centred, self.offset, rounding, gate, self.group_size)
+        return LayerNormSpec(shape, *numbers, *formula)
 
-    def _tensors(self, x: Tensor, values: _Values) -> Tensors:
+    def _tensors(self, x: Tensor, values: _Values, gate: Tensor | None) -> Tensors:
         bias = None if self.bias is None else values[self.bias]
-        return Tensors(x, None, values[self.weight], bias)
+        return Tensors(x, gate, values[self.weight], bias)
 
-    def _formula(self, x: Tensor, values: _Values) -> Tensor:
-        return self._spec().by_formula(x, self._tensors(x, values))[0]
+    def _formula(
+        self,
+        x: Tensor,
+        values: _Values,
+        gate: Tensor | None = None,
+        kind: str | None = None,
+    ) -> Tensor:
+        t = self._tensors(x, values, gate)
+        return self._spec(gate=kind).by_formula(x, t)[0]
 
     def _compare_values(self) -> None:
         """The results for rows of each scale, and far from zero."""
@@ -372,30 +419,56 @@ class _Probe:
             if _distance(y, expected) > allowed:
                 raise UnlikeError(difference)
 
+    def _find_gate(self) -> None:
+        """Where silu of the gate is multiplied, and that nothing is without a gate."""
+        self.gate: str | None = None
+        if not self.layer.has_gate:
+            return
+        x = self.x.flatten(0, 1)
+        try:
+            y = self.layer.run([x], self.values, {})
+        except Exception:  # it must have a gate
+            y = self._run(self.x, self.values).flatten(0, 1)
+        if not torch.allclose(
+            y, self._run(self.x, self.values).flatten(0, 1), 1e-4, 1e-4
+        ):
+            raise UnlikeError("it computes something else without a gate")
+        gate = self._random(*self.x.shape).to(self.x.dtype)
+        y = self._run(self.x, self.values, gate)
+        for self.gate in ("first", "last"):
+            expected = self._formula(self.x, self.values, gate, self.gate)
+            if _distance(y, expected) <= 1e-4 * float(expected.abs().max()):
+                return
+        raise UnlikeError(_OTHER_GATE)
+
     def _compare_gradients(self) -> None:
         """A forward may detach what it divides by, or have a backward of its own."""
-        seed = self._random(*self.x.shape).to(self.x.dtype)
-        theirs = self._gradients(self._run, seed)
-        ours = self._gradients(self._formula, seed)
+        x = self.x + 3
+        gate = self._random(*x.shape).to(x.dtype) if self.layer.has_gate else None
+        seed = self._random(*x.shape).to(x.dtype)
+        theirs = self._gradients(self._run, x, gate, seed)
+        ours = self._gradients(partial(self._formula, kind=self.gate), x, gate, seed)
         for one, other in zip(theirs, ours, strict=True):
             assert other is not None
             allowed = 1e-3 * float(other.abs().max())
             if one is None or _distance(one, other) > allowed:
                 raise UnlikeError("its gradients are not those of its result")
 
-    def _gradients(self, function: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the input and of each parameter."""
+    def _gradients(
+        self, function: Any, x: Tensor, gate: Tensor | None, seed: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs and of each parameter."""
         with torch.enable_grad():
-            x = (self.x + 3).requires_grad_()
+            inputs = [t.clone().requires_grad_() for t in (x, gate) if t is not None]
             values = {name: nn.Parameter(t.clone()) for name, t in self.values.items()}
             leaves = [
                 values[name] for name, is_tensor in self.layer.parameters if is_tensor
             ]
-            y = function(x, values)
-            return torch.autograd.grad(y, [x, *leaves], seed, allow_unused=True)
+            y = function(inputs[0], values, *inputs[1:])
+            return torch.autograd.grad(y, [*inputs, *leaves], seed, allow_unused=True)
 
     def _compare_calls(self) -> None:
-        """Rows of other inputs, and in training."""
+        """Training, and inputs of other numbers of dimensions."""
         x = self.x.float()
         values = {name: value.float() for name, value in self.values.items()}
         y = self._run(x, values)
@@ -403,10 +476,11 @@ class _Probe:
             raise UnlikeError("it computes something else in training")
         if self.channels_first:
             return
-        for rows, expected in ((x[0], y[0]), (x[0, 0], y[0, 0])):
+        for rows, expected in ((x, y), (x[0, 0], y[0, 0])):
+            inputs = [rows, torch.full_like(rows, _OPEN)][: 1 + self.layer.has_gate]
             try:
-                again = self._run(rows, values)
-            except Exception:
+                again = self.layer.run(inputs, values, {})
+            except Exception:  # it does not take this number
                 continue
             if not torch.allclose(again, expected, 1e-4, 1e-4):
                 raise UnlikeError("it depends on the number of dimensions of its input")
@@ -437,8 +511,9 @@ class _Probe:
             # Rows far from zero, as far as the dtype has digits for them.
             for mean in (3, 100) if of_x == of_weight == torch.float32 else (3,):
                 x = (self.rows + mean).to(of_x)
+                gate = self._random(*x.shape).to(of_x) if self.layer.has_gate else None
                 try:
-                    yield _Result(x, values, self._run(x, values))
+                    yield _Result(x, gate, values, self._run(x, values, gate))
                 except RuntimeError as error:
                     if of_x == of_weight == torch.float32:
                         text = str(error).partition("\n")[0]
@@ -448,12 +523,12 @@ class _Probe:
 
     def _differs(self, result: _Result, rounding: str | None) -> str | None:
         """How a result differs from normplug's; "" if only in rounding, None if not at all."""
-        x, values, theirs = result
+        x, gate, values, theirs = result
         dtypes = (
             f"{_name(x.dtype)} input with a {_name(values[self.weight].dtype)} weight"
         )
-        tensors = self._tensors(x, values)
-        ours = self._spec(rounding).by_torch(tensors)
+        tensors = self._tensors(x, values, gate)
+        ours = self._spec(rounding, self.gate).by_torch(tensors)
         if theirs.dtype != ours.dtype:
             return f"it returns {_name(theirs.dtype)} for {dtypes}"
         if torch.equal(theirs, ours):
@@ -462,7 +537,8 @@ class _Probe:
             off = float((theirs != ours).float().mean())
             return "" if off <= _SHARE else f"it rounds between its steps for {dtypes}"
         wide = {name: value.double() for name, value in values.items()}
-        expected = self._formula(x.double(), wide)
+        wide_gate = None if gate is None else gate.double()
+        expected = self._formula(x.double(), wide, wide_gate, self.gate)
         allowed = 4 * _distance(ours, expected) + 1e-6 * float(expected.abs().max())
         if _distance(theirs, expected) <= allowed:
             return ""

@@ -21,9 +21,10 @@ from normplug.adapters.behaviour import Formula, Layer
 from normplug.adapters.side_effects import CONSTANTS, side_effect
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.base import eps_property
-from normplug.modules.row_norms import RowNorm, _LayerNorm, _RMSNorm
+from normplug.modules.row_norms import RowNorm, _GatedRMSNorm, _LayerNorm, _RMSNorm
 from normplug.modules.table import LIBRARIES, register_formula
 
+_MORE = "its forward takes more than one argument"
 _NARROWEST = 3  # rows of fewer values do not tell formulas apart
 # The attributes that every module has.
 _OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
@@ -83,13 +84,24 @@ class AnyRMSNorm(AnyNorm, _RMSNorm):
     """An RMSNorm of any class."""
 
 
+class AnyGatedRMSNorm(AnyNorm, _GatedRMSNorm):
+    """An RMSNorm of any class, whose forward takes a gate."""
+
+    forward = _GatedRMSNorm.forward
+    _call = _GatedRMSNorm._call
+    _fusion_sites = None
+
+
 @functools.cache
 def class_of(cls: Any, formula: Formula) -> Any:
     """The normplug class of a class that computes this formula."""
-    base = AnyLayerNorm if formula.centred else AnyRMSNorm
+    base: Any = AnyLayerNorm if formula.centred else AnyRMSNorm
+    kind = "a LayerNorm" if formula.centred else "an RMSNorm"
+    if formula.gate is not None:
+        base = AnyGatedRMSNorm
+        kind = "an RMSNorm with a gate"
     bases = (ChannelsFirst, base, cls) if formula.channels_first else (base, cls)
     eps_name = formula.eps_name or "eps"
-    kind = "a LayerNorm" if formula.centred else "an RMSNorm"
     precision = "bit for bit" if formula.is_exact else "up to rounding"
     declarations = {
         "_formula": formula,
@@ -98,6 +110,8 @@ def class_of(cls: Any, formula: Formula) -> Any:
         "_eps_name": eps_name,
         eps_name: eps_property(eps_name),
         "_weight_offset": formula.weight_offset,
+        "_gate": formula.gate,
+        "_group_size": formula.group_size,
         "_rounding": formula.rounding,
         "_autocasts": formula.autocasts,
     }
@@ -156,6 +170,13 @@ def _arguments(cls: Any) -> list[inspect.Parameter]:
     return list(inspect.signature(cls.forward).parameters.values())[1:]
 
 
+def _takes_tensors(cls: Any) -> bool:
+    """Whether a forward takes one or two arguments: an input, and perhaps a gate."""
+    arguments = _arguments(cls)
+    kinds = {argument.kind for argument in arguments}
+    return len(arguments) < 3 and kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
 def _layer_of(module: nn.Module, cls: type[nn.Module]) -> Layer | Recognised | None:
     """What the forward of a module may read; None if it has no vectors of one length."""
     parameters = module._parameters.items()
@@ -184,22 +205,24 @@ def _layer_of(module: nn.Module, cls: type[nn.Module]) -> Layer | Recognised | N
         tuple((name, t is not None) for name, t in buffers),
         width,
         tuple(sorted(settings)),
+        has_gate=len(_arguments(cls)) == 2,
     )
 
 
 def _probed(layer: Layer) -> Recognised | None:
     cls: Any = layer.cls
-    if len(_arguments(cls)) > 1:
-        return Recognised(None, "its forward takes more than one argument", False)
-    obstacle = side_effect(cls) or _clash(layer)
+    is_library = cls.__module__.startswith(LIBRARIES)
+    if not _takes_tensors(cls):
+        return Recognised(None, _MORE, False)
+    # Classes of the libraries only compute, but call functions by tables.
+    obstacle = _clash(layer) if is_library else side_effect(cls) or _clash(layer)
     if obstacle is not None:
         return Recognised(None, obstacle, False)
     try:
         formula = _formula_of(layer)
     except behaviour.NotANormError:
-        return None
+        return Recognised(None, _MORE, False) if layer.has_gate else None
     except behaviour.UnlikeError as difference:
-        is_library = cls.__module__.startswith(LIBRARIES)
         way_out = "" if is_library else ": change its forward, then swap"
         return Recognised(None, f"{difference}{way_out}", True)
     except behaviour.ImpureError as effect:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -171,6 +171,63 @@ class _RMSNorm(RowNorm):
     def _variance(self, x: Tensor) -> Tensor:
         x = x.to(reference.accumulator_dtype(x.dtype))
         return x.square().mean(self._row_dims())
+
+
+class _GatedRMSNorm(_RMSNorm):
+    """RMSNorm with a gate, or of groups of a row: the base for the ones of any library.
+
+        y = rms_norm(input) * silu(gate), or rms_norm(input * silu(gate)) if the gate is first
+
+    The gate may be None. A `VarianceLogger` measures what is normalised, and the result without
+    the gate: `_measure` is a group's.
+    """
+
+    # "first" or "last": see `LayerNormSpec.gate`.
+    _gate: ClassVar[str]
+    # How many adjacent values of a row are normalised together; None for the whole row.
+    _group_size: ClassVar[int | None] = None
+    _fusion_sites = None  # type: ignore[assignment]
+
+    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Normalise `input`, with a gate of its shape or without one."""
+        if isinstance(input, fx.Proxy):
+            tracer: Any = input.tracer
+            path = tracer.path_of_module(self)
+            node: Any = tracer.create_proxy("call_module", path, (input, gate), {})
+            return node
+        y: Tensor = self._run(input, gate, None)
+        if self._probe is not None:
+            self._record_without_gate(input.detach(), gate)
+        return y
+
+    @torch.no_grad()
+    def _record_without_gate(self, x: Tensor, gate: Tensor | None) -> None:
+        if gate is not None and self._gate == "first":
+            x = x * nn.functional.silu(gate.to(reference.accumulator_dtype(x.dtype)))
+        self._record(x, self._expected(x, self.training))
+
+    def _call(
+        self, input: Tensor, residual: Tensor | None, input_bias: Tensor | None
+    ) -> tuple[Tensors, LayerNormSpec]:
+        t, spec = super()._call(input, residual, input_bias)
+        gate = None if residual is None else self._gate
+        return t, spec._replace(gate=gate, group_size=self._group_size)
+
+    def _expected(self, x: Tensor, training: bool) -> Tensor:
+        weight, _ = self._affine()
+        return reference.rms_norm(
+            x,
+            self._affine_shape(),
+            weight,
+            **self._numbers(),
+            weight_offset=self._weight_offset,
+            group_size=self._group_size,
+        ).y
+
+    def _variance(self, x: Tensor) -> Tensor:
+        if self._group_size is not None:
+            x = x.unflatten(-1, (-1, self._group_size))
+        return super()._variance(x)
 
 
 class RMSNorm(_RMSNorm, nn.RMSNorm):

@@ -695,6 +695,33 @@ def test_a_module_call_reads_weight_and_bias_by_the_names_of_its_class():
     torch.testing.assert_close(layer(X), expected + 1)
 
 
+class Gated(nn.Module):
+    """An RMSNorm of pairs of values, after a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x, gate=None):
+        h = x if gate is None else x * nn.functional.silu(gate.float()).to(x.dtype)
+        h = h.float().unflatten(-1, (-1, 2))
+        h = h * (h.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return (self.scale.float() * h.flatten(-2)).to(x.dtype)
+
+
+def test_a_module_call_reads_the_gate():
+    stock = Gated()
+    layer = normplug.swap(copy.deepcopy(stock), backend="triton")
+    gate = torch.randn_like(X)
+
+    def compute():
+        return {"y": layer(X, gate), "without": layer(X)}
+
+    ys = both_ways(compute)
+    torch.testing.assert_close(ys["y"], stock(X, gate))
+    torch.testing.assert_close(ys["without"], stock(X))
+
+
 def test_a_module_call_with_a_tensor_among_its_settings_is_not_stored():
     layer, stock = normplug.BatchNorm1d(6, backend="triton"), nn.BatchNorm1d(6)
     for each in (layer, stock):

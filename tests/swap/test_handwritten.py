@@ -322,9 +322,9 @@ class TwoKinds(nn.Module):
         return h * (self.weight if dim == -1 else self.weight[:, None, None])
 
 
-class GatedNorm(LlamaNorm):
-    def forward(self, x, gate=None):
-        return super().forward(x)
+class MaskedNorm(LlamaNorm):
+    def forward(self, x, mask, scale=1):
+        return super().forward(x) * mask * scale
 
 
 class CountingNorm(LlamaNorm):
@@ -391,7 +391,7 @@ OTHERS = [
     (Doubling, "its rows have the mean square 4, not 1"),
     (TrainsOtherwise, "it computes something else in training"),
     (TwoKinds, "it takes rows and also images with channels first"),
-    (GatedNorm, "its forward takes more than one argument"),
+    (MaskedNorm, "its forward takes more than one argument"),
     (CountingNorm, "its forward sets calls"),
     (LoggingNorm, "its forward uses CALLS, which may do more than compute"),
     (RecordingNorm, "its attribute seen is more than a constant"),
