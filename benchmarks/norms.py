@@ -26,6 +26,18 @@ FUSED = [HEADLINE[0], HEADLINE[2]]  # where a residual block adds
 VIT = (50432, 768)  # ViT-B/16 at 224 px, batch 256
 WIDTHS = [(4096, width) for width in (256, 768, *(2**n for n in range(10, 18)))]
 HEADS = (4096, 32, 128)  # queries of Llama-2-7B: 4096 tokens, 32 heads
+GATED = [  # of Mamba2 2.7B and 130M, and 16,384 tokens of a wide hybrid
+    (8192, 4096),
+    (8192, 5120),
+    (8192, 1536),
+    (16384, 8192),
+]
+ADAPTIVE = [  # of DiT-XL/2 at 256 px, SD3 and Flux at 1024 px, and a wide stream
+    (256, 256, 1152),
+    (8, 4096, 1536),
+    (4, 4096, 3072),
+    (8, 1024, 4096),
+]
 UNET = [  # of a diffusion model at 512 px, and the decoder that follows it
     (16, 320, 64, 64),
     (16, 640, 32, 32),
@@ -54,6 +66,8 @@ SUITES = {
     "families": [
         *cases(["rms_norm"], [(4096, 4096), (4096, 8192), VIT, HEADS], HALF),
         *cases(["add_rms_norm"], [(8192, 4096)], HALF),
+        *cases(["rms_norm_gate", "gate_rms_norm"], GATED, HALF),
+        *cases(["adaptive_layer_norm"], ADAPTIVE, HALF),
         *cases(["group_norm", "group_norm_silu"], UNET, HALF),
         *cases(["instance_norm"], [VOLUME], HALF),
     ],

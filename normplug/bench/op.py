@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import grad
 
@@ -88,27 +89,64 @@ class _Biased(_Neighbours):
         y: Tensor = self.norm(x + self.input_bias)
         return y
 
+    def in_one_call(self, mode: Any, x: Tensor) -> Tensor:
+        return _layer_norm(self.norm, mode, x, input_bias=self.input_bias)
 
-class _FusedBias(nn.Module):
-    """The function of `_Biased` in one call of normplug."""
 
-    def __init__(self, stock: _Biased, mode: Any) -> None:
-        super().__init__()
-        self.norm = stock.norm
-        self.input_bias = stock.input_bias
-        self.mode = mode
+class _Adaptive(_Neighbours):
+    """A LayerNorm, then a scale and a shift of each sample; rows alone are one sample."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__(nn.LayerNorm(shape[-1], elementwise_affine=False))
+        of_samples = torch.zeros(shape[0] if len(shape) > 2 else 1, shape[-1])
+        self.scale, self.shift = (nn.Parameter(of_samples.clone()) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
+        sizes = (len(self.scale), *[1] * (x.dim() - 2), x.shape[-1])
+        y: Tensor = self.norm(x) * (1 + self.scale.view(sizes)) + self.shift.view(sizes)
+        return y
+
+    def in_one_call(self, mode: Any, x: Tensor) -> Tensor:
+        return _layer_norm(self.norm, mode, x, scale=self.scale, shift=self.shift)
+
+
+class _Gated(_Neighbours):
+    """An RMSNorm, times silu(gate): after the norm, or before it if `first`."""
+
+    passes = 3, 8  # it reads the gate twice, and writes its gradient
+
+    def __init__(self, norm: nn.RMSNorm, first: bool) -> None:
+        super().__init__(norm)
+        self.first = first
+
+    def forward(self, x: Tensor, gate: Tensor) -> Any:  # type: ignore[override]
+        if self.first:
+            return self.norm(x * F.silu(gate))
+        return self.norm(x) * F.silu(gate)
+
+    def in_one_call(self, mode: Any, x: Tensor, gate: Tensor) -> Tensor:
         norm: Any = self.norm
-        return normplug.functional.layer_norm(
-            x,
-            norm.normalized_shape,
-            norm.weight,
-            norm.bias,
-            norm.eps,
-            mode=self.mode,
-            input_bias=self.input_bias,
-        )
+        options: Any = {"mode": mode, "gate": gate, "gate_first": self.first}
+        function = normplug.functional.rms_norm
+        return function(x, norm.normalized_shape, norm.weight, norm.eps, **options)
+
+
+def _layer_norm(norm: Any, mode: Any, x: Tensor, **vectors: Any) -> Tensor:
+    affine = (norm.weight, norm.bias, norm.eps)
+    function = normplug.functional.layer_norm
+    return function(x, norm.normalized_shape, *affine, mode=mode, **vectors)
+
+
+class _OneCall(nn.Module):
+    """What a stock module computes, in one call of normplug."""
+
+    def __init__(self, stock: Any, mode: Any) -> None:
+        super().__init__()
+        self.stock = stock
+        self.mode = mode
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.stock.in_one_call(self.mode, *inputs)
 
 
 def _of_images(name: str, shape: Sequence[int], **how: Any) -> nn.Module:
@@ -121,7 +159,10 @@ OPS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
     "layer_norm": lambda shape: nn.LayerNorm(shape[-1]),
     "add_layer_norm": lambda shape: _Before(nn.LayerNorm(shape[-1])),
     "add_bias_layer_norm": lambda shape: _Biased(nn.LayerNorm(shape[-1])),
+    "adaptive_layer_norm": _Adaptive,
     "rms_norm": lambda shape: nn.RMSNorm(shape[-1]),
+    "rms_norm_gate": lambda shape: _Gated(nn.RMSNorm(shape[-1]), False),
+    "gate_rms_norm": lambda shape: _Gated(nn.RMSNorm(shape[-1]), True),
     "add_rms_norm": lambda shape: _Before(nn.RMSNorm(shape[-1])),
     "batch_norm": _batch_norm,
     "batch_norm_relu": lambda shape: _Neighbours(
@@ -135,7 +176,10 @@ OPS: dict[str, Callable[[Sequence[int]], nn.Module]] = {
     "instance_norm": partial(_of_images, "InstanceNorm", affine=True),
 }
 # Operations on rows.
-ROWS = ("layer_norm", "add_layer_norm", "add_bias_layer_norm", "rms_norm", "add_rms_norm")
+ROWS = (
+    "layer_norm", "add_layer_norm", "add_bias_layer_norm", "adaptive_layer_norm", "rms_norm",
+    "add_rms_norm", "rms_norm_gate", "gate_rms_norm",
+)  # fmt: skip
 # Of images with 0, 1, or more dimensions of space.
 _LAYOUTS = (["NC"], ["NCHW"], ["NCHW", "NHWC"])
 
@@ -143,10 +187,10 @@ _LAYOUTS = (["NC"], ["NCHW"], ["NCHW", "NHWC"])
 def ours(layer: nn.Module, mode: Any = "standard", watched: bool = False) -> nn.Module:
     """Swap a layer, and fuse the operations next to its norm; `watched` adds statistics.
 
-    The sum with a bias becomes an argument of the function: `fuse` has no rule for it.
+    What `fuse` has no rule for becomes arguments of the function.
     """
-    if isinstance(layer, _Biased):
-        return _FusedBias(layer, mode)
+    if isinstance(layer, (_Biased, _Adaptive, _Gated)):
+        return _OneCall(layer, mode)
     swapped = normplug.swap(
         layer, mode, track_running_stats=watched, preserve_output=False
     )
@@ -219,8 +263,8 @@ class Problem:
         for name, parameter in self.layer.named_parameters():
             drawn = normal(parameter.shape, dtype=parameter.dtype)
             parameter.data = drawn.abs_().add_(0.5) if name.endswith("weight") else drawn
-        adds = isinstance(self.layer, (_Before, _After))
-        self.inputs = [image().mul_(2).add_(3), *([image()] if adds else [])]
+        has_other = isinstance(self.layer, (_Before, _After, _Gated))
+        self.inputs = [image().mul_(2).add_(3), *([image()] if has_other else [])]
         self.gradients = [
             image() for _ in range(2 if isinstance(self.layer, _Before) else 1)
         ]

@@ -19,6 +19,8 @@ from launches import (
     SHARED,
     batch_norm_launches,
     group_norm_launches,
+    launches_of,
+    row_call,
     row_launches,
 )
 from normplug._kernels import launch, tiles
@@ -230,6 +232,35 @@ def test_layer_norm_of_a_float32_stream_moves_no_tile_between_threads(
         lanes = (height, steps) if tiles.STEP_AXIS.value == 1 else (steps, height)
         shape = "-> tensor<{}x{}x{}x".format(*lanes, columns)
         assert not [c for c in conversions if shape + "f32" in c or shape + "bf16" in c]
+
+
+GATES = {"centred": False, "rounding": "input"}
+MODULATED = {
+    "gate last": {**GATES, "gate": "last"},
+    "gate first, in groups": {**GATES, "gate": "first", "group_size": 512},
+    "scales of samples": {"scales": (32, 1, 4096)},
+    "one sample": {"scales": (1, 1, 4096), "centred": False},
+    "scales of tokens": {"scales": (32, 64, 4096)},
+}
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
+@pytest.mark.parametrize("name", MODULATED)
+def test_gated_and_adaptive_norms_compile(name, dtype):
+    """Tiles of three tensors fit into shared memory, too, and into registers."""
+    options = MODULATED[name]
+    for batch, tokens in ((32, 64), (1, 1024)):
+        scales = options.get("scales")
+        if scales is not None:
+            scales = (min(batch, scales[0]), tokens if scales[1] > 1 else 1, 4096)
+        x = torch.empty(batch, tokens, 4096, dtype=dtype, device="meta")
+        t, spec = row_call(x, **{**options, "scales": scales})
+        plan = spec.plan(t)
+        plan._machine = (132, SHARED, True)
+        for made in launches_of(plan, t):
+            of_x = dict.fromkeys(("dtotal", "residual"), dtype)
+            check(made, dtype, **of_x)
+            assert compiled(made, dtype, **of_x).metadata.shared <= SHARED
 
 
 @pytest.mark.parametrize("width", [128, 4096, 131072])

@@ -214,6 +214,39 @@ def test_launches_for_rows_fit_the_grid_and_only_sharing_programs_are_cooperativ
         assert work.cooperative == (isinstance(shape, Rows) and shape.k > 1), key
 
 
+SET_CALLS = [
+    (sets, members, width, itemsize, machine)
+    for sets, members, width, itemsize, machine in itertools.product(
+        (1, 2, 3, 8, 64, 100, 4096),
+        (1, 2, 5, 64, 1000, 4096),
+        (1, 24, 768, 1000, 4096, 8192),
+        (2, 4),
+        ROW_MACHINES[1::2],
+    )
+]
+
+
+def test_a_program_takes_tiles_of_one_set_of_rows():
+    for key in SET_CALLS:
+        sets, members, width, itemsize, machine = key
+        rows = sets * members
+        call = (rows, width, math.gcd(width, 8), itemsize, False, *machine)
+        shape = ln.layer_norm_backward(*call, sets)
+        assert shape.sets == sets, key
+        assert shape.programs % sets == 0, key
+        assert shape.tiles == sets * math.ceil(members / shape.r), key
+        assert shape.programs <= shape.tiles, key
+        assert sets == 1 or shape.r < 2 * members, key
+        assert shape.r % shape.lanes == 0, key
+        layout = ln.RowLayout(unit=1, heads=0, wide=False)
+        work = shape.backward({}, layout, late=True, sums=2)
+        finishers = work.grid - shape.programs
+        assert finishers == (
+            0 if shape.single else sets * math.ceil(width / shape.finish)
+        ), key
+        assert shape.single == (sets > 1 and shape.programs == sets), key
+
+
 # GroupNorm: N, groups, channels per group, values per plane.
 GROUP_SHAPES = [
     (16, 32, 10, 4096), (16, 32, 40, 256), (4, 32, 4, 2**18), (2, 32, 1, 2**21), (1, 1, 2, 1),

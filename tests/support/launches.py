@@ -150,9 +150,14 @@ def row_call(
     momentum=0.1,
     autocast=None,
     autocast_output="low",
+    scales=None,
     **given,
 ):
-    """The tensors and the spec of a norm of the rows of x."""
+    """The tensors and the spec of a norm of the rows of x.
+
+    scales: the shape of the scale and of the shift of an adaptive norm, if it is one. They are
+    slices of a larger tensor.
+    """
     width = x.shape[-1]
     number = vector((), x.dtype)
     t = Tensors(
@@ -165,6 +170,12 @@ def row_call(
         running_var=number if running else None,
         tracked=empty((), torch.int64) if running else None,
     )
+    if given.get("gate") is not None:
+        t = t._replace(residual=empty(x.shape, x.dtype))
+    if scales is not None:
+        whole = empty((*scales[:-1], 6 * width), x.dtype)
+        t = t._replace(weight=whole[..., :width], bias=whole[..., width : 2 * width])
+        given = {"weight_offset": 1.0, "adaptive": True, **given}
     settings = (momentum, 1e-5, 0.6, autocast, autocast_output, centred)
     return t, LayerNormSpec((width,), *settings, **given)
 

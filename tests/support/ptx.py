@@ -147,6 +147,14 @@ ROW_CALLS: dict[str, dict[str, Any]] = {
     "heads": {"layout": "heads", "centred": False},
     "autocast": {"autocast": BFLOAT16, "autocast_output": "float32"},
 }
+# Only for rows that a program holds.
+MODULATED_CALLS: dict[str, dict[str, Any]] = {
+    "gate first": {"centred": False, "gate": "first", "needs": (ALL, DX, DRESIDUAL)},
+    "gate last": {"centred": False, "gate": "last", "rounding": "input"},
+    "groups": {"centred": False, "gate": "first", "group_size": 96},
+    "samples": {"scales": (16, 1, 768), "layout": "samples"},
+    "tokens": {"scales": (4096, 768), "needs": (ALL, DWEIGHT)},
+}
 
 
 def row_calls(
@@ -167,6 +175,8 @@ def row_calls(
 
 def rows_of(rows: int, width: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
     """Contiguous rows, or rows with two or three levels of strides."""
+    if layout == "samples":
+        return empty((16, rows // 16, width), dtype)
     if layout == "permuted":
         return empty((16, -(-rows // 16), width), dtype).transpose(0, 1)
     if layout == "heads":
@@ -224,6 +234,7 @@ def every_call() -> Iterator[Any]:
             other_batch_calls(BFLOAT16, together),
             row_calls(BFLOAT16, ROW_SHAPES, ROW_CALLS, rows),
             row_calls(BFLOAT16, MORE_ROW_SHAPES, more_row, rows),
+            row_calls(BFLOAT16, {"rows": ROW_SHAPES["rows"]}, MODULATED_CALLS, rows),
             group_calls(BFLOAT16, GROUP_CALLS, SMS),
         ],
         "float32": [

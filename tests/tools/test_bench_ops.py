@@ -38,7 +38,8 @@ def test_every_operation_is_right_and_compared_with_torchs(name, dtype):
     mine, theirs = found[2:]
     assert mine["max_rel"] <= {"float32": 1e-6, "bfloat16": 1e-2}[dtype]
     assert mine["over_eager"] == pytest.approx(theirs["us"] / mine["us"])
-    passes = {"add_layer_norm": 8, "add_rms_norm": 8, "batch_norm_add_relu": 7}
+    gated = {"rms_norm_gate": 8, "gate_rms_norm": 8}
+    passes = {"add_layer_norm": 8, "add_rms_norm": 8, "batch_norm_add_relu": 7, **gated}
     size = torch.Size(case.shape).numel() * (4 if dtype == "float32" else 2)
     assert mine["gbps"] == pytest.approx(passes.get(name, 5) * size / mine["us"] / 1e3)
     assert mine["percent_of_copy"] == pytest.approx(
@@ -51,7 +52,8 @@ def test_every_operation_is_right_and_compared_with_torchs(name, dtype):
     assert all(
         rounding / 8 < row["max_rel_f64"] < 60 * rounding for row in (mine, theirs)
     )
-    if name != "add_bias_layer_norm":  # which is no fusion, but a function
+    functions = ("add_bias_layer_norm", "adaptive_layer_norm", *gated)
+    if name not in functions:  # which are no fusions
         (fusion,) = normplug.fusions(ours(Problem(case, CPU).layer))
         assert (fusion.label is not None) == ("add" in name or "lu" in name)
 
