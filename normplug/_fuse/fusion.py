@@ -18,7 +18,9 @@ from normplug._fuse.edit import Edited
 from normplug._fuse.trace import Reads
 from normplug._ops.guess import Fusion
 from normplug._torch import GLOBAL_HOOKS, has_hooks
+from normplug.modules import TargetVarianceNorm
 from normplug.modules.frozen import unseen_subclass
+from normplug.modules.probe import is_copied, without_probe
 
 # The fused class of each class that has one; `fused_class` fills it.
 FUSED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -134,10 +136,6 @@ class FusedForwards:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle None: the functions are compiled here, and valid for this process's code only."""
-        _warn_once(
-            "normplug: a fused model is pickled without its fusion. Where it is loaded, it is "
-            "swapped, but not fused until you call normplug.fuse(model)."
-        )
         return type(None), ()
 
 
@@ -155,12 +153,28 @@ class FusedModule(nn.Module):
         return ", ".join(filter(None, parts))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the plain class, since the fused one cannot be imported by its name."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, args, *rest = reduced
-        if not has_fused_class(self) or not args or args[0] is not type(self):
-            return reduced
-        return (restore, (unfused_class(self), make, args[1:]), *rest)
+        """Pickle as the module without its fusion: nothing in the file needs normplug."""
+        if is_copied() or not has_fused_class(self):
+            return super().__reduce_ex__(protocol)
+        layers = [m for m in self.modules() if isinstance(m, TargetVarianceNorm)]
+        if not all(layer.is_stock_in_files() for layer in layers):
+            _warn_once(
+                "normplug: a fused model is pickled without its fusion. Where it is loaded, it is "
+                "swapped, but not fused until you call normplug.fuse(model)."
+            )
+        # Later protocols than 1 refuse another class than the module's.
+        return self._unfused_twin().__reduce_ex__(1)
+
+    def _unfused_twin(self) -> nn.Module:
+        """A shallow copy that is not fused."""
+        twin = without_probe(self)
+        _convert.release([twin])
+        return twin
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        twin = self._unfused_twin()
+        prepare = getattr(twin, "__prepare_scriptable__", None)
+        return twin if prepare is None else prepare()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -169,7 +183,7 @@ class FusedModule(nn.Module):
 
 
 def restore(cls: type[nn.Module], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Rebuild a fused module from what `FusedModule.__reduce_ex__` returned."""
+    """Rebuild a fused module from a pickle of an earlier version."""
     return make(fused_class(cls), *args)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +20,13 @@ from normplug._ops.call import call
 from normplug._ops.spec import Tensors
 from normplug.modes import ModeLike, NormMode
 from normplug.modes import target_variance as variance_of
-from normplug.modules.probe import Measured, Probe, is_only_measured, without_probe
+from normplug.modules.probe import (
+    Measured,
+    Probe,
+    is_copied,
+    is_only_measured,
+    without_probe,
+)
 from normplug.modules.table import name_of, restore
 from normplug.reference import accumulator_dtype
 
@@ -41,6 +49,7 @@ class Settings(NamedTuple):
     statistics: str = "torch"  # or "safe", for running statistics that evaluation uses
     watches: bool = False  # statistics that are only watched, in a compiled step too
     was_stock: bool = False  # see `unsynced_class`
+    by_run: bool = False  # `python -m normplug run` has swapped the layer
 
 
 def _setting(name: str) -> Any:
@@ -311,11 +320,29 @@ class TargetVarianceNorm(nn.Module):
         if is_only_measured(self):
             # Later protocols than 1 refuse another class than the layer's.
             return without_probe(self).__reduce_ex__(1)
+        if self.is_stock_in_files() and not is_copied():
+            return self._stock_twin().__reduce_ex__(1)
         made: Any = super().__reduce_ex__(2)
         make, args, *rest = made
         if args != (type(self),):  # a frozen layer, or a library's own way
             return made
         return (restore, name_of(type(self)), *rest)
+
+    def is_stock_in_files(self) -> bool:
+        """Whether files have the stock layer: the program that writes them knows no normplug."""
+        return self._normplug.by_run and self.target_variance == 1.0
+
+    def _stock_twin(self) -> nn.Module:
+        """A stock layer with the same tensors."""
+        twin = without_probe(self)
+        for name in (
+            "_buffers",
+            "_non_persistent_buffers_set",
+        ):  # `revert` may remove some
+            vars(twin)[name] = copy.copy(vars(twin)[name])
+        # Not imported before it is needed: it imports this module.
+        import_module("normplug._convert").revert(twin)
+        return twin
 
     def extra_repr(self) -> str:
         """The stock class's line, and what `_shown` adds."""
@@ -403,7 +430,9 @@ class TargetVarianceNorm(nn.Module):
             "call_module", tracer.path_of_module(self), (input,), {}
         )
 
-    def __prepare_scriptable__(self) -> None:
+    def __prepare_scriptable__(self) -> nn.Module:
+        if self.is_stock_in_files():
+            return self._stock_twin()
         raise NotImplementedError(
             f"normplug: torch.jit.script cannot compile a {type(self).__name__} in mode "
             f"{self.mode}. Script normplug.unswap(model), which computes the same in stock layers, "

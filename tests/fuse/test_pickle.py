@@ -96,6 +96,12 @@ def test_a_pickle_is_the_swapped_model_and_says_once_that_it_is_not_fused(
     assert fused_modules(loaded)
 
 
+@pytest.mark.filterwarnings("ignore:normplug. a fused model is pickled")
+def test_a_pickle_does_not_refer_to_the_fusion():
+    model = fuse(swapped(nn.Sequential(Nested(), Block())))
+    assert b"normplug._fuse" not in pickle.dumps(model, 0)
+
+
 LOAD = """
 import sys, warnings
 import torch
