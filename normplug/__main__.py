@@ -1,9 +1,10 @@
-"""`python -m normplug`: what an issue needs to say about the machine."""
+"""`python -m normplug`: what an issue needs to say about the machine; `run`: see `_run`."""
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
@@ -12,6 +13,7 @@ import torch
 import normplug
 from normplug._checks import DEFAULT_BACKEND
 from normplug._ops import can_run
+from normplug._run import command
 from normplug._table import table
 from normplug.native.__main__ import compiled
 
@@ -63,4 +65,6 @@ def report() -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["run"]:
+        command.main(sys.argv[2:])
     print(report())

@@ -38,6 +38,7 @@ LAYERS = [
     {"_fuse", "_swap"},
     {"_tools"},
     {"callbacks", "lightning", "normplug", "transformers"},
+    {"_run"},
     {"__main__", "bench"},
     {"experiment"},
 ]

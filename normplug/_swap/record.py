@@ -58,6 +58,13 @@ def renew(inventory: Inventory) -> None:
         vars(owner)[_RECORD] = record
 
 
+def forget(model: nn.Module) -> None:
+    """Remove every record in a model."""
+    for module in model.modules():
+        vars(module).pop(_RECORD, None)
+        vars(module).pop(_ENTRY, None)
+
+
 def findings(model: nn.Module) -> list[str]:
     """Return a message for each layer that is lost, in another mode, or bypasses a patch."""
     inventory, found = Inventory(model), []

@@ -1,0 +1,1 @@
+"""`python -m normplug run`: swap and fuse the models of a program that nobody edits."""

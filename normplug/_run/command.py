@@ -1,0 +1,101 @@
+"""The command line: start the program in the place of this process, so that normplug takes part.
+
+Python imports `site/sitecustomize.py` when the program starts, and again in each Python program
+that it starts. Everything else is as without normplug: the command, the process, the input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from normplug.modes import NormMode
+
+_SITE = os.path.join(os.path.dirname(__file__), "site")
+# The options that say which program runs; the others are read in the program.
+_COMMAND = ("module", "program", "arguments")
+
+
+def main(words: Sequence[str]) -> None:
+    """Run the program. This function does not return."""
+    parser = _parser()
+    options = parser.parse_args(words)
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        parser.error(
+            "the program would not see normplug: leave out Python's -E, -I and -S"
+        )
+    paths = [_SITE, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["NORMPLUG_RUN"] = json.dumps(chosen(words))
+    os.environ["NORMPLUG_RUN_PID"] = str(os.getpid())
+    command = [*_start(options), *options.arguments]
+    if os.name == "nt":  # where `execv` starts another process, and does not wait for it
+        sys.exit(subprocess.call(command))
+    try:
+        os.execv(command[0], command)
+    except OSError as error:
+        parser.error(f"{command[0]}: {error.strerror}")
+
+
+def chosen(words: Sequence[str] = ("program",)) -> dict[str, Any]:
+    """The options that are read in the program, or their defaults."""
+    options = vars(_parser().parse_args(words))
+    return {name: value for name, value in options.items() if name not in _COMMAND}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m normplug run",
+        description="Swap and fuse the models of a program, without a change to it.",
+    )
+    add = parser.add_argument
+    add("--mode", type=mode, default="standard", help="standard, golden or a number")
+    add("--no-fuse", dest="fuse", action="store_false", help="only swap")
+    add("--include", action="append", metavar="P", help="only norms whose path matches")
+    add(
+        "--exclude", action="append", metavar="P", help="not the norms whose path matches"
+    )
+    add("--when", choices=("to", "optimizer"), default="to", help=_WHEN)
+    add("--devices", choices=("cuda", "any"), default="cuda", help="any: also on the CPU")
+    add("--report", type=os.path.abspath, metavar="FILE", help="append the table to it")
+    add(
+        "--check",
+        action="store_true",
+        help="normplug.check on the first batch of a model",
+    )
+    add("--dry-run", action="store_true", help="say what would be done, and do not do it")
+    add("-m", dest="module", action="store_true", help="the program is a module")
+    add("program", help="a script, a command, or with -m a module")
+    add("arguments", nargs=argparse.REMAINDER, help="of the program")
+    return parser
+
+
+_WHEN = (
+    "when a model is swapped; to: when it is moved to a GPU, or when DDP, FSDP, torch.compile or "
+    "an optimizer takes it; optimizer: only when one of these takes it"
+)
+
+
+def mode(text: str) -> str | float:
+    """Read a mode; a number is returned as one."""
+    value = text if text.isalpha() else float(text)
+    NormMode(value)
+    return value
+
+
+def _start(options: argparse.Namespace) -> list[str]:
+    """The first words of the command, as a shell would find them."""
+    found = shutil.which(options.program)
+    if found and not options.module and not found.endswith(".py"):
+        return [found]
+    # The options of Python itself stand before `-m normplug`.
+    own = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    flags = own[:-2] if own[-2:] == ["-m", "normplug"] else []
+    kind = ["-m"] if options.module else []
+    return [sys.executable, *flags, *kind, options.program]

@@ -1,0 +1,267 @@
+"""What runs in the program: it swaps and fuses each model that the program moves or trains."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import sys
+import warnings
+import weakref
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import get_worker_info
+
+from normplug import functional
+from normplug._batches import unwrapped
+from normplug._convert import FORWARDS, fused_modules, normplug_layers
+from normplug._fuse.fuse import fuse
+from normplug._ops.call import kinds_of_calls
+from normplug._run.command import chosen
+from normplug._swap import record
+from normplug._swap.check import check
+from normplug._swap.plan import plan
+from normplug._swap.swap import swap, unswap
+from normplug._table import counts, table
+from normplug.modules import TargetVarianceNorm
+
+
+def start() -> None:
+    """Take part in this process, with the options that the command has left in the environment."""
+    options = json.loads(os.environ["NORMPLUG_RUN"])
+    run = Run(Namespace(**(chosen() if options == 1 else options)))
+    _patch(run)
+    atexit.register(run.report, os.getpid())
+
+
+class Row(NamedTuple):
+    """What was done with a model."""
+
+    model: str
+    norms: int = 0
+    swapped: int = 0
+    fused: int = 0
+    left: str = "-"
+
+
+class Run:
+    """The models of this process, and what was done with each of them."""
+
+    def __init__(self, options: Namespace) -> None:
+        self.options = options
+        self.rows: dict[weakref.ref[nn.Module], Row] = {}
+        self.unchecked: set[int] = set()  # ids of models
+
+    def moved(self, model: nn.Module) -> None:
+        """Take a model that was moved, unless it was taken earlier."""
+        if weakref.ref(model) not in self.rows:
+            self.take(model)
+
+    def trained(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the models that an optimizer trains."""
+        for root in self._roots([p for g in optimizer.param_groups for p in g["params"]]):
+            self.take(root)
+
+    def sharded(self, module: nn.Module) -> None:
+        """Take the model of a module, before FSDP moves it to a GPU and changes its class."""
+        for root in self._roots(module.parameters()):
+            self.take(root, anywhere=True)
+
+    def _roots(self, parameters: Any) -> list[nn.Module]:
+        """The outermost modules that have one of the parameters, if one of these is new."""
+        ids = set(map(id, parameters))
+        for reference in self.rows:
+            model = reference()
+            if model is not None:
+                ids -= set(map(id, model.parameters()))
+        if not ids:
+            return []
+        modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+        inner = {id(child) for m in modules for child in _children(m)}
+        outer = [m for m in modules if id(m) not in inner]
+        return [m for m in outer if not ids.isdisjoint(map(id, m.parameters()))]
+
+    def take(self, model: Any, anywhere: bool = False) -> None:
+        """Swap and fuse a model in place, if it is on a GPU, or anywhere."""
+        is_module = isinstance(model, nn.Module)
+        if (
+            not is_module
+            or isinstance(model, torch.jit.ScriptModule)
+            or get_worker_info()
+        ):
+            return
+        is_any = self.options.devices == "any"
+        if not any(
+            anywhere or p.is_cuda or (is_any and not p.is_meta)
+            for p in model.parameters()
+        ):
+            return
+        model = unwrapped(model)
+        row = self.rows.setdefault(weakref.ref(model), Row(type(model).__name__))
+        with self._kept(model):
+            planned = plan(model, self.options.mode, **self._filters())
+            layers = [row.module for row in planned if row.becomes]
+            swapped = [m for m in layers if isinstance(m, TargetVarianceNorm)]
+            left = Counter(
+                f"{row.kind} ({row.note})" for row in planned if not row.becomes
+            )
+            if swapped and len(swapped) == len(
+                layers
+            ):  # a copy, or a part of another model
+                return
+            row = row._replace(norms=len(planned), left=counts(left) if left else "-")
+            if not all(layer._normplug.by_run for layer in swapped):
+                row = row._replace(left="the program swaps it itself")
+            elif layers:
+                row = self._swap(model, row)
+            self.rows[weakref.ref(model)] = row
+
+    def _filters(self) -> dict[str, Any]:
+        return {"include": self.options.include, "exclude": self.options.exclude}
+
+    def _swap(self, model: nn.Module, row: Row) -> Row:
+        device = next(model.parameters()).device
+        if device.type == "cuda":
+            _try_kernels(device)
+        # As in PyTorch: no more buffers, and the same dtypes under autocast.
+        same = {"track_running_stats": False, "autocast_output": "float32"}
+        swap(model, self.options.mode, **self._filters(), **same)  # type: ignore[arg-type]
+        layers = [layer for _, layer in normplug_layers(model)]
+        for layer in layers:
+            layer._set(by_run=True)
+        record.forget(model)
+        fused: set[nn.Module] = set()
+        if self.options.fuse:
+            fuse(model)
+            for module in fused_modules(model).values():
+                fused |= vars(module)[FORWARDS].fusions(module).keys()
+        if self.options.dry_run:
+            unswap(model, fold=False)
+        elif self.options.check:
+            self.unchecked.add(id(model))
+        return row._replace(swapped=len(layers), fused=len(fused))
+
+    def check(self, model: nn.Module, args: Any, keywords: Any) -> None:
+        """Compare a model with its stock model, on the first batch that it gets."""
+        if id(model) in self.unchecked:
+            self.unchecked.remove(id(model))
+            with self._kept(model):
+                check(model, *args, **keywords)
+
+    @contextmanager
+    def _kept(self, model: nn.Module) -> Iterator[None]:
+        """Give no warning. After an error, put the model back and print a line."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                yield
+            except Exception as error:
+                layers = normplug_layers(model)
+                if all(layer._normplug.by_run for _, layer in layers):
+                    unswap(model, fold=False)
+                row = self.rows[weakref.ref(model)]
+                self.rows[weakref.ref(model)] = row._replace(
+                    swapped=0, fused=0, left="an error"
+                )
+                why = " ".join(str(error).split())
+                print(
+                    f"normplug run: {row.model} stays as it was: {why}", file=sys.stderr
+                )
+
+    def report(self, process: int) -> None:
+        """Print the table: of the program's first process, and of others that have models."""
+        is_first = os.environ.get("NORMPLUG_RUN_PID") == str(process)
+        if os.getpid() != process or not (
+            is_first or any(r.norms for r in self.rows.values())
+        ):
+            return
+        if self.options.report:
+            with open(self.options.report, "a", encoding="utf-8") as file:
+                print(self, file=file)
+        elif os.environ.get("RANK", "0") == "0":
+            print(self, file=sys.stderr)
+
+    def __str__(self) -> str:
+        rows = Counter(row for row in self.rows.values() if row.norms)
+        head = f"normplug run, mode {self.options.mode}"
+        if self.options.dry_run:
+            head += ", dry run: nothing was swapped"
+        if not rows:
+            return f"{head}: this process moved no model with norms to a GPU, and trained none"
+        lines: list[tuple[str, ...]] = [("models", *Row._fields)]
+        lines += [(str(count), *map(str, row)) for row, count in rows.items()]
+        return f"{head}\n{table(lines)}\nkinds of calls: {counts(kinds_of_calls())}"
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    return list(filter(None, vars(module).get("_modules", {}).values()))
+
+
+@functools.cache
+def _try_kernels(device: torch.device) -> None:
+    """Raise an error of the kernels here, and not in a step of the program."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(4, 8, device=device, requires_grad=True)
+        functional.layer_norm(x, (8,)).sum().backward()
+
+
+def _patch(run: Run) -> None:
+    """Have the functions that move, wrap, compile or train a model tell `run`."""
+    if run.options.when == "to":
+        for name in ("to", "cuda", "to_empty"):
+            _wrap(nn.Module, name, after=run.moved)
+    _wrap(torch, "compile", before=run.take)
+    _wrap(nn.Module, "compile", before=run.take)
+    _wrap(nn.parallel.DistributedDataParallel, "__init__", before=run.take, place=1)
+    _wrap(torch.optim.Optimizer, "__init__", after=run.trained)
+    if "WORLD_SIZE" in os.environ:
+        fsdp = import_module("torch.distributed.fsdp")
+        _wrap(fsdp, "fully_shard", before=run.sharded)
+        _wrap(fsdp.FullyShardedDataParallel, "__init__", before=run.sharded, place=1)
+    if run.options.check:
+        call = nn.Module.__call__
+
+        def checked(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                run.check(module, args, keywords)
+            return call(module, *args, **keywords)
+
+        nn.Module.__call__ = checked  # type: ignore[method-assign]
+
+
+def _nothing(model: Any) -> None:
+    pass
+
+
+def _wrap(
+    owner: Any,
+    name: str,
+    before: Callable[[Any], None] = _nothing,
+    after: Callable[[Any], None] = _nothing,
+    place: int = 0,
+) -> None:
+    """Pass an argument of a function on, before its calls or after them; an error ends there."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **keywords: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **keywords)
+        argument = [*args, *keywords.values(), None, None][place]
+        with suppress(Exception):
+            before(argument)
+        result = function(*args, **keywords)
+        with suppress(Exception):
+            after(argument)
+        return result
+
+    setattr(owner, name, wrapped)
