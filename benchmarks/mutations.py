@@ -31,6 +31,8 @@ HOST_PATH = "tests/interpreted/test_host_path.py"
 GROUP_NORM_KERNELS = "tests/interpreted/test_group_norm_kernels.py"
 LAYER_NORM = "tests/functional/test_layer_norm.py"
 LAYER_NORM_KERNELS = "tests/interpreted/test_layer_norm_kernels.py"
+RUN = "tests/tools/test_run.py"
+RUN = "tests/tools/test_run.py"
 SAFE = "tests/statistics/test_safe.py"
 SITES = "tests/fuse/test_sites.py"
 SOURCE = "tests/fuse/test_source.py"
@@ -909,5 +911,26 @@ MUTATIONS = (
             "test_a_module_call_reads_weight_and_bias_by_the_names_of_its_class",
         ),
         {"TRITON_INTERPRET": "1", "NORMPLUG_NATIVE": "1"},
+        "run: the model of an optimizer's parameters is not looked for",
+        "normplug/_run/program.py",
+        "        inner = {id(child) for m in modules for child in _children(m)}\n",
+        "        inner = set()\n",
+        tests_of(
+            RUN, "test_an_optimizer_shows_the_whole_model_and_cpu_models_wait_for_a_gpu"
+        ),
+    ),
+    Mutation(
+        "run: a model with an error stays half swapped",
+        "normplug/_run/program.py",
+        "                    unswap(model, fold=False)\n",
+        "                    pass\n",
+        tests_of(RUN, "test_a_model_stays_as_it_was"),
+    ),
+    Mutation(
+        "run: files have normplug's layers",
+        "normplug/_run/program.py",
+        "            layer._set(by_run=True)\n",
+        "            pass\n",
+        tests_of(RUN, "test_torchscript_compiles_the_stock_layers"),
     ),
 )
