@@ -321,3 +321,28 @@ def test_the_options_reach_the_program(monkeypatch):
     ((_, words),) = started
     assert words[-3:] == ["x.py", "--mode", "golden"]
     assert Path(words[0]).name.startswith("python")
+
+
+ON_A_GPU = """
+import torch
+from torch import nn
+net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).to("cuda")
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+with torch.autocast("cuda", torch.float16):
+    net(torch.randn(4, 3, 8, 8, device="cuda")).sum().backward()
+optimizer.step()
+torch.save(net, "model.pt")
+"""
+
+
+@pytest.mark.gpu
+def test_kernels_run_on_a_gpu(tmp_path):
+    (tmp_path / "script.py").write_text(ON_A_GPU)
+    done = python("-m", "normplug", "run", "--check", "script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    cells = [line.split() for line in done.stderr.splitlines()]
+    assert ["1", "Sequential", "1", "1", "1", "-"] in cells
+    assert cells[-1][-2:] == ["in", "kernels"]
+    load = "import torch; print(torch.load('model.pt', weights_only=False)[1])"
+    loaded = run_code(load, directory=tmp_path, hidden=["normplug"])
+    assert loaded.stdout.startswith("BatchNorm2d(8, eps"), loaded.stderr
