@@ -911,6 +911,8 @@ MUTATIONS = (
             "test_a_module_call_reads_weight_and_bias_by_the_names_of_its_class",
         ),
         {"TRITON_INTERPRET": "1", "NORMPLUG_NATIVE": "1"},
+    ),
+    Mutation(
         "run: the model of an optimizer's parameters is not looked for",
         "normplug/_run/program.py",
         "        inner = {id(child) for m in modules for child in _children(m)}\n",
