@@ -12,6 +12,13 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from rich.progress import (
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from torch import Tensor
 
 from normplug._files import replace_file
@@ -101,6 +108,22 @@ def metric(trainer: Trainer, name: str) -> float:
             f"Call self.log({name!r}, value)."
         )
     return float(logged[name])
+
+
+class EpochLines(RichProgressBar):
+    """A progress bar that leaves one line for each epoch in 80 columns: batches, time, metrics."""
+
+    def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
+        return [
+            TextColumn("{task.description}"),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        ]
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)  # the version of a logger
+        return {name.replace("accuracy", "acc"): metrics[name] for name in metrics}
 
 
 class BlockDrop(Callback):

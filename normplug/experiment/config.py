@@ -27,7 +27,7 @@ from typing_extensions import (  # pydantic cannot read Python's before 3.12
 import normplug
 from normplug._swap.layer_modes import ByDepth, Schedule
 from normplug.compare.measure import BASELINE
-from normplug.experiment.errors import WHO, UserError, broken_rule
+from normplug.experiment.errors import WHO, UserError, broken_rule, rule_of
 
 CHOICES = "hydra:runtime.choices."  # before the name of a group of configs/, in an interpolation
 # Groups whose choices set other keys that name a directory.
@@ -38,6 +38,9 @@ Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**32)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Factor: TypeAlias = Annotated[float, Field(ge=0)]
 Group: TypeAlias = dict[str, dict | None] | list | None
+CompileMode: TypeAlias = Literal[
+    False, True, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+]
 # Decorates what the configuration builds: its arguments must match their annotations.
 ARGUMENTS = ConfigDict(strict=True, arbitrary_types_allowed=True)
 checked = validate_call(config=ARGUMENTS)
@@ -74,7 +77,7 @@ class Config(TypedDict):
     factors: Factors
     swap: dict
     seed: Seed
-    compile: bool
+    compile: CompileMode
     graph: bool
     fuse: bool | None
     recompute: bool
@@ -180,9 +183,13 @@ def _check_trainer(trainer: dict[str, Any], mode: Any) -> None:
 
 def _check_arguments(group: str, node: Any) -> None:
     """Refuse a number or a text that is not of the type of the object's argument."""
-    target: Any = get_object(node["_target_"])
-    builder: Any = target.__init__ if inspect.isclass(target) else target
-    hints = get_type_hints(builder)
+    with contextlib.suppress(ImportError):  # `instantiate` raises the same, with its key
+        target: Any = get_object(node["_target_"])
+        builder: Any = target.__init__ if inspect.isclass(target) else target
+        _check_types(group, node, get_type_hints(builder))
+
+
+def _check_types(group: str, node: Any, hints: dict[str, Any]) -> None:
     for key, value in node.items():
         is_plain = isinstance(value, (bool, int, float, str)) and value != "auto"
         if not is_plain or key not in hints:
@@ -190,10 +197,8 @@ def _check_arguments(group: str, node: Any) -> None:
         try:
             TypeAdapter(hints[key], config=ARGUMENTS).validate_python(value, strict=True)
         except ValidationError as error:
-            first = error.errors()[0]
-            rule = re.sub(r"^\w+ should ", "", first["msg"])
             raise UserError(
-                f"{WHO}: {group}.{key} should {rule}; got {value!r}."
+                f"{WHO}: {group}.{key} should {rule_of(error)}; got {value!r}."
             ) from None
 
 

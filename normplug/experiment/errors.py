@@ -5,12 +5,17 @@ from __future__ import annotations
 import difflib
 import errno
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from hydra.errors import CompactHydraException, HydraException, InstantiationException
+from hydra.errors import (
+    CompactHydraException,
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+)
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
@@ -26,7 +31,10 @@ UNWRITABLE = {  # full, over a limit, no permission, or no place for a directory
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
     errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR,
 }  # fmt: skip
-PLUGINS = {"optuna": "optuna", "joblib": "sweep"}  # of Hydra -> the extra that brings it
+PLUGINS = {  # of Hydra -> the extra that brings it
+    "hydra/sweeper/optuna": "optuna",
+    "hydra/launcher/joblib": "sweep",
+}
 YAML_NAMES = {"None": "null", "True": "true", "False": "false"}
 
 
@@ -63,7 +71,7 @@ def user_sentence(error: BaseException, restoring: Path | None = None) -> str | 
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return _not_composed(error)
     if str(error).startswith("Config group override must be"):  # Hydra's ValueError
-        return f"{WHO}: a group cannot be null. Leave it out with ~, as in ~callbacks."
+        return f"{WHO}: only callbacks and logger can be null. {SEE_HELP}"
     return None
 
 
@@ -101,19 +109,45 @@ def _not_built(error: InstantiationException) -> str:
 def _not_composed(error: BaseException) -> str:
     """Return the message for a command line that Hydra could not compose."""
     text = re.sub(r" full_key: (\S+)( object_type=\w+)?", r" (\1)", one_line(error))
-    plugin = re.search(r"Could not find 'hydra/(?:sweeper|launcher)/(\w+)'", text)
-    if plugin and plugin[1] in PLUGINS:
-        extra = PLUGINS[plugin[1]]
-        return f'{WHO}: {plugin[1]} needs its plugin: pip install "normplug[{extra}]"'
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _no_choice(error.missing_cfg_file, error.options or [])
     unknown = re.match(r"Could not override '([\w.]+)'", text)
-    if unknown is None:
-        return f"{WHO}: {text}. {SEE_HELP}"
+    if unknown:
+        return (
+            f"{WHO}: {unknown[1]} is not a key of the configuration. {_known(unknown[1])}"
+        )
+    ambiguous = re.match(r"Ambiguous value for argument '([^=]+=(.+?))'", text)
+    if ambiguous:
+        return (
+            f"{WHO}: {ambiguous[1]} has several values. Add -m for a run with each, or write a "
+            f"list as [{ambiguous[2]}]."
+        )
+    word = re.match(r"Error parsing override '(.*?)' missing EQUAL", text)
+    if word:
+        return f"{WHO}: {word[1]} must be KEY=VALUE, such as mode=golden. {SEE_HELP}"
+    return f"{WHO}: {text}. {SEE_HELP}"
+
+
+def _no_choice(path: str, choices: Sequence[str]) -> str:
+    """Return the message for a file that is not in its group of configs/."""
+    group, _, choice = path.partition("/")
+    if path in PLUGINS:
+        return f'{WHO}: {path} needs a plugin: pip install "normplug[{PLUGINS[path]}]"'
+    near = difflib.get_close_matches(choice, choices, 2)
+    meant = f"Did you mean {' or '.join(near)}? " if near else ""
+    return (
+        f"{WHO}: {group}={choice} is no choice. {meant}Choose from {', '.join(choices)}."
+    )
+
+
+def _known(name: str) -> str:
+    """Return advice on a key that the configuration lacks."""
     keys = known_keys()
-    near = difflib.get_close_matches(unknown[1], keys, 2, cutoff=0.75)
-    advice = f"Did you mean {' or '.join(near)}?" if near else SEE_HELP
-    if unknown[1] in keys:
-        advice = f"Another choice of {unknown[1].split('.')[0]} has it. {SEE_HELP}"
-    return f"{WHO}: {unknown[1]} is not a key of the configuration. {advice}"
+    if name in keys:
+        return f"Another choice of {name.split('.')[0]} has it. {SEE_HELP}"
+    near = [key for key in keys if re.fullmatch(rf"\w+\.{name}", key)]
+    near += difflib.get_close_matches(name, keys, 2, cutoff=0.75)
+    return f"Did you mean {' or '.join(near)}?" if near else SEE_HELP
 
 
 def known_keys() -> list[str]:
@@ -155,13 +189,20 @@ def broken_rule(error: ValidationError, group: str = "") -> str:
         return f"{WHO}: {group or 'the configuration'}: {what}. {advice}"
     # Where a value may have several types, one part is a type, such as dict[str,int].
     parts = [str(p) for p in (group, *first["loc"]) if re.fullmatch(r"[\w.]+", str(p))]
-    rule = re.sub(r"^\w+ should ", "", first["msg"])
     text = repr(first["input"])[:200]
     value = YAML_NAMES.get(text, text)
-    return f"{WHO}: {'.'.join(parts)} should {rule}; got {value}."
+    return f"{WHO}: {'.'.join(parts)} should {rule_of(error)}; got {value}."
+
+
+def rule_of(error: ValidationError) -> str:
+    """Return the rule that a value breaks, or those of the types that it may have."""
+    errors: Sequence[Mapping[str, Any]] = error.errors()
+    plain = [each for each in errors if each["type"] != "is_instance_of"]
+    rules = [re.sub(r"^\w+ should (be )?", "", each["msg"]) for each in plain or errors]
+    return f"be {' or '.join(dict.fromkeys(rules))}"
 
 
 def one_line(error: BaseException) -> str:
     """Return the message of an error on one line, without its full stop."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text[:500].rstrip(".!")
+    return text[:500].rstrip(".!?")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from normplug._swap.inventory import Inventory
 from normplug.compare.measure import ACCURACY, Measure
 from normplug.experiment.callbacks import is_logged, variance_loggers
 from normplug.experiment.data import MODEL, Batch, stream_seed
+from normplug.experiment.errors import WHO, UserError
 from normplug.experiment.graph import GraphedLoss, Loss
 from normplug.experiment.models import heads
 
@@ -78,9 +79,14 @@ def configure_optimizers(module: LightningModule, cfg: DictConfig) -> Any:
     """Return the optimizer and the schedule of the configuration, as Lightning reads them."""
     trainer = module.trainer
     optimizer = make_optimizer(module, cfg)
-    steps = int(trainer.estimated_stepping_batches)
+    steps = trainer.estimated_stepping_batches
+    if math.isinf(steps):
+        raise UserError(
+            f"{WHO}: the schedule needs a last step; got trainer.max_epochs="
+            f"{trainer.max_epochs}. Set it above 0, or set +trainer.max_steps."
+        )
     scheduler = make_scheduler(
-        optimizer, steps, cfg.schedule, cfg.warmup, cfg.cycle_momentum
+        optimizer, int(steps), cfg.schedule, cfg.warmup, cfg.cycle_momentum
     )
     if getattr(trainer.precision_plugin, "scaler", None) is None:
         # There is nothing to unscale; else Lightning would not clip for a fused optimizer.
@@ -101,7 +107,6 @@ class Learner(LightningModule):
         self.net = net
         self.measure = measure
         self.cfg = cfg
-        self._smoothed = partial(self.loss, label_smoothing=cfg.label_smoothing)
         self._graphed: GraphedLoss | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -115,12 +120,16 @@ class Learner(LightningModule):
         logits = self(inputs).flatten(0, -2)
         return F.cross_entropy(logits, targets.flatten(), label_smoothing=label_smoothing)
 
+    def training_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss that is minimised, with the label smoothing of the configuration."""
+        return self.loss(inputs, targets, self.cfg.label_smoothing)
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         step: int = self.trainer.global_step
         is_measured = any(
             each.logged_step == step for each in variance_loggers(self.trainer)
         )
-        loss_of: Loss = self._smoothed
+        loss_of: Loss = self.training_loss
         if self._graphed is not None and not is_measured:
             loss_of = self._graphed
         loss = loss_of(*batch)
@@ -167,7 +176,7 @@ class Learner(LightningModule):
 
     def on_fit_start(self) -> None:
         if self.cfg.graph:
-            self._graphed = GraphedLoss(self._smoothed, self.net)
+            self._graphed = GraphedLoss(self.training_loss, self.net)
 
     def on_fit_end(self) -> None:
         """Free the graphs: the model moves to the host next, and they read its old addresses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from functools import partial
 from typing import Any
@@ -11,7 +12,12 @@ import hydra
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ProgressBar,
+)
 from omegaconf import DictConfig
 
 from normplug.experiment.callbacks import Checkpoints, Scores
@@ -23,6 +29,7 @@ from normplug.experiment.learner import Learner, configure_optimizers
 from normplug.experiment.models import apply_arm
 from normplug.experiment.task import Run, say, task_wrapper
 
+EMPTY_GROUP = re.compile(r"^(callbacks|logger)=null$")
 SHOWS_ALL = "HYDRA_FULL_ERROR" in os.environ  # Hydra's setting for whole tracebacks
 
 
@@ -58,7 +65,7 @@ def make_module(cfg: DictConfig, data: Source) -> LightningModule:
     if cfg.channels_last:
         model.to(memory_format=torch.channels_last)
     if cfg.compile:
-        model.compile()
+        model.compile(mode=cfg.compile if isinstance(cfg.compile, str) else None)
     if not isinstance(model, LightningModule):
         return Learner(model, data.measure, cfg)
     if cfg.graph:
@@ -66,11 +73,16 @@ def make_module(cfg: DictConfig, data: Source) -> LightningModule:
             f"{WHO}: graph=true needs a network, whose step it records; model._target_ is a "
             "LightningModule. Leave graph=true out."
         )
-    if type(model).configure_optimizers is LightningModule.configure_optimizers:
+    if not configures_optimizers(model):
         model.configure_optimizers = partial(  # type: ignore[method-assign]
             configure_optimizers, model, cfg
         )
     return model
+
+
+def configures_optimizers(module: LightningModule) -> bool:
+    """Whether the class of a LightningModule has an optimizer of its own."""
+    return type(module).configure_optimizers is not LightningModule.configure_optimizers
 
 
 def instantiate_group(group: DictConfig | None) -> list[Any]:
@@ -90,6 +102,8 @@ def make_trainer(
     if not loggers:  # LearningRateMonitor raises without a logger
         callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]
     settings = cfg.trainer.copy()
+    if not settings.enable_progress_bar:
+        callbacks = [c for c in callbacks if not isinstance(c, ProgressBar)]
     if settings.precision == "auto":
         settings.precision = "bf16-mixed" if uses_gpu(cfg) else "32-true"
     if settings.enable_checkpointing == "auto":
@@ -129,6 +143,8 @@ def best_checkpoint(trainer: Trainer) -> str | None:
 def main() -> None:
     """Run the command line; a mistake in it gives one sentence."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
+    # Hydra accepts an empty list of choices for a group, but no null.
+    sys.argv = [EMPTY_GROUP.sub(r"\1=[]", word) for word in sys.argv]
     try:
         train()
     except Exception as error:

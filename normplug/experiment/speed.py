@@ -19,10 +19,12 @@ from typing import Any
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from hydra.utils import instantiate
 from lightning.fabric import Fabric
-from omegaconf import OmegaConf
+from lightning.pytorch import LightningModule
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torch.optim import Optimizer
 
 from normplug._files import stamp, write_file
 from normplug.bench import timing
@@ -30,8 +32,9 @@ from normplug.compare.measure import BASELINE, Measure
 from normplug.compare.plots import save, speeds_figure
 from normplug.compare.report import NOTHING, interval_texts
 from normplug.compare.runs import Group, find_runs, group_runs, label
-from normplug.experiment.learner import make_optimizer
-from normplug.experiment.models import apply_arm
+from normplug.experiment.config import uses_gpu
+from normplug.experiment.learner import Learner, make_optimizer
+from normplug.experiment.run import configures_optimizers, make_module
 
 ROUNDS = 10
 WARM_UPS = 3  # steps
@@ -130,8 +133,7 @@ def _measured(group: Group, rounds: int) -> pd.DataFrame:
 def _training_step(record: dict[str, Any]) -> tuple[Callable[[], None], int]:
     """A warmed-up training step of a run, and the number of images or tokens in its batch."""
     cfg: Any = OmegaConf.create(record["config"])
-    gpu = cfg.trainer.accelerator != "cpu" and torch.cuda.is_available()
-    accelerator = "cuda" if gpu else "cpu"
+    accelerator = "cuda" if uses_gpu(cfg) else "cpu"
     precision = record["precision"]
     fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
     torch.manual_seed(cfg.seed)
@@ -143,27 +145,21 @@ def _training_step(record: dict[str, Any]) -> tuple[Callable[[], None], int]:
     batch = fabric.to_device(next(iter(data.train_dataloader())))
     inputs, targets = data.on_after_batch_transfer(batch, 0)
 
-    net = instantiate(cfg.model, **data.sizes, _convert_="all")
-    apply_arm(net, cfg, gpu if cfg.fuse is None else cfg.fuse)
-    if cfg.channels_last:
-        net.to(memory_format=torch.channels_last)
-    if cfg.compile:
-        net.compile()
-    optimizer = make_optimizer(net, cfg)
+    module = make_module(cfg, data)
+    optimizer = _optimizer_of(module, cfg)
     for parameters in optimizer.param_groups:
         parameters["lr"] = 0.0  # the weights stay finite: infinities would be faster
-    net, optimizer = fabric.setup(net.train(), optimizer)
+    wrapped, optimizer = fabric.setup(module.train(), optimizer)
+    if inputs.is_floating_point():
+        inputs = inputs.to(next(module.parameters()).dtype)
     largest_norm = cfg.trainer.get("gradient_clip_val")
 
     def step() -> None:
-        outputs = net(inputs)
-        logits = getattr(outputs, "logits", outputs).flatten(0, -2)
-        loss = F.cross_entropy(
-            logits, targets.flatten(), label_smoothing=cfg.label_smoothing
-        )
+        with fabric.autocast():
+            loss = _loss(module, inputs, targets)
         fabric.backward(loss)
         if largest_norm:
-            fabric.clip_gradients(net, optimizer, max_norm=largest_norm)
+            fabric.clip_gradients(wrapped, optimizer, max_norm=largest_norm)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -171,6 +167,27 @@ def _training_step(record: dict[str, Any]) -> tuple[Callable[[], None], int]:
         step()
     timing.at_rest()
     return step, targets.numel()
+
+
+def _optimizer_of(module: LightningModule, cfg: DictConfig) -> Optimizer:
+    """The optimizer of a LightningModule that configures one, or else that of `cfg`."""
+    if isinstance(module, Learner) or not configures_optimizers(module):
+        return make_optimizer(module, cfg)
+    configured: Any = module.configure_optimizers()
+    if isinstance(configured, Optimizer):
+        return configured
+    if isinstance(configured, dict):
+        return configured["optimizer"]
+    optimizers, _ = configured
+    return optimizers[0]
+
+
+def _loss(module: LightningModule, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of a training step."""
+    if isinstance(module, Learner):  # its step reads the state of a Trainer
+        return module.training_loss(inputs, targets)
+    outputs: Any = module.training_step((inputs, targets), 0)
+    return outputs["loss"] if isinstance(outputs, dict) else outputs
 
 
 def _text(

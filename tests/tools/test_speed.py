@@ -4,7 +4,10 @@ import json
 
 import pandas as pd
 import pytest
+import torch
+from lightning.pytorch import LightningModule
 from omegaconf import OmegaConf
+from torch import nn
 
 pytest.importorskip("torchvision")
 
@@ -16,7 +19,7 @@ from training import TINY_IMAGES, composed
 ARMS = {"baseline": 0.8, "standard": 0.8, "golden": 0.9}
 # The keys that a training step depends on.
 KEYS = ["mode", "gamma0", "factors", "swap", "seed", "compile", "fuse", "recompute"]
-KEYS += ["channels_last", "label_smoothing", "data", "model", "optimizer"]
+KEYS += ["channels_last", "label_smoothing", "data", "model", "optimizer", "graph"]
 TEXT = ["data=text", "model=gpt_tiny", "model.width=16", "data.megabytes=0.1"]
 
 
@@ -106,6 +109,38 @@ def test_a_loss_is_compared_in_tokens_a_second(tmp_path, printed):
     assert "loss, nats/byte" in lines[0]
     assert "tokens/s" in lines[0]
     assert not (tmp_path / "summary.png").exists()  # one arm
+
+
+class OwnModule(LightningModule):
+    """A LightningModule of a user, with a loss and an optimizer of its own."""
+
+    rates = []
+
+    def __init__(self, *, num_classes, image_size):
+        super().__init__()
+        size = 3 * image_size**2
+        self.net = nn.Sequential(nn.Flatten(), nn.LayerNorm(size), nn.Linear(size, 1))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("train/loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adagrad(self.parameters(), lr=3.0)
+        self.rates.append(optimizer.param_groups[0])
+        return {"optimizer": optimizer}
+
+
+def test_a_lightning_module_is_timed_by_its_own_step_and_optimizer(tmp_path, printed):
+    write_runs(tmp_path, "data=fake", *TINY_IMAGES, "data.batch_size=16")
+    for path in tmp_path.rglob("result.json"):
+        record = json.loads(path.read_text())
+        record["config"]["model"] = {"_target_": f"{__name__}.OwnModule"}
+        path.write_text(json.dumps(record))
+    table, _ = printed()
+    assert table.ms.notna().all()
+    assert [group["lr"] for group in OwnModule.rates] == 3 * [0.0]
 
 
 def test_a_mode_that_cannot_be_built_keeps_its_score(tmp_path, printed, capsys):

@@ -158,7 +158,7 @@ def test_a_sweep_over_models_of_timm_has_a_directory_and_a_table_for_each(
     ]
     output = trains(*models, *images, "trainer.max_epochs=1", "callbacks=minimal", "-m")
     for model in ("test_convnext", "test_vit"):
-        run = tmp_path / f"logs/sweeps/default/{model}/fake/golden/seed_0"
+        run = tmp_path / f"logs/sweeps/default/{model}/fake/standard/seed_0"
         assert result_of(run)["model"] == model
         assert f"\n## {model} on fake\n" in output
 
@@ -171,7 +171,7 @@ def test_a_model_is_named_by_what_is_trained(trains, tmp_path):
         "trainer.max_epochs=1",
     ]
     trains("model=resnet18", "model.arch=resnet34", *tiny, "callbacks=minimal", "-m")
-    run = tmp_path / "logs/sweeps/default/resnet34/fake/golden/seed_0"
+    run = tmp_path / "logs/sweeps/default/resnet34/fake/standard/seed_0"
     assert result_of(run)["model"] == "resnet34"
 
 
@@ -213,7 +213,7 @@ def test_names_of_directories_leave_logs_by_no_way(trains, refuses, tmp_path):
     trains(*training.SMALL, "~callbacks")
     (run,) = (tmp_path / "logs/runs").iterdir()
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_vit_tiny_golden_seed_0", run.name
+        r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_vit_tiny_standard_seed_0", run.name
     )
     refuses(*SMALL, "mode=..", "+swap.foo='a/b=c'")
     refuses(*SMALL, "seed=/../../../z", "-m")

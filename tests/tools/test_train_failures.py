@@ -59,7 +59,7 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_sentence(
         "trainer.max_epochs=4",
         f"hydra.run.dir={tmp_path}/run",
     ]
-    output = refuses(*SWEEP, PLAIN, *more)
+    output = refuses(*SWEEP, PLAIN, "mode=golden", *more)
     (sentence,) = [line for line in output.splitlines() if line.startswith("normplug")]
     assert words in sentence
     assert f"the checkpoint {path} cannot be restored (" in sentence
@@ -70,9 +70,18 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_sentence(
     ("options", "sentence"),
     [
         ([*SWEEP, "mode=0.5"], f"{HAS} arm 'golden', this run has '0.5'"),
-        ([*SWEEP, "optimizer=sgd"], f"{HAS} optimizer 'torch.optim.AdamW', this run has"),
-        ([*SWEEP, "model.hidden_dim=32"], "size mismatch for net.class_token"),
-        (["model=vit_tiny", "data=digits"], f"{HAS} data 'fake', this run has 'digits'"),
+        (
+            [*SWEEP, "mode=golden", "optimizer=sgd"],
+            f"{HAS} optimizer 'torch.optim.AdamW', this run has",
+        ),
+        (
+            [*SWEEP, "mode=golden", "model.hidden_dim=32"],
+            "size mismatch for net.class_token",
+        ),
+        (
+            ["model=vit_tiny", "mode=golden", "data=digits"],
+            f"{HAS} data 'fake', this run has 'digits'",
+        ),
     ],
 )
 def test_another_runs_checkpoint_is_refused(refuses, sweep, tmp_path, options, sentence):

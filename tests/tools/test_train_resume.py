@@ -15,7 +15,7 @@ from programs import program
 from statistics_cases import rows_of
 from training import GOLDEN, PLAIN, SMALL, SWEEP, logged, result_of, run_train
 
-TINY = [*SWEEP, PLAIN]  # no variance
+TINY = [*SWEEP, PLAIN, "mode=golden"]  # no variance
 RESULTS = ("accuracy_by_epoch", "test_accuracy", "epochs", "status")
 
 
@@ -85,7 +85,7 @@ def test_a_sweep_that_is_killed_goes_on_to_the_same_numbers(trains, sweep, tmp_p
 
 
 def test_a_sweep_that_is_interrupted_skips_and_resumes(command, trains, tmp_path):
-    arms = [*TINY, "trainer.max_epochs=2", "mode=baseline,golden", "-m"]
+    arms = [*SWEEP, PLAIN, "trainer.max_epochs=2", "mode=baseline,golden", "-m"]
     first = tmp_path / GOLDEN.parents[1] / "baseline/seed_0"
     output = interrupted(command, signal.SIGINT, *arms)
     assert "The same sweep skips what has finished and resumes this run." in output
@@ -136,7 +136,10 @@ def test_a_run_that_has_trained_all_epochs_is_only_evaluated(
     trains, refuses, tmp_path, sweep, more
 ):
     trains(
-        *SWEEP, f"ckpt_path={sweep.golden / LAST}", f"hydra.run.dir={tmp_path / 'again'}"
+        *SWEEP,
+        "mode=golden",
+        f"ckpt_path={sweep.golden / LAST}",
+        f"hydra.run.dir={tmp_path / 'again'}",
     )
     for key in RESULTS:
         assert result_of(tmp_path / "again")[key] == result_of(sweep.golden)[key], key
