@@ -801,22 +801,6 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "compare: an arithmetic mean of ratios",
-        "normplug/compare/runs.py",
-        'agg(["count", stats.gmean,',
-        'agg(["count", "mean",',
-        tests_of(
-            COMPARE, "test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware"
-        ),
-    ),
-    Mutation(
-        "compare: a slower arm is clear within the noise",
-        "normplug/compare/report.py",
-        "if max(ratio, 1 / ratio) <= spread and spread > 1:",
-        "if 1 <= ratio <= spread and spread > 1:",
-        (COMPARE,),
-    ),
-    Mutation(
         "compare: the oldest run of a seed counts",
         "normplug/compare/runs.py",
         'keep="last")',

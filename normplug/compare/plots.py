@@ -54,10 +54,9 @@ MARKERS = "^vPX*<>"
 DASHES = ("-", "--", "-.")
 
 
-def arm_styles(groups: Iterable[Group]) -> Styles:
+def arm_styles(arms: Iterable[str]) -> Styles:
     """How to draw each arm in every group; no two arms have one colour."""
-    arms = {arm for group in groups for arm in (*group.every.plain_arm, *group.arms)}
-    others = sorted(arms - FIXED.keys())
+    others = sorted({*arms} - FIXED.keys())
     more = np.linspace(0.1, 0.9, max(len(others) - len(COLOURS), 0))
     colours = [*COLOURS, *map(to_hex, colormaps["turbo"](more))]
     styles = dict(FIXED)
@@ -69,7 +68,8 @@ def arm_styles(groups: Iterable[Group]) -> Styles:
 
 def draw(groups: Sequence[Group], out: Path) -> list[Path]:
     """Write the plots that the groups have numbers for: `out/<plot>_<group>.png`."""
-    styles = arm_styles(groups)
+    arms = [arm for group in groups for arm in (*group.every.plain_arm, *group.arms)]
+    styles = arm_styles(arms)
     written = []
     for group in groups:
         for name, figure in figures(group, styles):
@@ -194,24 +194,20 @@ def _targets(group: Group, styles: Styles) -> Figure | None:
 
 def _speed(group: Group, styles: Styles) -> Figure | None:
     """The test score of each arm over the median speed of its runs."""
-    table = group.table.assign(items_per_s=group.table.items_per_s_median)
-    return speeds_figure([group], table)
+    return speeds_figure(group.table.assign(items_per_s=group.table.items_per_s_median))
 
 
-def speeds_figure(groups: Sequence[Group], table: pd.DataFrame) -> Figure | None:
-    """Draw the score of each arm over its speed, with their intervals: a panel for each group.
+def speeds_figure(table: pd.DataFrame) -> Figure | None:
+    """Draw the score of each arm over its speed, with their intervals: a panel for each model.
 
-    `table` has a row for each arm of the groups, with `items_per_s`, and perhaps the ends of its
-    interval: `items_per_s_p20` and `items_per_s_p80`. A group with fewer than two timed arms has
+    `table` has a row for each model and arm, with `items_per_s`, and perhaps the ends of its
+    interval: `items_per_s_p20` and `items_per_s_p80`. A model with fewer than two timed arms has
     no panel; without panels, there is no figure.
     """
-    styles = arm_styles(groups)
-    panels = []
-    for group in groups:
-        rows = table[(table.model == group.model) & (table.data == group.data)]
-        rows = rows[rows.items_per_s.notna()]
-        if len(rows) > 1:
-            panels.append((group, rows))
+    styles = arm_styles(table.arm)
+    timed = table[table.items_per_s.notna()]
+    by_model = timed.groupby(["model", "data"])
+    panels = {names: rows for names, rows in by_model if len(rows) > 1}
     if not panels:
         return None
     title = "Test score: mean and 95% t-interval over seeds"
@@ -220,19 +216,21 @@ def speeds_figure(groups: Sequence[Group], table: pd.DataFrame) -> Figure | None
     size = (3 + 4.5 * len(panels), 4.5)
     figure, drawn = _new_figure(title, size, (1, len(panels)))
     handles: dict[str, Any] = {}
-    for (group, rows), axes in zip(panels, drawn, strict=True):
+    for (names, rows), axes in zip(panels.items(), drawn, strict=True):
+        first = rows.iloc[0]
+        measure = Measure(first["measure"], first.unit, first.better, first["items"])
         for row in rows.to_dict("records"):
             speed = row["items_per_s"]
             slower = speed - row.get("items_per_s_p20", speed)
             faster = row.get("items_per_s_p80", speed) - speed
-            score = group.measure.scale * row["test_mean"]
-            half = group.measure.scale * np.nan_to_num(row["test_t95_half_width"])
+            score = measure.scale * row["test_mean"]
+            half = measure.scale * np.nan_to_num(row["test_t95_half_width"])
             name = textwrap.fill(label(row["arm"]), 30)
             look = {**styles[row["arm"]], **POINT, "label": name}
             axes.errorbar(speed, score, half, [[slower], [faster]], **look)
         axes.margins(0.15)
-        axes.set_title(group.title, fontsize="medium")
-        _label_speed(axes, group.measure)
+        axes.set_title(" on ".join(names), fontsize="medium")
+        _label_speed(axes, measure)
         lines, labels = axes.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))
     _add_legend(figure, list(handles.values()), list(handles))

@@ -18,9 +18,9 @@ RATE = "optimizer.lr"
 LEFT_OUT = (RATE, "seed", "study")  # options that the sweep over seeds sets itself
 HOW_TO_READ = """\
 Only finished runs are averaged: n of all seeds in the table. ± is half of the 95% t-interval over
-seeds. Differences are paired by seed, and p is adjusted by Holm for the number of arms. A ratio of
-speeds is a geometric mean over pairs on the same hardware, with its range. The other speeds and the
-peak memory are medians over runs. docs/experiments.md explains more.
+seeds. Differences are paired by seed, and p is adjusted by Holm for the number of arms. Speeds and
+the peak memory are medians over runs, which ran at different times or side by side:
+`python -m normplug.experiment.speed` times the arms in turns. docs/experiments.md explains more.
 """
 
 
@@ -33,7 +33,7 @@ def render(groups: Sequence[Group], unusable: Mapping[str, str], where: str) -> 
     ]
     if unusable:
         lines = [f"{name}: {shorten(why, LONGEST)}" for name, why in unusable.items()]
-        parts.append(f"## Failed: result.json could not be used\n\n{_bullets(lines)}")
+        parts.append(f"## Failed: result.json could not be used\n\n{bullets(lines)}")
     return "\n".join([*parts, HOW_TO_READ])
 
 
@@ -46,30 +46,34 @@ def _section(group: Group) -> str:
             f"SHA-256: {_counted(texts.str[:12])}.\n"
         )
     parts.append(_outcomes(group))
-    without = group.runs[(group.runs.status != "finished") | group.runs.test_score.isna()]
-    if len(without):
-        lines = [
-            f"{label(run.arm)}, seed {run.seed}: {run.status}: "
-            f"{shorten(run.error, LONGEST) or f'no test {measure.name}'} ({run.run})"
-            for run in without.itertuples()
-        ]
-        parts.append(f"Not in these numbers:\n\n{_bullets(lines)}")
+    lines = not_averaged(group)
+    if lines:
+        parts.append(f"Not in these numbers:\n\n{bullets(lines)}")
     score = f"Test {measure.name} is on the test set, after the last epoch"
     parts.append(f"{score}; {measure.better} is better.\n")
     if group.every.groupby("plain_arm").learning_rate.nunique().max() > 1:
         parts.append(rate_table(group.every.assign(arm=group.every.plain_arm))[0])
     parts.append(_gaps(group))
-    return "\n".join([*filter(None, parts), _costs(group), _bullets(_provenance(group))])
+    return "\n".join([*filter(None, parts), _costs(group), bullets(_provenance(group))])
+
+
+def not_averaged(group: Group) -> list[str]:
+    """A line for each run that is in no mean."""
+    without = group.runs[(group.runs.status != "finished") | group.runs.test_score.isna()]
+    nothing = f"no test {group.measure.name}"
+    return [
+        f"{label(run.arm)}, seed {run.seed}: {run.status}: "
+        f"{shorten(run.error, LONGEST) or nothing} ({run.run})"
+        for run in without.itertuples()
+    ]
 
 
 def about_reference(group: Group) -> str:
     """Which arm is the reference, in words, and in place of which others."""
-    why = (
-        f", since no arm named {group.lacking} has a finished run"
-        if group.lacking
-        else ""
-    )
-    return f"Reference: {label(group.reference or 'none')}{why}"
+    text = f"Reference: {label(group.reference or 'none')}"
+    if group.lacking:
+        text += f", since no arm named {group.lacking} has a finished run"
+    return text
 
 
 def _outcomes(group: Group) -> str:
@@ -81,10 +85,7 @@ def _outcomes(group: Group) -> str:
     cells = {
         "arm": rows.arm.map(label),
         "n": rows.n_finished.astype(str) + " of " + rows.n_expected.astype(str),
-        "diverged": [
-            ", ".join([f"{n} stopped"] * (n > 0) + [f"{far} far off"] * (far > 0))
-            for n, far in rows[["n_diverged", "n_far_off"]].to_numpy().tolist()
-        ],
+        "diverged": list(map(_diverged, rows.n_diverged, rows.n_far_off)),
         f"test {measure.name}, {measure.unit}": interval_texts(measure, rows, "test"),
         "bits per character": interval_texts(measure, rows, "test_bits"),
         minus: differences.where(rows.arm != group.reference, "reference"),
@@ -94,7 +95,16 @@ def _outcomes(group: Group) -> str:
     if group.margin is not None:
         ps = rows.difference_to_reference_p_equivalent.map(p_text, na_action="ignore")
         cells[f"p (TOST, within ± {group.margin:g} {measure.difference_unit})"] = ps
-    return _table(pd.DataFrame(cells))
+    return table_text(pd.DataFrame(cells))
+
+
+def _diverged(stopped: int, far_off: int) -> str:
+    texts = []
+    if stopped:
+        texts.append(f"{stopped} stopped")
+    if far_off:
+        texts.append(f"{far_off} far off")
+    return ", ".join(texts)
 
 
 def _gaps(group: Group) -> str:
@@ -111,7 +121,7 @@ def _gaps(group: Group) -> str:
         return ""
     table = pd.DataFrame(cells).rename_axis("arm").reset_index()
     minus = f"minus {label(group.reference or '')}, {measure.difference_unit}, same seed"
-    return f"The validation {measure.name} {minus}:\n\n{_table(table)}"
+    return f"The validation {measure.name} {minus}:\n\n{table_text(table)}"
 
 
 def _cell(measure: Measure, sign: str, n: float, mean: float, half: float) -> str:
@@ -123,51 +133,29 @@ def interval_texts(
     measure: Measure, rows: pd.DataFrame, name: str, sign: str = ""
 ) -> pd.Series[str]:
     """The cells of an interval of the table; a difference, with a sign, names its pairs."""
-    found = rows[
-        [f"{name}_{part}" for part in ("n", "mean", "t95_half_width")]
-    ].to_numpy()
-    pairs = [f" ({count_of(int(n), 'pair')})" * bool(n and sign) for n, *_ in found]
-    texts = [_cell(measure, sign, *row) for row in found]
-    return pd.Series(
-        [*map("".join, zip(texts, pairs, strict=True))], rows.index, dtype=object
-    )
+    texts = []
+    for row in rows.to_dict("records"):
+        n = row[f"{name}_n"]
+        mean = row[f"{name}_mean"]
+        text = _cell(measure, sign, n, mean, row[f"{name}_t95_half_width"])
+        if n and sign:
+            text += f" ({count_of(int(n), 'pair')})"
+        texts.append(text)
+    return pd.Series(texts, rows.index, dtype=object)
 
 
 def _costs(group: Group) -> str:
     """The table of speed, peak memory and swapped norms of each arm."""
     rows = group.table
+    speeds = rows.items_per_s_median.map(_rounded, na_action="ignore")
     cells = {
         "arm": rows.arm.map(label),
-        "speed ratio": [speed_text(row) for row in rows.to_dict("records")],
-        f"{group.measure.items}/s": rows.items_per_s_median.map(
-            _rounded, na_action="ignore"
-        ),
+        f"{group.measure.items}/s": speeds,
         "step, ms": rows.step_ms_median.map("{:.2f}".format, na_action="ignore"),
         "peak, MiB": rows.peak_memory_mib_median.map(_rounded, na_action="ignore"),
         "norms swapped": rows.norms_swapped.map("{:d}".format, na_action="ignore"),
     }
-    twin = next(iter(set(rows.speed_reference.dropna()) - {group.reference}), None)
-    note = (
-        f"\nThe arms with CUDA graphs have the speed ratio to {label(twin)}.\n"
-        if twin
-        else ""
-    )
-    return _table(pd.DataFrame(cells)) + note
-
-
-def speed_text(row: Mapping[str, Any]) -> str:
-    """The speed ratio of a row of the table, with its range; "unclear" within the noise."""
-    ratio, spread = row["speed_ratio_geometric_mean"], row["speed_reference_spread"]
-    if row["arm"] == row["speed_reference"] and row["items_per_s_median"] > 0:
-        return "reference"
-    if not row["speed_ratio_n"]:
-        return NOTHING
-    if max(ratio, 1 / ratio) <= spread and spread > 1:
-        return f"unclear: {label(row['speed_reference'])} varies by {100 * (spread - 1):.1f}%"
-    if row["speed_ratio_n"] == 1:
-        return f"{ratio:.3f} (1 pair)"
-    low, high = row["speed_ratio_lowest"], row["speed_ratio_highest"]
-    return f"{ratio:.3f} ({low:.3f} to {high:.3f}, {row['speed_ratio_n']} pairs)"
+    return table_text(pd.DataFrame(cells))
 
 
 def p_text(p: float) -> str:
@@ -189,8 +177,8 @@ def _provenance(group: Group) -> list[str]:
         lines.append(
             f"learning rate {rate:g}: {', '.join(sorted(map(label, set(arms))))}"
         )
-    days = runs.date.str[:10]
-    return [*lines, f"dates: {' to '.join(dict.fromkeys((days.min(), days.max())))}"]
+    days = sorted({runs.date.min()[:10], runs.date.max()[:10]})
+    return [*lines, f"dates: {' to '.join(days)}"]
 
 
 def rate_table(runs: pd.DataFrame) -> tuple[str, dict[str, float]]:
@@ -201,37 +189,39 @@ def rate_table(runs: pd.DataFrame) -> tuple[str, dict[str, float]]:
     """
     done = runs[runs.status == "finished"]
     measure = next(iter(done.measure), ACCURACY)
-    pairs = pd.MultiIndex.from_frame(runs[["arm", "seed"]].drop_duplicates())
-    values = done.pivot_table(
-        "validation_score", ["arm", "seed"], "learning_rate", "last"
-    )
-    by_arm = values.reindex(pairs).groupby("arm", sort=False)
-    scores = (
-        by_arm.mean().where(by_arm.count().eq(by_arm.size(), axis=0)).dropna(how="all")
-    )
+    scores = _complete_means(runs, done)
     gains = scores if measure.better == "higher" else -scores
-    best, sensitivity = gains.idxmax(axis=1), gains.max(axis=1) - gains.mean(axis=1)
+    best = gains.idxmax(axis=1)
+    sensitivity = gains.max(axis=1) - gains.mean(axis=1)
+
     cells = scores.map(measure.number, na_action="ignore")
     for run in runs[runs.status == "diverged"].itertuples():
         cells.loc[run.arm, run.learning_rate] = "diverged"
-    ends = {
-        arm: row.dropna().sort_index().index[[0, -1]] for arm, row in cells.iterrows()
-    }
-    at_end = [
-        arm for arm, rate in best.items() if rate in ends[arm] and len(set(ends[arm])) > 1
-    ]
-    cells = cells.sort_index(axis=1).rename(columns="{:g}".format)
+    cells = cells.sort_index(axis=1)
+    lowest = cells.apply(pd.Series.first_valid_index, axis=1)
+    highest = cells.apply(pd.Series.last_valid_index, axis=1)
+    chosen = best.reindex(cells.index)
+    at_end = (lowest != highest) & ((chosen == lowest) | (chosen == highest))
+    cells = cells.rename(columns="{:g}".format)
     cells["best"] = best.map("{:g}".format)
     cells["sensitivity"] = sensitivity.map(measure.number)
-    cells.loc[at_end, "remark"] = "at the end of the range: extend it"
+    cells["remark"] = np.where(at_end, "at the end of the range: extend it", "")
     about = (
         f"The best rate has the best mean validation {measure.name} after the last epoch, over all "
         "seeds of the arm. The sensitivity is how far it lies above the mean over all rates.\n"
     )
-    return (
-        f"{_table(cells.rename(label).rename_axis('arm').reset_index())}\n{about}",
-        dict(best),
-    )
+    table = table_text(cells.rename(label).rename_axis("arm").reset_index())
+    return f"{table}\n{about}", dict(best)
+
+
+def _complete_means(runs: pd.DataFrame, done: pd.DataFrame) -> pd.DataFrame:
+    """The mean validation of each arm with each rate with which all seeds of the arm finished."""
+    keys = ["arm", "seed"]
+    values = done.pivot_table("validation_score", keys, "learning_rate", "last")
+    pairs = pd.MultiIndex.from_frame(runs[keys].drop_duplicates())
+    by_arm = values.reindex(pairs).groupby("arm", sort=False)
+    complete = by_arm.count().eq(by_arm.size(), axis=0)
+    return by_arm.mean().where(complete).dropna(how="all")
 
 
 def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
@@ -242,7 +232,8 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
             "normplug.compare: no run has the keys learning_rate and overrides in its result.json. "
             "train.py writes them: repeat the sweep."
         )
-    tables, chosen = [], []
+    tables: list[str] = []
+    chosen: list[list[str]] = []
     for (model, data), found in known.groupby(["model", "data"], sort=False):
         table, best = rate_table(found)
         tables.append(f"## {model} on {data}\n\n{table}")
@@ -253,12 +244,13 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
     return "\n".join(tables), chosen
 
 
-def _table(cells: pd.DataFrame) -> str:
-    """Text in the first column, and numbers aligned to the right in the others; no empty column."""
+def table_text(cells: pd.DataFrame, left: int = 1, **options: Any) -> str:
+    """A table of texts without its empty columns; from column `left` on, aligned to the right."""
     cells = cells.astype(object).replace(["", NOTHING], np.nan).dropna(axis=1, how="all")
     cells = cells.fillna(NOTHING).map(lambda cell: cell.replace("|", "/"))
-    align = ["left", *["right"] * (cells.shape[1] - 1)]
-    return f"{cells.to_markdown(index=False, colalign=align, disable_numparse=True)}\n"
+    align = ["left"] * left + ["right"] * (cells.shape[1] - left)
+    options |= {"index": False, "colalign": align, "disable_numparse": True}
+    return f"{cells.to_markdown(**options)}\n"
 
 
 def count_of(number: int, what: str) -> str:
@@ -280,5 +272,6 @@ def _counted(values: pd.Series[Any]) -> str:
     )
 
 
-def _bullets(lines: Iterable[str]) -> str:
+def bullets(lines: Iterable[str]) -> str:
+    """A list of lines."""
     return "".join(f"- {line}\n" for line in lines)

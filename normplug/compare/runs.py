@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -50,7 +49,6 @@ class Result(BaseModel):
     step_ms: Number = math.nan
     peak_memory_bytes: Number = math.nan
     norms_swapped: Number = math.nan
-    graph: bool = False
     hardware: str = "unknown"
     commit: str = ""
     date: str = ""
@@ -204,9 +202,11 @@ class Group:
         margin: float | None,
         over_rates: bool,
     ) -> None:
-        self.every, self.margin = every, margin
+        self.every = every
+        self.margin = margin
         self.runs = runs = _mean_over_rates(every) if over_rates else every
-        self.model, self.data = runs.model.iloc[0], runs.data.iloc[0]
+        self.model = runs.model.iloc[0]
+        self.data = runs.data.iloc[0]
         rates = ", ".join(map("{:g}".format, np.unique(every.learning_rate.dropna())))
         means = f": means over the learning rates {rates}" if over_rates else ""
         self.title = f"{self.model} on {self.data}{means}"
@@ -214,15 +214,12 @@ class Group:
         self.seeds = sorted(set(runs.seed))  # that each arm should have
         self.finished = runs[runs.status == "finished"]  # no other run is averaged
         self.measure: Measure = next(iter(self.finished.measure), ACCURACY)
-        # Arms that replayed CUDA graphs.
-        self.graphs = set(self.finished.arm[self.finished.graph])
         done = {label(arm): arm for arm in self.finished.arm}
-        self.lacking = " or ".join(
-            takewhile(lambda name: name not in done, map(label, wanted))
-        )
-        self.reference = next(
-            (done[name] for name in map(label, wanted) if name in done), None
-        )
+        names = [label(arm) for arm in wanted]
+        present = [name for name in names if name in done]
+        self.reference = done[present[0]] if present else None
+        first = names.index(present[0]) if present else len(names)
+        self.lacking = " or ".join(names[:first])
 
     def wide(self, field: str) -> pd.DataFrame:
         """A column of the finished runs as a table: a row a seed, a column an arm."""
@@ -265,11 +262,10 @@ class Group:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """A row for each arm: the reference, then by effect; arms with CUDA graphs come last.
+        """A row for each arm: the reference, then by effect.
 
         Scores are as in `result.json`: accuracies are fractions. Speeds, steps and memory are
-        medians over runs. The speed ratio is the geometric mean over pairs on the same hardware;
-        an arm with CUDA graphs is compared with `<reference>-graph`, if that has them.
+        medians over runs, which ran at different times: no ratio of them is given.
         """
         differences = self.differences()
         validation = self.differences("validation_score")
@@ -283,7 +279,6 @@ class Group:
             intervals(differences).add_prefix("difference_to_reference_"),
             pd.DataFrame(ps).add_prefix("difference_to_reference_"),
             intervals(validation).add_prefix("validation_difference_to_reference_"),
-            self._speeds(),
             self._costs(),
         ]
         table = self._counts()
@@ -307,29 +302,6 @@ class Group:
         }
         return pd.DataFrame(columns, index=self.arms).rename(columns={"name": "measure"})
 
-    def _speeds(self) -> pd.DataFrame:
-        """Each arm's speed over that of its reference, in pairs of one seed and hardware."""
-        runs = self.finished[["arm", "seed", "hardware", "items_per_s"]].dropna()
-        twin = f"{self.reference}-graph"
-        with_graphs = pd.Series(self.arms, self.arms).isin(self.graphs)
-        references = pd.Series(self.reference, self.arms, dtype=object)
-        if twin in self.graphs:
-            references = references.mask(with_graphs, twin)
-        by_hardware = runs.groupby(["arm", "hardware"]).items_per_s
-        spread = (by_hardware.max() / by_hardware.min()).groupby("arm").max()
-        speeds = references.to_frame("speed_reference")
-        speeds["speed_reference_spread"] = references.map(spread)
-        keys = ["arm", "seed", "hardware"]
-        speed = runs.set_index(keys).items_per_s
-        others = runs[keys].assign(arm=runs.arm.map(references).to_numpy())
-        ratios = speed / speed.reindex(pd.MultiIndex.from_frame(others)).to_numpy()
-        ratios = ratios[(others.arm != runs.arm).to_numpy()].dropna()
-        by_arm = ratios.groupby("arm").agg(["count", stats.gmean, "min", "max"])
-        by_arm.columns = ["n", "geometric_mean", "lowest", "highest"]
-        speeds = speeds.join(by_arm.add_prefix("speed_ratio_"))
-        speeds["speed_ratio_n"] = speeds.speed_ratio_n.fillna(0).astype(int)
-        return speeds
-
     def _costs(self) -> pd.DataFrame:
         """The medians of each arm's speed, time of a step and peak memory."""
         mib = self.finished.peak_memory_bytes / 2**20
@@ -340,16 +312,13 @@ class Group:
         return costs
 
     def _sorted(self, table: pd.DataFrame) -> pd.DataFrame:
-        """The reference first, then by effect; arms with CUDA graphs come last."""
+        """The reference first, then by effect, the best arm first."""
         effect = table.difference_to_reference_mean if self.reference else table.test_mean
         if self.measure.better == "higher":
             effect = -effect
-        keys = {
-            "graphs": table.arm.isin(self.graphs) != (self.reference in self.graphs),
-            "other": table.arm != table.speed_reference,
-            "effect": effect,
-        }
-        order = pd.DataFrame(keys).sort_values(list(keys)).index
+        is_other = table.arm != self.reference
+        order = pd.DataFrame({"other": is_other, "effect": effect})
+        order = order.sort_values(["other", "effect"]).index
         return table.loc[order].reset_index(drop=True)
 
 

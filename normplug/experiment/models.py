@@ -244,7 +244,7 @@ def hf_causal_lm(
     """A causal language model of transformers, such as "llama", from its configuration.
 
     `block_size` is the maximum context length. The MLP is 4 times as wide as the residual stream.
-    A model that sees later tokens, such as BERT, is built with `is_decoder=True`.
+    It is built with `is_decoder=True`, so BERT sees no later tokens.
 
     Raises:
         UserError: transformers has no causal language model of this name; it has another vocabulary
@@ -280,15 +280,20 @@ def hf_causal_lm(
     }
     sizes = {key: value for key, value in sizes.items() if hasattr(known, key)}
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    for decoder in ({}, {"is_decoder": True}):
-        values = {**sizes, **tokens, "use_cache": False, **decoder, **(options or {})}
-        net = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **values))
-        if is_causal(net, vocabulary, block_size):
-            return net
-    raise UserError(
-        f"{WHO}: model.name={name} is no causal language model as it is configured: its output for "
-        "a token depends on later tokens. Choose another, such as gpt2."
-    )
+    values = {
+        **sizes,
+        **tokens,
+        "use_cache": False,
+        "is_decoder": True,
+        **(options or {}),
+    }
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **values))
+    if not is_causal(net, vocabulary, block_size):
+        raise UserError(
+            f"{WHO}: model.name={name} is no causal language model as it is configured: its output "
+            "for a token depends on later tokens. Choose another, such as gpt2."
+        )
+    return net
 
 
 @torch.no_grad()

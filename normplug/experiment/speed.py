@@ -12,7 +12,7 @@ import gc
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,13 @@ from normplug._files import stamp, write_file
 from normplug.bench import timing
 from normplug.compare.measure import BASELINE, Measure
 from normplug.compare.plots import save, speeds_figure
-from normplug.compare.report import NOTHING, interval_texts
+from normplug.compare.report import (
+    NOTHING,
+    bullets,
+    interval_texts,
+    not_averaged,
+    table_text,
+)
 from normplug.compare.runs import Group, find_runs, group_runs, label
 from normplug.experiment.config import uses_gpu
 from normplug.experiment.learner import Learner, make_optimizer
@@ -41,6 +47,7 @@ WARM_UPS = 3  # steps
 WIDTH = 80  # columns of the table in a terminal
 WIDEST = 16  # columns of a model's or a mode's name there
 ORIGIN = "{device}, torch {torch}, normplug {normplug}, {date:.10}"
+MEASURE = ["measure", "unit", "better", "items"]
 # Of the comparison of runs; `compare_modes` adds the speeds.
 COLUMNS = [
     "model",
@@ -48,8 +55,7 @@ COLUMNS = [
     "arm",
     "n_finished",
     "n_expected",
-    "measure",
-    "unit",
+    *MEASURE,
     "test_n",
     "test_mean",
     "test_t95_half_width",
@@ -90,14 +96,20 @@ def compare_modes(
     runs, unusable = find_runs([directory])
     groups = group_runs(runs, BASELINE, margin=None, over_rates=False)
     table = pd.concat([_measured(group, rounds) for group in groups], ignore_index=True)
-    notes = [*_notes(table, rounds), *_unfinished(groups, unusable)]
+    table = table.assign(turns=rounds, **stamp(torch.cuda.is_available()))
+    missing = [
+        f"{group.model}, {line}" for group in groups for line in not_averaged(group)
+    ]
+    missing += [f"{name}: {why}" for name, why in unusable.items()]
+    note = f"\nNot in the table:\n\n{bullets(missing)}" if missing else ""
+
     write_file(directory / "summary.csv", table.to_csv(index=False))
-    write_file(directory / "summary.md", _text(groups, table, notes, "pipe"))
+    write_file(directory / "summary.md", report(table) + note)
     written = ["summary.csv", "summary.md"]
-    figure = speeds_figure(groups, table)
+    figure = speeds_figure(table)
     if figure is not None:
         written.append(save(figure, directory / "summary.png").name)
-    print(_text(groups, table, notes, "simple"))
+    print(report(table, "simple") + note)
     print(f"written to {directory}: {', '.join(written)}")
     return table
 
@@ -190,22 +202,20 @@ def _loss(module: LightningModule, inputs: Tensor, targets: Tensor) -> Tensor:
     return outputs["loss"] if isinstance(outputs, dict) else outputs
 
 
-def _text(
-    groups: Sequence[Group], table: pd.DataFrame, notes: Sequence[str], style: str
-) -> str:
-    """The table and its notes, as Markdown ("pipe") or for a terminal ("simple")."""
-    measures = dict.fromkeys(group.measure for group in groups)
-    parts = []
-    for measure in measures:
-        rows = table[(table.measure == measure.name) & (table.unit == measure.unit)]
-        cells = _cells(measure, rows)
-        options: dict[str, Any] = {"tablefmt": style, "disable_numparse": True}
-        if style == "simple":
-            options["maxcolwidths"] = [WIDEST, WIDEST, *[None] * (cells.shape[1] - 2)]
-        align = ["left", "left", *["right"] * (cells.shape[1] - 2)]
-        parts.append(cells.to_markdown(index=False, colalign=align, **options))
-    parts += [textwrap.fill(note, WIDTH, break_on_hyphens=False) for note in notes]
-    return "\n\n".join(parts) + "\n"
+def report(table: pd.DataFrame, style: str = "pipe") -> str:
+    """The table of `summary.csv` in words: as Markdown ("pipe"), or for a terminal ("simple")."""
+    options: dict[str, Any] = {"tablefmt": style}
+    if style == "simple":
+        options["maxcolwidths"] = [WIDEST, WIDEST]
+    by_measure = table.groupby(MEASURE, sort=False)
+    parts = [
+        table_text(_cells(Measure(*fields), rows), left=2, **options)
+        for fields, rows in by_measure
+    ]
+    parts += [
+        textwrap.fill(note, WIDTH, break_on_hyphens=False) for note in _notes(table)
+    ]
+    return "\n".join(f"{part.rstrip()}\n" for part in parts)
 
 
 def _cells(measure: Measure, rows: pd.DataFrame) -> pd.DataFrame:
@@ -231,36 +241,26 @@ def _milliseconds(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _notes(table: pd.DataFrame, rounds: int) -> list[str]:
+def _notes(table: pd.DataFrame) -> list[str]:
     """How the table is to be read."""
     seeds = table.test_n.max()
     if seeds > 1:
-        score = f"± is half of a 95% t-interval over seeds (at most {seeds})."
+        score = f"± is half of a 95% t-interval over seeds (at most {seeds:.0f})."
     else:
         score = (
             "Warning: one seed has no interval. Another seed may change each score by more than "
             "the modes differ."
         )
     references = " or ".join(map(label, table.reference.dropna().unique()))
+    origin = table.iloc[0]
     speed = (
-        f"Speeds are medians of {rounds} turns of each mode, with the 20th and 80th percentile; "
-        f"the last column is the speed divided by that of {references or 'none'}. MiB is the peak "
-        "memory of a training on a GPU."
+        f"Speeds are medians of {origin.turns} turns of each mode, with the 20th and 80th "
+        f"percentile; the last column is the speed divided by that of {references or 'none'}."
     )
-    origin = ORIGIN.format(**stamp(torch.cuda.is_available()))
-    return [score, speed, f"Timed on: {origin}."]
-
-
-def _unfinished(groups: Sequence[Group], unusable: dict[str, str]) -> list[str]:
-    """A note for each run that is not in the table."""
-    notes = []
-    for group in groups:
-        for run in group.runs[group.runs.status != "finished"].itertuples():
-            notes.append(
-                f"Not in the table: {group.model}, {label(run.arm)}, seed {run.seed}: "
-                f"{run.status} {run.error}".strip()
-            )
-    return notes + [f"Not in the table: {name}: {why}" for name, why in unusable.items()]
+    if table.peak_memory_mib_median.notna().any():
+        speed += " MiB is the peak memory of a training on a GPU."
+    timed = f"Timed on: {ORIGIN.format(**origin)}."
+    return [score, speed, timed]
 
 
 if __name__ == "__main__":

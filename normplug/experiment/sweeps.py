@@ -71,27 +71,20 @@ class ReportSearch(Callback):
         counts = [f"{count} {status}" for status, count in sorted(statuses.items())]
         print(f"{directory}: {', '.join(counts)}")
 
-        scored: list[tuple[float, str]] = []
-        measures: set[Measure] = set()
+        scored: list[tuple[float, str, Measure]] = []
         for path, result in zip(paths, results, strict=True):
             validation = validation_of(result)
             if validation is not None:
                 trial = path.parent.relative_to(directory).as_posix()
-                scored.append((validation, trial))
-                measures.add(Measure.of(result))
-        if len(measures) == 1:
-            (measure,) = measures
+                scored.append((validation, trial, Measure.of(result)))
+        if scored:
             best = max if config.hydra.sweeper.direction == "maximize" else min
-            score, trial = best(scored, key=lambda pair: pair[0])
+            score, trial, measure = best(scored, key=lambda each: each[0])
             print(f"best: {trial}, validation {measure.name} {measure.text(score)}")
         else:
-            why = "no trial has a validation score"
-            if measures:
-                names = ", ".join(sorted(measure.name for measure in measures))
-                why = f"the trials have different measures ({names})"
             print(
-                f"{WHO}: {why}, so best_params in {directory}/optimization_results.yaml means "
-                "nothing. Search over other options."
+                f"{WHO}: no trial has a validation score, so best_params in "
+                f"{directory}/optimization_results.yaml means nothing. Search over other options."
             )
-        if statuses["failed"] or len(measures) > 1:
+        if statuses["failed"]:
             sys.exit(1)

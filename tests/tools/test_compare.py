@@ -446,40 +446,6 @@ def test_any_arm_can_be_the_reference(compared, tmp_path):
         compared(reference="glden")
 
 
-def test_speed_ratio_is_a_geometric_mean_over_pairs_of_one_hardware(compared, tmp_path):
-    write_runs(
-        tmp_path, {"standard": 3 * [100.0], "golden": [200.0, 800.0]}, "images_per_s"
-    )
-    write_run(tmp_path, "golden", 2, images_per_s=1.0, hardware="A100")
-    # No ratio is stated within the spread of the reference's own runs.
-    speeds = {"standard": [100.0, 150.0], "golden": [140.0, 210.0], "0.5": [200.0, 300.0]}
-    write_runs(tmp_path, speeds, "images_per_s", model="vit")
-    markdown = compared().markdown
-    assert "| 4.000 (2.000 to 8.000, 2 pairs) |" in markdown
-    assert "- hardware: H100 (5 runs), A100 (1 run)\n" in markdown
-    assert "| unclear: standard varies by 50.0% |" in markdown
-    assert " 2.000 (2.000 to 2.000, 2 pairs) |" in markdown
-    assert "1.400" not in markdown
-
-
-def test_arms_with_graphs_have_a_speed_ratio_to_a_reference_with_graphs(
-    compared, tmp_path
-):
-    speeds = {"standard": 100.0, "golden": 150.0}
-    speeds |= {"standard-graph": 200.0, "golden-graph": 220.0}
-    for (arm, speed), seed in product(speeds.items(), range(2)):
-        write_run(tmp_path, arm, seed, images_per_s=speed, graph="graph" in arm)
-    comparison = compared()
-    assert list(comparison.table.arm) == list(speeds)
-    rows = by_arm(comparison)
-    assert rows["golden"].speed_ratio_geometric_mean == pytest.approx(1.5)
-    assert rows["golden-graph"].speed_ratio_geometric_mean == pytest.approx(1.1)
-    assert rows["golden-graph"].speed_reference == "standard-graph"
-    assert rows["golden-graph"].reference == "standard"
-    note = "with CUDA graphs have the speed ratio to standard graph.\n"
-    assert note in comparison.markdown
-
-
 def test_diverged_seeds_have_a_column_of_their_own(compared, tmp_path):
     near = [0.9 + seed / 1000 for seed in range(8)]
     write_runs(tmp_path, {"standard": near, "golden": [*near[:7], 0.1]})

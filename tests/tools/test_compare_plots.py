@@ -25,7 +25,8 @@ def a_run(arm, seed, accuracy=0.9, curve=(0.5,), **others):
 def drawn(*runs, over_rates=False):
     """The figures of some runs, by name."""
     (group,) = group_runs(pd.DataFrame(runs), None, None, over_rates)
-    return dict(figures(group, arm_styles([group])))
+    arms = [*group.every.plain_arm, *group.arms]
+    return dict(figures(group, arm_styles(arms)))
 
 
 def a_variance(cells):
@@ -247,7 +248,7 @@ def test_degenerate_variances_are_drawn(value):
 @pytest.mark.parametrize("others", [8, 30])
 def test_no_two_arms_have_one_colour_and_arms_differ_without_colour(others):
     runs = [a_run(f"{i / 10}", 0) for i in range(others)]
-    styles = arm_styles(group_runs(pd.DataFrame(runs), None, None, False)).values()
+    styles = arm_styles(run["arm"] for run in runs).values()
     assert len({style["color"] for style in styles}) == 3 + others
     looks = {(style["marker"], style.get("linestyle")) for style in styles}
     assert len(looks) == min(3 + others, 3 + 21)

@@ -11,9 +11,10 @@ from torch import nn
 
 pytest.importorskip("torchvision")
 
+import modes
 from normplug.compare.plots import speeds_figure
 from normplug.compare.runs import find_runs, group_runs
-from normplug.experiment.speed import compare_modes
+from normplug.experiment.speed import compare_modes, report
 from training import TINY_IMAGES, composed
 
 ARMS = {"baseline": 0.8, "standard": 0.8, "golden": 0.9}
@@ -80,7 +81,22 @@ def test_modes_are_one_table_of_scores_and_speeds_and_one_picture(tmp_path, prin
     assert names == {"summary.md", "summary.csv", "summary.png"}
     page = (tmp_path / "summary.md").read_text()
     assert "| 90.50 ± 6.35 |" in " ".join(page.split())
-    assert pd.read_csv(tmp_path / "summary.csv").arm.tolist() == list(table.index)
+    found = pd.read_csv(tmp_path / "summary.csv")
+    assert found.arm.tolist() == list(table.index)
+    assert report(found) == page
+    marks = "a\n<!-- modes: start -->\nOUTDATED\n<!-- modes: end -->\nb\n"
+    filled = modes.filled(marks, found)
+    assert page in filled
+    assert "OUTDATED" not in filled
+    assert filled.startswith("a\n<!--")
+    assert filled.endswith("-->\nb\n")
+
+
+def test_the_committed_table_of_modes_is_that_of_its_results():
+    page = modes.PAGE.read_text()
+    assert modes.BLOCK.search(page)
+    if modes.RESULTS.exists():
+        assert modes.filled(page, pd.read_csv(modes.RESULTS)) == page
 
 
 def test_one_seed_has_no_interval_and_a_warning(tmp_path, printed):
@@ -96,7 +112,7 @@ def test_one_seed_has_no_interval_and_a_warning(tmp_path, printed):
     text = " ".join(lines)
     assert "Warning: one seed has no interval." in text
     assert "±" not in text
-    assert "vit_tiny, golden, seed 1: failed out of memory" in text
+    assert "- vit_tiny, golden, seed 1: failed: out of memory (" in text
 
 
 def test_a_loss_is_compared_in_tokens_a_second(tmp_path, printed):
@@ -157,12 +173,11 @@ def test_an_axis_of_accuracies_ends_at_0_and_100_and_each_axis_has_two_ticks(
 ):
     arms = {"baseline": 0.97, "golden": 0.98}
     write_runs(tmp_path, *IMAGES, arms=arms)
-    groups = group_runs(find_runs([tmp_path])[0], "baseline", None, False)
-    (group,) = groups
+    (group,) = group_runs(find_runs([tmp_path])[0], "baseline", None, False)
     table = group.table.assign(test_t95_half_width=spread)
     table = table.assign(items_per_s=[10.0, 12.0], items_per_s_p20=9.0)
     table = table.assign(items_per_s_p80=13.0)
-    (axes,) = speeds_figure(groups, table).axes
+    (axes,) = speeds_figure(table).axes
     low, high = axes.get_ylim()
     assert 0 <= low < high <= 100
     for axis, (first, last) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, (low, high))):

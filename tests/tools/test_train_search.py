@@ -4,15 +4,12 @@ import pytest
 
 pytest.importorskip("normplug.experiment")
 
-import json
 import math
 
 import yaml
-from omegaconf import OmegaConf
 
 from normplug.experiment.config import direction_of
 from normplug.experiment.errors import UserError
-from normplug.experiment.sweeps import ReportSearch
 from training import PLAIN, SMALL, results
 
 pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs normplug[optuna]")
@@ -83,22 +80,6 @@ def test_a_trial_that_fails_does_not_end_a_search_but_its_exit_status_is_1(
     assert {result["status"] for result in results(tmp_path)} == {"failed", "finished"}
     assert best_of(tmp_path)[0]["mode"] == "golden"
     assert "failed: " in output
-
-
-def test_trials_of_different_measures_have_no_best_one(tmp_path, capsys):
-    loss = {"name": "loss", "unit": "nats/byte", "better": "lower", "items": "tokens"}
-    ended = [{"accuracy_by_epoch": [0.5]}, {"loss_by_epoch": [0.7], "measure": loss}]
-    for number, values in enumerate(ended):
-        folder = tmp_path / f"trial_{number}"
-        folder.mkdir()
-        (folder / "result.json").write_text(json.dumps({"status": "finished", **values}))
-    sweep = {"sweep": {"dir": str(tmp_path)}, "sweeper": {"direction": "maximize"}}
-    with pytest.raises(SystemExit, match="1"):
-        ReportSearch().on_multirun_end(OmegaConf.create({"hydra": sweep}))
-    assert (
-        "the trials have different measures (accuracy, loss), so"
-        in capsys.readouterr().out
-    )
 
 
 def test_data_without_a_measure_leave_the_direction_to_the_user():
