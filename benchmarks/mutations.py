@@ -37,6 +37,7 @@ SAFE = "tests/statistics/test_safe.py"
 SITES = "tests/fuse/test_sites.py"
 SOURCE = "tests/fuse/test_source.py"
 SYNC = "tests/modules/test_sync.py"
+SPEED = "tests/tools/test_speed.py"
 TRAIN = "tests/tools/test_train.py"
 
 
@@ -840,6 +841,20 @@ MUTATIONS = (
         "else cfg.gamma0**2",
         "else cfg.gamma0",
         tests_of(TRAIN, "test_gamma0_starts_as_the_mode_whose_root_it_is"),
+    ),
+    Mutation(
+        "experiment: torch.compile in its default mode only",
+        "normplug/experiment/run.py",
+        "mode=cfg.compile if isinstance(cfg.compile, str) else None",
+        "mode=None",
+        tests_of(TRAIN, "test_a_model_is_compiled_in_the_mode_that_the_command_names"),
+    ),
+    Mutation(
+        "experiment: a LightningModule is timed with another optimizer",
+        "normplug/experiment/speed.py",
+        "if isinstance(module, Learner) or not configures_optimizers(module):",
+        "if True:",
+        tests_of(SPEED, "test_a_lightning_module_is_timed_by_its_own_step_and_optimizer"),
     ),
     Mutation(
         "experiment: a validation counts as a step's time",

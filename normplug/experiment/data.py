@@ -404,17 +404,10 @@ class ImageFolder(ImageData):
     def __post_init__(self) -> None:
         super().__post_init__()
         root = Path(self.root).expanduser().resolve()
-        parts = {part: ClassFolders(folder) for part, folder in find_parts(root).items()}
-        self.train_folder = parts["training"]
-        self.val_folder = parts.get("validation")
-        self.test_folder = parts.get("test")
-        if self.test_folder is None:  # the only other part is for the test
-            self.test_folder = self.val_folder
-            self.val_folder = None
-        folders = (self.train_folder, self.val_folder, self.test_folder)
-        self.folders = [folder for folder in folders if folder is not None]
-        classes = [set(folder.classes) for folder in self.folders]
-        self.num_classes = len(classes[0])
+        places = find_parts(root)
+        self.folders = {part: ClassFolders(places[part]) for part in places}
+        classes = [set(folder.classes) for folder in self.folders.values()]
+        self.num_classes = len(self.folders["training"].classes)
         odd = set.union(*classes) - set.intersection(*classes)
         if self.num_classes < 2 or odd:
             only = f" In one part only: {sorted(odd)}." if odd else ""
@@ -426,7 +419,7 @@ class ImageFolder(ImageData):
     @property
     def gib(self) -> float:
         """The memory that the decoded images take, in GiB."""
-        return sum(map(len, self.folders)) * 3 * self.image_size**2 / 2**30
+        return sum(map(len, self.folders.values())) * 3 * self.image_size**2 / 2**30
 
     @property
     def streams(self) -> bool:
@@ -434,35 +427,31 @@ class ImageFolder(ImageData):
         return self.gib > self.memory_gib
 
     def about(self) -> str:
-        training = self._described(self.train_folder)
-        held_out = f"{100 * self.val_fraction:g}%"
-        if self.test_folder is None:
-            test = f"{TEST_FRACTION:.0%} of it"
-            validation = f"{held_out} of the rest"
-        else:
-            test = self._described(self.test_folder)
-            validation = f"{held_out} of the training images"
-        if self.val_folder is not None:
-            validation = self._described(self.val_folder)
+        texts = {
+            part: f"{Path(folder.root).name}/ ({len(folder)} images)"
+            for part, folder in self.folders.items()
+        }
+        test = texts.get("test", f"{TEST_FRACTION:.0%} of it")
+        source = "the training images" if "test" in texts else "the rest"
+        held_out = f"{100 * self.val_fraction:g}% of {source}"
+        validation = texts.get("validation", held_out)
         size = f"{self.gib:.3g} GiB"
         way = f"decoded into memory ({size})"
         if self.streams:
             way = f"read for each batch ({size} decoded, above data.memory_gib={self.memory_gib:g})"
+        training = texts["training"]
         return f"data: training {training}, test {test}, validation {validation}; {way}"
 
-    def _described(self, folder: ClassFolders) -> str:
-        return f"{Path(folder.root).name}/ ({len(folder)} images)"
-
     def load(self) -> tuple[Images, Images]:
-        images = self._images(self.train_folder)
-        if self.test_folder is None:
+        images = self._images("training")
+        if "test" not in self.folders:
             return self.hold_out(images, TEST_FRACTION)
-        return images, self._images(self.test_folder)
+        return images, self._images("test")
 
     def split(self, images: Images) -> tuple[Images, Images]:
-        if self.val_folder is None:
+        if "validation" not in self.folders:
             return super().split(images)
-        return images, self._images(self.val_folder)
+        return images, self._images("validation")
 
     def loader_options(self) -> dict[str, Any]:
         if not self.streams:
@@ -470,8 +459,8 @@ class ImageFolder(ImageData):
         workers = self.num_workers
         return {"num_workers": workers, "persistent_workers": workers > 0}
 
-    def _images(self, folder: ClassFolders) -> Images:
-        files = ImageFiles(folder.samples, self.image_size)
+    def _images(self, part: str) -> Images:
+        files = ImageFiles(self.folders[part].samples, self.image_size)
         if self.streams:
             return files
         return Part(self._decoded(files), files.targets)

@@ -137,7 +137,8 @@ class ClassFolders(datasets.ImageFolder):
 def find_parts(root: Path) -> dict[str, Path]:
     """Return part -> directory, for those of "training", "validation" and "test" that are there.
 
-    If none is there, the directories in `root` are the classes, and `root` is for training.
+    A single part beside the training is the test. If there are no parts, the directories in `root`
+    are the classes, and `root` is for training.
 
     Raises:
         UserError: images would not be read, or would be taken for those of another class.
@@ -156,6 +157,8 @@ def find_parts(root: Path) -> dict[str, Path]:
             f"directories, one for each class; or only a directory for each class. It has {seen}: "
             f"{'; '.join(problems)}. Rename, move or delete what does not fit."
         )
+    if "validation" in parts and "test" not in parts:
+        parts["test"] = parts.pop("validation")
     return parts or {"training": root}
 
 

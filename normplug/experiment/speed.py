@@ -116,6 +116,7 @@ def compare_modes(
 
 def _measured(group: Group, rounds: int) -> pd.DataFrame:
     """The rows of a model: its scores, and the times of its steps."""
+    print(f"timing the training steps of {group.model} in turns ...", file=sys.stderr)
     table = group.table[COLUMNS].set_index("arm", drop=False)
     finished = group.finished.sort_values("seed").drop_duplicates("arm")
     records = finished.set_index("arm").record

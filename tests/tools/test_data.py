@@ -364,7 +364,8 @@ class TestImageFolder:
             plant(root / name, value=50 * (number + 1))
         data = folder(root)
         assert [len(part.inputs) for part in parts(data)] == list(counts)
-        assert {tuple(each.classes) for each in data.folders} == {("cat", "dog")}
+        folders = data.folders.values()
+        assert {tuple(each.classes) for each in folders} == {("cat", "dog")}
         test = len(data.folders) - 1
         values = {"train_part": 0, "val_part": 1 if test == 2 else 0, "test_part": test}
         for part, number in values.items():
