@@ -767,11 +767,9 @@ MUTATIONS = (
     Mutation(
         "native: the headers are not part of the file's name",
         "normplug/native/building.py",
-        'if path.suffix in (".cpp", ".h")]',
-        'if path.suffix == ".cpp"]',
-        tests_of(
-            BUILDING, "test_another_torch_python_machine_or_source_means_another_file"
-        ),
+        'for pattern in ("*.cpp", "*.h"):',
+        'for pattern in ("*.cpp",):',
+        tests_of(BUILDING, "test_another_torch_python_or_source_means_another_file"),
     ),
     # The comparison of runs.
     Mutation(

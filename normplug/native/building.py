@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import shlex
 import shutil
 import stat
@@ -36,21 +35,15 @@ def library() -> Path:
     """The path of the compiled file, whether or not it exists yet."""
     if sys.platform != "linux":
         raise RuntimeError(f"the host path in C++ needs Linux; this is {sys.platform}")
-    folder = os.environ.get("NORMPLUG_CACHE_DIR") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "normplug"
-    )
-    sources = [path for path in SOURCE.parent.iterdir() if path.suffix in (".cpp", ".h")]
-    needs = [
-        *(path.read_text() for path in sorted(sources)),
-        torch.__version__,
-        str(torch.version.git_version),
-        sys.version,
-        str(sysconfig.get_config_var("SOABI")),
-        platform.machine(),
-        *_FLAGS,
-    ]
-    digest = hashlib.sha256("\n".join(needs).encode()).hexdigest()[:12]
-    return Path(folder, f"{_NAME}-{digest}.so")
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = os.environ.get("NORMPLUG_CACHE_DIR") or Path(caches, "normplug")
+    # SOABI names Python's version and the machine type.
+    builder = (torch.__version__, sysconfig.get_config_var("SOABI"), *_FLAGS)
+    digest = hashlib.sha256(repr(builder).encode())
+    for pattern in ("*.cpp", "*.h"):
+        for path in sorted(SOURCE.parent.glob(pattern)):
+            digest.update(path.read_bytes())
+    return Path(folder, f"{_NAME}-{digest.hexdigest()[:12]}.so")
 
 
 def compile_to(target: Path) -> None:
@@ -81,12 +74,11 @@ def compile_to(target: Path) -> None:
         )
         log.seek(0)
         output = log.read()
-    if target.exists():  # another process may have compiled it
-        return
     if shell.returncode < 0:
         raise RuntimeError("the compiler was stopped")
-    note.write_bytes(output)
-    raise RuntimeError(failure(target))
+    if shell.returncode > 0:
+        note.write_bytes(output)
+        raise RuntimeError(failure(target))
 
 
 def _note_of(target: Path) -> Path:
@@ -99,9 +91,9 @@ def failure(target: Path) -> str | None:
     note = _note_of(target)
     if not note.exists():
         return None
-    lines = [line.strip() for line in note.read_text(errors="replace").splitlines()]
-    output = [line for line in lines if line] or ["it printed nothing"]
-    why = next((line for line in output if "error" in line.lower()), output[0])
+    output = note.read_text(errors="replace").strip() or "it printed nothing"
+    lines = [line.strip() for line in output.splitlines()]
+    why = next((line for line in lines if "error" in line.lower()), lines[0])
     return f"the compiler failed: {why} ({note})"
 
 
@@ -125,15 +117,15 @@ def load(path: Path) -> ModuleType:
     _check_owner(path.parent)
     _check_owner(path)
     try:
-        return _import(str(path))
+        return _import(path)
     except ImportError:
         path.unlink(missing_ok=True)
         raise
 
 
-def _import(path: str) -> ModuleType:
-    loader = ExtensionFileLoader(_NAME, path)
-    module = module_from_spec(ModuleSpec(_NAME, loader, origin=path))
+def _import(path: Path) -> ModuleType:
+    loader = ExtensionFileLoader(_NAME, str(path))
+    module = module_from_spec(ModuleSpec(_NAME, loader))
     loader.exec_module(module)
     return module
 
@@ -141,14 +133,14 @@ def _import(path: str) -> ModuleType:
 def command(output: Path) -> list[str]:
     """The compiler's command line: `CXX`, or the first of `_COMPILERS` that is installed."""
     wanted = os.environ.get("CXX", "").strip()
-    commands = [shlex.split(wanted)] if wanted else [[name] for name in _COMPILERS]
-    installed = [words for words in commands if shutil.which(words[0])]
-    if not installed:
+    installed = list(filter(shutil.which, _COMPILERS))
+    compiler = shlex.split(wanted) or installed[:1]
+    if not compiler or not shutil.which(compiler[0]):
         tried = f"CXX is {wanted}" if wanted else ", ".join(_COMPILERS)
         raise RuntimeError(f"no C++ compiler was found ({tried})")
     root = Path(torch.__file__).parent
     return [
-        *installed[0],
+        *compiler,
         *_FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{root / 'include'}",
