@@ -125,7 +125,7 @@ def load(path: Path) -> ModuleType:
 
 def _import(path: Path) -> ModuleType:
     loader = ExtensionFileLoader(_NAME, str(path))
-    module = module_from_spec(ModuleSpec(_NAME, loader))
+    module = module_from_spec(ModuleSpec(_NAME, loader, origin=str(path)))
     loader.exec_module(module)
     return module
 

@@ -26,6 +26,7 @@ from calls import INPUTS, case_id, saved_bytes
 from fuse_cases import Block, Depthwise, outcome
 from normplug import functional, fuse, swap, unfuse
 from normplug._ops import can_run
+from operator_cases import OPERATORS
 
 X = torch.randn(4, 6)
 
@@ -277,13 +278,6 @@ def test_a_fused_activation_is_not_saved_and_a_residual_costs_one_bit_per_value(
 
 
 # The operators that compilers see.
-
-
-OPERATORS = [
-    (cases, case)
-    for cases in (kernel_cases, row_cases, pool_cases, group_kernel_cases)
-    for case in cases.OPERATOR_CASES
-]
 
 
 @pytest.mark.parametrize(("cases", "case"), OPERATORS, ids=case_id)

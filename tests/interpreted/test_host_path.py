@@ -18,11 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import group_kernel_cases
 import kernel_cases
 import modulated_cases
 import normplug
-import pool_cases
 import routes
 import row_cases
 from calls import case_id
@@ -34,7 +32,7 @@ from normplug._ops.batch_norm import _BATCH, _STATISTICS
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
 from normplug.modules.probe import Probe, averages
-from pool_cases import PoolCase
+from operator_cases import OPERATORS
 from programs import program
 from routes import both_ways, is_cpp
 
@@ -42,57 +40,32 @@ pytestmark = pytest.mark.skipif(
     os.environ["NORMPLUG_NATIVE"] != "1", reason="needs NORMPLUG_NATIVE=1"
 )
 HOST_PATH = "C++"
-Batch, Row, Group = kernel_cases.Case, row_cases.Case, group_kernel_cases.Case
+Batch, Row = kernel_cases.Case, row_cases.Case
 HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 IMAGES = (3, 4, 2, 5)
+ADDED = {"residual": "contiguous"}
+FULL = "weight+bias+input_bias"
 CASES = [
-    (kernel_cases, Batch((6, 5))),
+    *OPERATORS,
     (kernel_cases, Batch((6, 5), momentum=None)),
-    (kernel_cases, Batch((6, 5, 7), torch.float16, params=FLOAT, affine="weight", mode=4)),
-    (kernel_cases, Batch((3, 5, 2, 2, 2), DOUBLE, "channels_last", running=False)),
-    (kernel_cases, Batch(IMAGES, layout="strided", residual="channels_last", activation="relu")),
-    (kernel_cases, Batch(IMAGES, DOUBLE, residual="contiguous", dy="channels_last")),
-    (kernel_cases, Batch(IMAGES, HALF, "channels_last", FLOAT, activation="relu", dy="expanded")),
-    (kernel_cases, Batch(IMAGES, activation="silu", residual="strided")),
-    (kernel_cases, Batch(IMAGES, HALF, activation="gelu", residual="contiguous")),
-    (kernel_cases, Batch(IMAGES, layout="channels_last", activation="relu6", affine="")),
-    (kernel_cases, Batch(IMAGES, activation="hardswish", affine="bias")),
-    (kernel_cases, Batch(IMAGES, activation=("leaky_relu", 0.2), residual="strided")),
-    (kernel_cases, Batch(IMAGES, training=False, activation="relu", residual="contiguous")),
-    (kernel_cases, Batch((6, 5), HALF, params=FLOAT, training=False)),
-    *((kernel_cases, Batch((6, 5), residual="contiguous", needs=(n,))) for n in row_cases.INPUTS),
-    (kernel_cases, Batch((6, 5), activation="silu", residual="contiguous", needs=("residual",))),
+    (kernel_cases, Batch((6, 5, 7), torch.float16, params=FLOAT, mode=4)),
+    (
+        kernel_cases,
+        Batch(IMAGES, HALF, "channels_last", activation="relu", dy="expanded"),
+    ),
+    (kernel_cases, Batch(IMAGES, training=False, activation="relu6", **ADDED)),
+    *((kernel_cases, Batch((6, 5), needs=(name,), **ADDED)) for name in row_cases.INPUTS),
     (kernel_cases, Batch((6, 5), needs=())),
-    (pool_cases, PoolCase((2, 3, 5, 4))),
-    (pool_cases, PoolCase((2, 4, 4, 4), HALF, params=FLOAT, kernel=(2, 2), padding=(0, 0))),
-    (pool_cases, PoolCase((2, 3, 5, 4), training=False, ceil_mode=True, needs=("x", "bias"))),
     *((row_cases, Row((3, 2, 4, 6), layout=layout)) for layout in row_cases.LAYOUTS),
-    *((row_cases, Row((2, 3, 8), HALF, residual=r, dtotal="odd")) for r in row_cases.PERMUTED),
-    (row_cases, Row((5, 12), running=FLOAT, vectors="weight+bias+input_bias")),
-    (row_cases, Row((5, 12), DOUBLE, running=DOUBLE, momentum=None, vectors="")),
     (row_cases, Row((5, 12), torch.float16, params=FLOAT, running=FLOAT, tracked=False)),
-    (row_cases, Row((5, 3, 4), HALF, dims=2, residual="apart", residual_dtype=FLOAT)),
-    (row_cases, Row((5, 12), FLOAT, residual="contiguous", residual_dtype=HALF)),
-    (row_cases, Row((5, 12), residual="contiguous", running=FLOAT, dy="expanded")),
-    (row_cases, Row((5, 12), residual="contiguous", used=("y",))),
-    (row_cases, Row((5, 12), residual="contiguous", used=("total",), needs=("x", "residual"))),
-    (row_cases, Row((5, 12), residual="contiguous", needs=("residual", "weight"))),
-    *((row_cases, Row((5, 12), vectors="weight+bias+input_bias", needs=(n,))) for n in
-      ("x", "weight", "bias", "input_bias")),
-    (row_cases, Row((5, 12), residual="contiguous", needs=("weight",), used=("y",))),
+    (row_cases, Row((5, 12), used=("y",), **ADDED)),
+    (row_cases, Row((5, 12), used=("total",), needs=("x", "residual"), **ADDED)),
+    *((row_cases, Row((5, 12), vectors=FULL, needs=(name,))) for name in FULL.split("+")),
     (row_cases, Row((5, 70), needs=())),
-    (row_cases, Row((5, 12), HALF, params=FLOAT, running=FLOAT, centred=False, weight_offset=1.0)),
-    (row_cases, Row((2, 3, 2, 6), layout="heads", centred=False, eps=None)),
-    (row_cases, Row((5, 12), residual="contiguous", centred=False)),
-    (group_kernel_cases, Group(IMAGES, 2, activation="silu")),
-    (group_kernel_cases, Group(IMAGES, 2, activation=("leaky_relu", 0.2))),
-    (group_kernel_cases, Group(IMAGES, 4, HALF, "channels_last", FLOAT, dy="contiguous")),
-    (group_kernel_cases, Group((3, 6, 5), 3, affine="weight", output=HALF, needs=("x",))),
-    (group_kernel_cases, Group(IMAGES, 2, layout="strided")),
     # Two by two, since every second case also runs as operators.
     *((modulated_cases, case) for case in modulated_cases.EVERY for _ in range(2)),
     *((modulated_cases, case) for case in modulated_cases.NEEDS[::3]),
-]  # fmt: skip
+]
 # The operators run the same plans, so half of the cases are enough for them.
 IN_OPERATORS = [case for _, case in CASES[::2]]
 

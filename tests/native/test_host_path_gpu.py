@@ -17,6 +17,7 @@ import routes
 import row_cases
 from calls import case_id
 from normplug import functional, native
+from operator_cases import OPERATORS
 from pool_cases import PoolCase
 from routes import both_ways, is_cpp
 
@@ -36,49 +37,31 @@ def _needs_the_cpp_path():
 
 IMAGES = [(32, 33, 7, 7), (16, 64, 28, 28), (8, 32, 56, 56)]
 SAMPLES = (4, 64, 28, 28)
-KINDS = [(torch.float16, FLOAT), (HALF, FLOAT), (FLOAT, None), (DOUBLE, None)]
-FULL = "weight+bias+input_bias"
+KINDS = [{"dtype": HALF, "params": FLOAT}, {"dtype": FLOAT}, {"dtype": DOUBLE}]
+LAYOUTS = ("contiguous", "channels_last")
+FULL = {"vectors": "weight+bias+input_bias", "running": FLOAT}
 CASES = [
-    *((kernel_cases, case) for case in kernel_cases.OPERATOR_CASES),
-    *((row_cases, case) for case in row_cases.OPERATOR_CASES),
-    *((pool_cases, case) for case in pool_cases.OPERATOR_CASES),
+    *OPERATORS,
     *(
-        (kernel_cases, Batch(shape, dtype, layout, params, residual=residual, activation="relu"))
-        for shape, (dtype, params), layout, residual in itertools.product(
-            IMAGES, KINDS, ("contiguous", "channels_last"), (None, "contiguous")
-        )
-    ),
-    *(
-        (kernel_cases, Batch((8, 32, 14, 14), HALF, params=FLOAT, activation=activation))
-        for activation in (None, "silu", "gelu", "relu6", "hardswish", ("leaky_relu", 0.2))
+        (kernel_cases, Batch(shape, layout=layout, residual=layout, activation="relu", **kind))
+        for shape, kind, layout in itertools.product(IMAGES, KINDS, LAYOUTS)
     ),
     (kernel_cases, Batch((1024, 1000), momentum=None)),
     (kernel_cases, Batch((16, 64, 28, 28), training=False, residual="channels_last")),
-    (kernel_cases, Batch((16, 64, 28, 28), layout="strided", dy="expanded")),
     (kernel_cases, Batch((16, 64, 28, 28), affine="", running=False, needs=("x",))),
+    *((pool_cases, PoolCase((8, 64, 28, 28), **kind)) for kind in KINDS),
     *(
-        (pool_cases, PoolCase((8, 64, 28, 28), dtype, params=params))
-        for dtype, params in KINDS
-    ),
-    *(
-        (row_cases, Row((700, width), dtype, params=params, vectors=FULL, running=FLOAT))
-        for width, (dtype, params) in itertools.product((24, 768, 16384, 70_000), KINDS)
-    ),
-    *(
-        (row_cases, Row((700, width), dtype, params=params, residual="contiguous"))
-        for width, (dtype, params) in itertools.product((24, 768, 16384, 70_000), KINDS)
-    ),
-    *((row_cases, Row((3, 4, 6, 8), HALF, layout=layout)) for layout in row_cases.LAYOUTS),
-    (row_cases, Row((16, 50, 768), HALF, layout="permuted", dy="permuted", momentum=None)),
-    (row_cases, Row((64, 768), residual="contiguous", used=("y",), needs=("weight",))),
-    *(
-        (group_kernel_cases, Group(SAMPLES, groups, dtype, layout, params, activation="silu"))
-        for groups, (dtype, params), layout in itertools.product(
-            (32, 64), KINDS, ("contiguous", "channels_last")
+        (row_cases, Row((700, width), **kind, **options))
+        for width, kind, options in itertools.product(
+            (24, 768, 16384, 70_000), KINDS, (FULL, {"residual": "contiguous"})
         )
     ),
-    (group_kernel_cases, Group(SAMPLES, 8, layout="strided", dy="expanded")),
-    (row_cases, Row((64, 768), HALF, params=FLOAT, running=FLOAT, centred=False, eps=None)),
+    *((row_cases, Row((3, 4, 6, 8), HALF, layout=layout)) for layout in row_cases.LAYOUTS),
+    (row_cases, Row((64, 768), residual="contiguous", used=("y",), needs=("weight",))),
+    *(
+        (group_kernel_cases, Group(SAMPLES, groups, layout=layout, activation="silu", **kind))
+        for groups, kind, layout in itertools.product((32, 64), KINDS, LAYOUTS)
+    ),
     (row_cases, Row((700, 70_000), HALF, residual="contiguous", centred=False, weight_offset=1.0)),
 ]  # fmt: skip
 
