@@ -18,7 +18,6 @@ HALF = (torch.bfloat16, torch.float16)
 # The dtypes of the input and of the parameters.
 DTYPES = [(dtype, dtype) for dtype in (torch.float32, torch.float64, *HALF)]
 DTYPES += [(dtype, torch.float32) for dtype in HALF]
-LAYOUTS = ["contiguous", "transposed"]
 IMAGES = (3, 4, 5, 6)
 VOLUMES = (3, 4, 2, 3, 5)
 SEQUENCES = (3, 4, 7)
@@ -46,7 +45,9 @@ def families():
     ]
     found = {}
     for name, (kind, shape) in batch_norms.items():
-        for given in options:
+        # Classes of other dimensions share the code.
+        all_of_it = name in ("BatchNorm2d", "InstanceNorm2d")
+        for given in options if all_of_it else options[::3]:
             shown = ", ".join(f"{key}={value}" for key, value in given.items())
             found[f"{name}({shown})"] = (partial(kind, 4, **given), shape)
     others = {
@@ -111,10 +112,9 @@ def differences(stock, swapped):
 
 # torch itself warns of an RMSNorm of two dtypes.
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("dtype", "params"), DTYPES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_swapped_layer_gives_the_bits_of_the_stock_layer(name, dtype, params, layout):
+def test_a_swapped_layer_gives_the_bits_of_the_stock_layer(name, dtype, params):
     make, shape = FAMILIES[name]
     if (
         torch.__version__.startswith("2.6.")
@@ -122,8 +122,11 @@ def test_a_swapped_layer_gives_the_bits_of_the_stock_layer(name, dtype, params, 
         and dtype != params
     ):
         pytest.skip("in torch 2.6, an RMSNorm of these dtypes returns float32")
-    stock, swapped = (run(layer, shape, dtype, layout) for layer in pair(make, params))
-    assert differences(stock, swapped) == []
+    for layout in ("contiguous", "transposed"):
+        stock, swapped = (
+            run(layer, shape, dtype, layout) for layer in pair(make, params)
+        )
+        assert differences(stock, swapped) == []
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -16,6 +16,7 @@ from calls import describe
 from interpreted import INTERPRETS
 from normplug import check, functional, swap, unswap
 from normplug.modules.probe import Probe, averages
+from programs import shared_folder
 from sync_cases import assert_passed
 
 ROWS, IMAGES = (3, 6, 8), (3, 8, 3, 2)
@@ -338,9 +339,12 @@ def two_processes(*where):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patched:
+    with (
+        shared_folder(tmp_path_factory, "sharded") as folder,
+        pytest.MonkeyPatch.context() as patched,
+    ):
         patched.setenv("TRITON_INTERPRET", "1")
-        return sync_cases.ran(two_processes, 2, tmp_path_factory.mktemp("sharded"))
+        return sync_cases.ran(two_processes, 2, folder)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))

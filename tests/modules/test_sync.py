@@ -18,6 +18,7 @@ from accuracy import assert_same_bits
 from normplug import SyncBatchNorm, plan, set_mode, swap, unswap
 from normplug._ops import exchange
 from normplug.lightning import SwapNorms, SyncNorms
+from programs import shared_folder
 from sync_cases import (
     CHANNELS,
     THREE,
@@ -129,12 +130,14 @@ def by_collectives(*where):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return ran(two_processes, 2, tmp_path_factory.mktemp("two"))
+    with shared_folder(tmp_path_factory, "two") as folder:
+        return ran(two_processes, 2, folder)
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    return ran(three_processes, 3, tmp_path_factory.mktemp("three"))
+    with shared_folder(tmp_path_factory, "three") as folder:
+        return ran(three_processes, 3, folder)
 
 
 @pytest.mark.parametrize("case", TWO, ids=str)

@@ -21,6 +21,7 @@ from normplug import SyncBatchNorm, fuse, swap
 from normplug._kernels.batch_norm.exchange import room
 from normplug._kernels.launch import INTERPRETED
 from normplug._ops import exchange, recompute
+from programs import shared_folder
 from sync_cases import CHANNELS, Case, assert_passed, ran_in
 
 BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
@@ -388,7 +389,8 @@ def on_gpus(*where):
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
-    return ran_in("interpreter", on_cpus, tmp_path_factory.mktemp("interpreted"))
+    with shared_folder(tmp_path_factory, "interpreted") as folder:
+        return ran_in("interpreter", on_cpus, folder)
 
 
 @pytest.fixture(scope="module")

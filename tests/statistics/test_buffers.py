@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import statistics_cases
-import sync_cases
 from normplug import doctor, freeze, fuse, recalibrate, swap
 from statistics_cases import equal, images, net, statistics
 
@@ -208,18 +206,15 @@ BAD = {
 }
 
 
-def test_two_processes_get_the_same_statistics_and_leave_frozen_ones_alone(tmp_path):
-    names = ["recalibrated", "synchronised", "rounded", "partly_frozen", *BAD]
-    checks = [getattr(statistics_cases, name) for name in names]
-    results = sync_cases.ran(sync_cases.process, 2, tmp_path, checks)
-    (first, calls), (second, _) = (result["recalibrated"] for result in results)
+def test_two_processes_get_the_same_statistics_and_leave_frozen_ones_alone(two_ranks):
+    (first, calls), (second, _) = (result["recalibrated"] for result in two_ranks)
     alone = net()
     recalibrate(alone, images(12).split(4))
     assert calls == [3, 3]
     for key, value in statistics(alone).items():
         assert torch.equal(first[key], second[key])
         torch.testing.assert_close(first[key], value)
-    for rank, result in enumerate(results):
+    for rank, result in enumerate(two_ranks):
         for name, bad in BAD.items():
             assert f"running statistics must be finite; {bad}" in result[name]
         merged = result["synchronised"]
@@ -232,11 +227,8 @@ def test_two_processes_get_the_same_statistics_and_leave_frozen_ones_alone(tmp_p
         assert (frozen["4.running_mean"] == 0.5).all()
 
 
-def test_30718_ranks_evaluate_differently(tmp_path):
-    results = sync_cases.ran(
-        sync_cases.process, 2, tmp_path, [statistics_cases.evaluated]
-    )
-    (stock, synced), (other, same) = (result["evaluated"] for result in results)
+def test_30718_ranks_evaluate_differently(two_ranks):
+    (stock, synced), (other, same) = (result["evaluated"] for result in two_ranks)
     assert not torch.equal(stock, other)
     assert torch.equal(synced, same)
 

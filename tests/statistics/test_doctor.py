@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 import normplug
-import statistics_cases
-import sync_cases
 from normplug import doctor, freeze, fuse, param_groups, recalibrate, swap
 from normplug._tools.doctor import _FIXES
 from statistics_cases import Checkpointed, healthy, images, net, trained
@@ -440,9 +438,8 @@ def test_a_decaying_norm_is_found_by_the_optimizer():
     assert not doctor(model, data(), optimizer=good).findings
 
 
-def test_ranks_that_differ_are_found(tmp_path):
-    results = sync_cases.ran(sync_cases.process, 2, tmp_path, [statistics_cases.examined])
-    for result in results:
+def test_ranks_that_differ_are_found(two_ranks):
+    for result in two_ranks:
         before, after = result["examined"]
         assert [row[:2] for row in before] == [
             ("1", "statistics that differ between ranks")

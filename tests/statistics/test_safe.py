@@ -9,8 +9,6 @@ from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.utils.checkpoint import checkpoint
 
-import statistics_cases
-import sync_cases
 from normplug import fuse, swap, swapped
 from statistics_cases import (
     batches_with_bad_channels,
@@ -170,10 +168,8 @@ def test_checkpointing_changes_neither_gradients_nor_statistics(make, mode, reen
 
 
 @pytest.mark.parametrize("case", ["joined", "averaged"])
-def test_two_processes_leave_joined_statistics_alike(case, tmp_path):
-    check = getattr(statistics_cases, case)
-    results = sync_cases.ran(sync_cases.process, 2, tmp_path, [check])
-    (before, after, good), other = (result[case] for result in results)
+def test_two_processes_leave_joined_statistics_alike(case, two_ranks):
+    (before, after, good), other = (result[case] for result in two_ranks)
     assert equal(before, after)
     assert not equal(after, good)
     assert equal(good, other[2])

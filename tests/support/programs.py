@@ -6,8 +6,11 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [
@@ -53,6 +56,18 @@ def _run(code, arguments, hidden, environment, directory, printed):
     sys.argv = arguments or ["-c"]
     sys.modules.update(dict.fromkeys(hidden))
     exec(code, {"__name__": "__main__"})
+
+
+@contextmanager
+def shared_folder(factory, name):
+    """A folder that all of pytest's processes share, for one of them at a time."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder = base / name
+    folder.mkdir(exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        yield folder
 
 
 def wait_until(ready):

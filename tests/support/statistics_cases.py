@@ -225,3 +225,17 @@ def evaluated(rank, world, device):
     model(images(8, seed=rank))
     before = model.eval()(images(4)).detach()
     return before, sync_buffers(model)(images(4)).detach()
+
+
+IN_TWO = [
+    recalibrated,
+    recalibrated_with_a_bad_batch,
+    synchronised_with_bad_statistics,
+    synchronised,
+    rounded,
+    partly_frozen,
+    joined,
+    averaged,
+    examined,
+    evaluated,
+]

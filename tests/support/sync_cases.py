@@ -326,14 +326,18 @@ def assert_passed(check, results):
 
 
 def ran(process, world, directory, *arguments):
-    """Run `process` in `world` processes; return the `Results` of each."""
-    arguments = (world, str(directory), *arguments)
+    """Run `process` in `world` processes, once for a directory; return the `Results` of each."""
+    files = [directory / f"{rank}.pt" for rank in range(world)]
+    if not all(file.exists() for file in files):
+        _run(process, world, str(directory), *arguments)
+    # weights_only=True would only refuse the tests' own containers.
+    return [Results(torch.load(f, weights_only=False, map_location="cpu")) for f in files]
+
+
+def _run(process, *arguments):
     # Triton reads this variable when it is imported, and a fork server has that of its own start.
     start = "spawn" if "TRITON_INTERPRET" in os.environ else STARTS[0]
     torch.multiprocessing.start_processes(_fork, (process, arguments), start_method=start)
-    # weights_only=True would only refuse the tests' own containers.
-    files = [directory / f"{rank}.pt" for rank in range(world)]
-    return [Results(torch.load(f, weights_only=False, map_location="cpu")) for f in files]
 
 
 def ran_in(place, process, directory):

@@ -66,7 +66,7 @@ def test_a_golden_resnet_trains_as_a_stock_one_with_other_bias_rates_and_another
         nn.init.normal_(norm.bias, 0.0, 0.2)
     batches = [
         (torch.randn(8, 3, 16, 16, dtype=FLOAT64), torch.randint(10, (8,)))
-        for _ in range(20)
+        for _ in range(6)
     ]
     number = normplug.target_variance("golden")
     stock, optimizer = the_stock_equal(net, number, make)
