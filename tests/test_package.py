@@ -269,50 +269,51 @@ def test_without_the_packages_of_train_its_modules_say_so_and_bench_is_imported(
     assert last.endswith('pip install "normplug[train]"')
 
 
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [
-        ("bench", "torch"),
-        ("compare", "pandas"),
-        ("lightning", "lightning"),
-        ("transformers", "transformers"),
-    ],
-)
-def test_a_module_of_an_extra_is_an_attribute_of_the_package(name, package):
-    if find_spec(package) is None:
-        pytest.skip(f"needs {package}")
-    done = program(f"import normplug; print(normplug.{name}.__name__)")
+MODULES = {
+    "bench": "torch",
+    "compare": "pandas",
+    "lightning": "lightning",
+    "transformers": "transformers",
+}
+
+
+def test_modules_of_extras_are_attributes_of_the_package():
+    names = [name for name, package in MODULES.items() if find_spec(package)]
+    reads = [f"print(normplug.{name}.__name__)" for name in names]
+    done = program("import normplug\n" + "\n".join(reads))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"normplug.{name}"
+    assert done.stdout.split() == [f"normplug.{name}" for name in names]
 
 
 WAYS_TO_IMPORT = """
 import normplug
-assert not hasattr(normplug, "{name}")
-for way in ("normplug.{name}", "from normplug import {name}", "import normplug.{name}"):
-    try:
-        exec(way)
-    except (AttributeError, ImportError) as error:
-        print(type(error).__name__, error)
+for name in ("lightning", "compare", "transformers"):
+    assert not hasattr(normplug, name)
+    module = f"normplug.{name}"
+    for way in (module, f"from normplug import {name}", f"import {module}"):
+        try:
+            exec(way)
+        except (AttributeError, ImportError) as error:
+            print(type(error).__name__, error)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [("lightning", "lightning"), ("compare", "train"), ("transformers", "zoo")],
-)
-def test_without_its_packages_a_module_is_no_attribute_and_the_error_names_the_extra(
-    name, extra
-):
-    code = WAYS_TO_IMPORT.format(name=name)
-    done = program(code, hidden=[*TRAIN, "transformers"])
+def test_without_its_packages_a_module_is_no_attribute_and_the_error_names_the_extra():
+    done = program(WAYS_TO_IMPORT, hidden=[*TRAIN, "transformers"])
     assert done.returncode == 0, done.stderr
     errors = done.stdout.splitlines()
-    assert errors[0].startswith(f"AttributeError normplug.{name} needs ")
-    assert errors[2].startswith(f"MissingPackage normplug.{name} needs ")
-    assert len(errors) == 3
-    for error in errors:
-        assert error.endswith(f'pip install "normplug[{extra}]"')
+    assert len(errors) == 9
+    for name, extra in {
+        "lightning": "lightning",
+        "compare": "train",
+        "transformers": "zoo",
+    }.items():
+        attribute, _, module = errors[:3]
+        assert attribute.startswith(f"AttributeError normplug.{name} needs ")
+        assert module.startswith(f"MissingPackage normplug.{name} needs ")
+        for error in errors[:3]:
+            assert error.endswith(f'pip install "normplug[{extra}]"')
+        del errors[:3]
 
 
 def test_every_library_of_the_zoo_that_is_missing_is_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import routes
-from batch_norm_cases import laid_out
+from batch_norm_cases import LAYOUTS, laid_out
 from calls import DTYPES, paired
 from kernel_cases import HALF, Case, assert_accurate, check_recomputed, make, run
 from normplug import functional, reference
@@ -99,18 +100,18 @@ VARIANTS = [
 ]
 
 
-@paired(FEW_ITEMS, VARIANTS, 0, 2, 4, 6, 8)
+@paired(FEW_ITEMS, VARIANTS, 0, 3, 6)
 def test_every_setup_is_as_close_to_float64_as_torch(setup, options, prepared):
     assert_accurate(prepared(setup, **options))
 
 
-@EVERY_SETUP
+@SOME_SETUPS
 def test_64_bit_offsets_are_accurate(setup, prepared, monkeypatch):
     routes.use_64_bit_offsets(monkeypatch)
     assert_accurate(prepared(setup, activation="relu", residual="contiguous"))
 
 
-@paired(FEW_ITEMS, VARIANTS, 0, 3, 6)
+@paired(FEW_ITEMS, VARIANTS, 0, 3)
 def test_the_backward_can_recompute_the_output(setup, options, prepared):
     case = prepared(setup, **options)
     check_recomputed(dataclasses.replace(case, residual=case.residual and case.layout))
@@ -132,9 +133,15 @@ def test_a_subset_of_the_gradients_can_be_requested(
     }
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
-@pytest.mark.parametrize("other", ["contiguous", "channels_last", "expanded"])
+@pytest.mark.parametrize(
+    ("layout", "other", "activation"),
+    [
+        *itertools.product(
+            LAYOUTS, ("contiguous", "channels_last", "expanded"), ["relu"]
+        ),
+        *itertools.product(LAYOUTS, ["contiguous"], ["silu"]),
+    ],
+)
 def test_the_input_the_gradient_and_the_residual_may_differ_in_layout(
     layout, other, activation
 ):
@@ -271,7 +278,7 @@ def test_more_parts_than_one_merge_takes_are_merged_right(
     assert_accurate(prepared(setup, dtype=dtype, offset=1e3, residual="contiguous"))
 
 
-LAYOUT = st.sampled_from(["contiguous", "channels_last", "strided"])
+LAYOUT = st.sampled_from(LAYOUTS)
 ANY_CALL = st.builds(
     Case,
     shape=st.lists(st.integers(1, 12), min_size=2, max_size=5)

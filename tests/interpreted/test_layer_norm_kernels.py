@@ -137,10 +137,8 @@ def test_the_backward_can_recompute_the_output(setup, options, prepared):
     check_recomputed(prepared(setup, **{"residual": "contiguous", **options}))
 
 
-@pytest.mark.parametrize(
-    ("setup", "residual"),
-    [*((s, "contiguous") for s in SETUPS), ("rows", None), ("wide", None)],
-)
+@pytest.mark.parametrize("residual", [None, "contiguous"])
+@SOME_SETUPS
 def test_64_bit_offsets_are_accurate(setup, residual, prepared, monkeypatch):
     routes.use_64_bit_offsets(monkeypatch)
     vectors = "weight+bias" if residual else "weight+bias+input_bias"
@@ -153,7 +151,7 @@ SIZES = [(4, 1), (4, 3), (2, 4097), (1, 9000), (3, 2, 2500), (150, 5)]
 CASES = [
     *(
         Case((5, width), dtype, offset=1e3)
-        for width, dtype in itertools.product((1, 3, 24, 96, 100, 257), DTYPES)
+        for width, dtype in itertools.product((1, 24, 257), DTYPES)
     ),
     *(Case(size, vectors=MIXED["vectors"], running=torch.float32) for size in SIZES),
     *(
@@ -177,9 +175,7 @@ def test_the_schedules_own_choices_are_accurate(case):
     assert_accurate(case)
 
 
-@pytest.mark.parametrize(
-    "vectors", ["", "weight", "bias", "input_bias", "weight+bias+input_bias"]
-)
+@pytest.mark.parametrize("vectors", ["", MIXED["vectors"]])
 @pytest.mark.parametrize("setup", ["rows", "wide"])
 def test_an_input_may_be_a_single_row(setup, vectors, prepared):
     for dims, shape in ((1, (24,)), (2, (4, 6))):
@@ -190,8 +186,6 @@ def test_an_input_may_be_a_single_row(setup, vectors, prepared):
 @pytest.mark.parametrize(
     ("dtype", "residual_dtype"),
     [
-        (torch.float16, torch.float16),
-        (torch.bfloat16, torch.bfloat16),
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.bfloat16),
         (torch.float16, torch.bfloat16),
@@ -211,8 +205,8 @@ def test_a_residual_is_added_first(setup, dtype, residual_dtype, prepared):
     assert out["dresidual"].dtype == residual_dtype
 
 
-VECTORS = ("x", "weight", "bias", "input_bias")
-NEEDS = [(None, s) for size in range(1, 5) for s in itertools.combinations(VECTORS, size)]
+NEEDS = [(None, (name,)) for name in ("x", "weight", "bias", "input_bias")]
+NEEDS += [(None, ("weight", "bias")), (None, ("x", "input_bias"))]
 ADDED = [("x",), ("residual",), ("weight",), ("bias",), ("residual", "weight")]
 NEEDS += [("contiguous", needs) for needs in ADDED]
 
@@ -240,9 +234,9 @@ def test_only_one_of_the_two_outputs_may_be_used(setup, prepared):
 
 
 @SOME_SETUPS
-@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize(
-    "running", [torch.bfloat16, torch.float32, torch.float64], ids=str
+    ("running", "momentum"),
+    [(torch.bfloat16, 0.1), (torch.float32, None), (torch.float64, 1.0)],
 )
 def test_running_statistics_are_accurate(setup, momentum, running, prepared):
     case = prepared(setup, needs=(), running=running, momentum=momentum, offset=1e3)
@@ -290,8 +284,11 @@ def test_the_mean_of_a_row_is_rounded_once(setup, prepared):
     torch.testing.assert_close(y.double(), distances * rstd, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("low", HALVES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("low", "dtype"),
+    [*itertools.product(HALVES, [torch.float32]), HALVES, HALVES[::-1]],
+    ids=str,
+)
 @pytest.mark.parametrize("asked", ["low", "float32"])
 @pytest.mark.parametrize("residual", [None, "contiguous"])
 def test_autocast_changes_only_the_dtype_of_the_output(residual, low, dtype, asked):

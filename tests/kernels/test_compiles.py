@@ -92,29 +92,35 @@ BATCH_NORMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
-@pytest.mark.parametrize("name", BATCH_NORMS)
-def test_batch_norm_compiles_alone_and_exchanging_its_statistics(name, dtype):
-    leaky = dtype == FLOAT64 and name in ("columns, own rows", "small planes")
-    alone = {"activation": ("leaky_relu", 0.2) if leaky else "relu"}
-    for options in (alone, {"join": JOIN, "activation": "relu"}):
-        for made in batch_norm_launches(BATCH_NORMS[name], dtype, True, **options):
-            check(made, dtype)
+RELU = {"activation": "relu"}
+LEAKY = {"activation": ("leaky_relu", 0.2)}
+CONSTANT = {"training": False, "constant": True}
+ONE_OF_EACH = ("planes", "columns, own rows", "small planes")
 
 
-@pytest.mark.parametrize("join", [0, JOIN])
-@pytest.mark.parametrize("name", BATCH_NORMS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [
+        *((name, BFLOAT16, RELU) for name in BATCH_NORMS),
+        *((name, BFLOAT16, RELU | {"join": JOIN}) for name in BATCH_NORMS),
+        *((name, BFLOAT16, RELU | CONSTANT) for name in BATCH_NORMS),
+        *((name, FLOAT64, LEAKY) for name in ONE_OF_EACH),
+        ("columns, own rows", FLOAT64, RELU | {"join": JOIN}),
+    ],
+)
+def test_batch_norm_compiles(name, dtype, options):
+    residual = "constant" not in options
+    for made in batch_norm_launches(BATCH_NORMS[name], dtype, residual, **options):
+        check(made, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "join"), [*((name, 0) for name in BATCH_NORMS), ("columns, own rows", JOIN)]
+)
 def test_batch_norm_with_safe_statistics_compiles(name, join):
     others = {"join": join, "safe": True}
     forward, _ = batch_norm_launches(BATCH_NORMS[name], BFLOAT16, False, **others)
     check(forward, BFLOAT16)
-
-
-@pytest.mark.parametrize("name", BATCH_NORMS)
-def test_batch_norm_of_constants_compiles(name):
-    others = {"training": False, "constant": True, "activation": "relu"}
-    for made in batch_norm_launches(BATCH_NORMS[name], BFLOAT16, False, **others):
-        check(made, BFLOAT16)
 
 
 @pytest.mark.parametrize(
