@@ -730,13 +730,6 @@ MUTATIONS = (
     ),
     # The host path's Python.
     Mutation(
-        "native: a failed compilation is repeated at once",
-        "normplug/native/building.py",
-        "if note.exists() and time.time() - note.stat().st_mtime < _A_DAY:",
-        "if False:",
-        tests_of(BUILDING, "test_a_compiler_that_fails_is_not_tried_again_for_a_day"),
-    ),
-    Mutation(
         "native: the compiler writes the library itself",
         "normplug/native/building.py",
         "*command(part)]",

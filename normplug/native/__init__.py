@@ -160,7 +160,6 @@ def _load_or_compile(library: Path) -> None:
     try:
         _load(library)
     except (ImportError, OSError):
-        building.refuse_after_failure(library)
         why = "the host path in C++ is being compiled"
         _set_state(HostPath("Python", why), logging.DEBUG)
         threading.Thread(target=_compile, args=(library,), daemon=True).start()

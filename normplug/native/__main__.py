@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "command",
         choices=("build", "status"),
-        help="build: compile it and wait; status: print the compiled file, or why there is none",
+        help="build: compile it and wait; status: print the compiled file, if there is one",
     )
     command = parser.parse_args(arguments).command
     try:
@@ -33,7 +33,7 @@ def compiled() -> Path:
     """The compiled file, checked to load."""
     library = building.library()
     if not library.exists():
-        raise RuntimeError(building.failure(library) or f"{library} is not compiled yet")
+        raise RuntimeError(f"{library} is not compiled yet")
     building.load(library)
     return library
 

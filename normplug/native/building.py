@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
@@ -21,11 +21,11 @@ from uuid import uuid4
 
 import torch
 
+_log = logging.getLogger("normplug")
 SOURCE = Path(__file__).with_name("host_path.cpp")
 _NAME = "normplug_host_path"
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
-_A_DAY = 24 * 3600.0  # seconds after which a failure is retried
 # "$@" is the compiler. The shell outlives this process, and renames only a complete file.
 _SCRIPT = 'umask 022; "$@" && sync "$PART" && mv -f "$PART" "$TARGET" || { rm -f "$PART"; exit 1; }'
 
@@ -54,11 +54,9 @@ def compile_to(target: Path) -> None:
     part = target.with_name(f"{target.name}.{uuid4().hex}.part")
     words = ["sh", "-c", _SCRIPT, "sh", *command(part)]
     variables = {"LC_ALL": "C", "PART": str(part), "TARGET": str(target)}
-    note = _note_of(target)
     try:
         target.parent.mkdir(0o700, parents=True, exist_ok=True)
         _check_owner(target.parent)
-        note.unlink(missing_ok=True)
         part.touch(mode=0o644)
     except OSError as error:
         raise RuntimeError(f"{target.parent} cannot be written to: {error}") from error
@@ -73,37 +71,18 @@ def compile_to(target: Path) -> None:
             start_new_session=True,
         )
         log.seek(0)
-        output = log.read()
+        output = log.read().decode(errors="replace")
     if shell.returncode < 0:
         raise RuntimeError("the compiler was stopped")
     if shell.returncode > 0:
-        note.write_bytes(output)
-        raise RuntimeError(failure(target))
+        _log.debug("normplug: the compiler's output:\n%s", output)
+        raise RuntimeError(f"the compiler failed: {_first_error(output)}")
 
 
-def _note_of(target: Path) -> Path:
-    """The file with the compiler's output, if the last compilation failed."""
-    return target.with_suffix(".failed.txt")
-
-
-def failure(target: Path) -> str | None:
-    """The first line of the last compilation's output that mentions an error; None if it passed."""
-    note = _note_of(target)
-    if not note.exists():
-        return None
-    output = note.read_text(errors="replace").strip() or "it printed nothing"
-    lines = [line.strip() for line in output.splitlines()]
-    why = next((line for line in lines if "error" in line.lower()), lines[0])
-    return f"the compiler failed: {why} ({note})"
-
-
-def refuse_after_failure(target: Path) -> None:
-    """Raise a RuntimeError if the compiler failed less than a day ago."""
-    note = _note_of(target)
-    if note.exists() and time.time() - note.stat().st_mtime < _A_DAY:
-        raise RuntimeError(
-            f"{failure(target)}. `python -m normplug.native build` tries again, and shows why"
-        )
+def _first_error(output: str) -> str:
+    """The first line of a compiler's output that mentions an error."""
+    lines = output.strip().splitlines() or ["it printed nothing"]
+    return next((line for line in lines if "error" in line.lower()), lines[0]).strip()
 
 
 def load(path: Path) -> ModuleType:
