@@ -19,9 +19,7 @@ from row_cases import Case, assert_accurate, make, run
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
 of_rows = partial(oracle.gradients, reference.layer_norm)
-WIDTHS = [
-    1, 7, 256, 768, 1000, 1024, 4096, 5120, 8192, 12288, 16384, 32768, 40000, 65536, 131072, 262144,
-]  # fmt: skip
+WIDTHS = [1, 7, 256, 768, 1000, 4096, 8192, 12288, 16384, 40000, 65536, 262144]
 MOST = 1 << 24  # values per tensor: float64 references take many times 8 bytes each
 FULL = "weight+bias+input_bias"
 
@@ -30,23 +28,17 @@ def shapes(rows, widths):
     return [(min(rows, MOST // width), width) for width in widths]
 
 
+LOW, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 GRID = [
-    *((torch.bfloat16, shape) for rows in (3, 4096) for shape in shapes(rows, WIDTHS)),
-    *((torch.float32, shape) for rows in (3, 4096) for shape in shapes(rows, WIDTHS)),
-    *((torch.float64, shape) for shape in shapes(300, WIDTHS)),
-    *(
-        (torch.float16, shape)
-        for shape in shapes(300, [7, 1000, 4096, 12288, 40000, 131072])
-    ),
-    *(
-        (torch.bfloat16, (rows, width))
-        for rows in (1, 64)
-        for width in (1000, 8192, 65536)
-    ),
-    *((dtype, (9, 70_001)) for dtype in (torch.bfloat16, torch.float32, torch.float64)),
-    (torch.bfloat16, (50432, 768)),
-    (torch.float32, (200_000, 7)),
-    (torch.float32, (1_000_003, 24)),
+    *itertools.product((LOW, FLOAT), (*shapes(3, WIDTHS), *shapes(4096, WIDTHS))),
+    *((DOUBLE, shape) for shape in shapes(300, WIDTHS)),
+    *((torch.float16, shape) for shape in shapes(300, [7, 1000, 4096, 12288, 40000])),
+    *((dtype, (9, 70_001)) for dtype in (LOW, FLOAT, DOUBLE)),
+    (LOW, (1, 8192)),
+    (LOW, (64, 65536)),
+    (LOW, (50432, 768)),
+    (FLOAT, (200_000, 7)),
+    (FLOAT, (1_000_003, 24)),
 ]
 
 
@@ -57,14 +49,7 @@ def test_as_close_to_float64_as_torch(dtype, shape):
 
 
 # With many narrow rows, a thread takes several in turn; an input_bias needs a third sum.
-NARROW = [
-    (30_001, 24),
-    (40_000, 64),
-    (50_007, 96),
-    (20_000, 192),
-    (9_001, 384),
-    (5_000, 768),
-]
+NARROW = [(30_001, 24), (50_007, 96), (9_001, 384), (5_000, 768)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -78,14 +63,7 @@ def test_an_input_bias_of_many_narrow_rows_is_accurate(shape, dtype):
 
 
 # Wide enough that programs share the columns of a row and wait for each other, where they can.
-SHARED = [
-    (132, 8704),
-    (133, 12288),
-    (300, 16384),
-    (1024, 20480),
-    (150, 40000),
-    (257, 65536),
-]
+SHARED = [(132, 8704), (300, 16384), (1024, 20480), (150, 40000), (257, 65536)]
 
 
 def shares_columns(shape, dtype):
@@ -157,7 +135,12 @@ def test_float64_tensors_are_accurate(shape, running):
     assert_accurate(Case(shape, torch.bfloat16, params=torch.float64), GPU)
 
 
-SOME_PERMUTED = list(itertools.product(["contiguous", "permuted"], repeat=4))
+# Which of x, the residual, dy and dtotal are permuted.
+SOME_PERMUTED = [
+    layouts
+    for layouts in itertools.product(["contiguous", "permuted"], repeat=4)
+    if layouts.count("permuted") in (1, 2, 4)
+]
 PERMUTED_SHAPES = [(16, 50, 768), (8, 7, 7, 96), (4, 40, 16384), (3, 7, 70_000)]
 
 

@@ -299,10 +299,3 @@ def test_one_program_reads_a_group_twice_where_holding_it_is_slower(
     assert not gn.group_norm_forward(
         6, 32, *call
     ).solo  # too few groups for the multiprocessors
-
-
-@pytest.mark.parametrize(
-    ("channels", "space"), [(60, 256), (1, 12_544), (10, 4096), (10, 512)]
-)
-def test_other_groups_are_not_read_twice_by_one_program(channels, space):
-    assert not gn.group_norm_forward(16, 32, channels, space, False, 2, 132).solo

@@ -189,15 +189,10 @@ def test_generators_modes_and_after_an_error_statistics_are_restored():
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
-def test_bad_arguments_are_refused():
-    with pytest.raises(
-        ValueError, match="no BatchNorm or InstanceNorm with running statistics"
-    ):
+def test_a_model_without_running_statistics_is_refused():
+    rule = "no BatchNorm or InstanceNorm with running statistics"
+    with pytest.raises(ValueError, match=rule):
         recalibrate(nn.LayerNorm(3), [])
-    with pytest.raises(TypeError, match="must be an iterable of batches.*got int"):
-        recalibrate(net(), 2)
-    with pytest.raises(ValueError, match="gave no batch"):
-        recalibrate(net(), [])
 
 
 BAD = {
