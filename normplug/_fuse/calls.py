@@ -98,8 +98,13 @@ def norm_max_pool(
     return y
 
 
-def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of a + b, and the sum."""
+def add_norm(
+    norm: Any, a: Tensor, b: Tensor, *, saves_normalised: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of a + b, and the sum.
+
+    saves_normalised: whether only modules that recompute the norm's result read it.
+    """
     if (
         _may_run(norm, a, "sum")
         and isinstance(b, Tensor)
@@ -108,6 +113,8 @@ def add_norm(norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         and a.is_floating_point()
         and b.is_floating_point()
     ):
+        if saves_normalised and recompute.is_possible():
+            return norm._fused_add(a, b, saves_normalised=True)
         return norm._fused_add(a, b)
     total = a + b
     return norm(total), total

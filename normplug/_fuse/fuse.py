@@ -106,7 +106,9 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     patched, so other threads can run other models meanwhile.
 
     `recompute=True` saves memory: the next layer's backward recomputes the norm's output, bit for
-    bit, instead of storing it. This costs one more read and write of the output. It applies in
+    bit, instead of storing it. This costs one more read and write of the output. A float32 sum
+    before a norm whose output is of 16 bits, as under autocast, is saved as normalised values in
+    float16; then the bits may differ, and there are no second derivatives. It applies in
     traced forwards, to outputs that only modules and fused additions read: of BatchNorm with an
     activation, of an addition with LayerNorm or RMSNorm, and of every second block in a chain of
     residual blocks. It has no effect on the CPU, under torch.compile, and inside activation

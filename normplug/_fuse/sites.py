@@ -382,6 +382,9 @@ def recompute_results(graph: fx.Graph, root: nn.Module) -> None:
             if user not in readers:
                 # If the result is not recomputed, the modules save it, and the addition may, too.
                 user.kwargs = {"keeps_residual": True}
+        if node.target is operator.getitem:
+            call = node.args[0]
+            call.kwargs = {"saves_normalised": True}
         for reader in readers:
             with graph.inserting_before(reader):
                 arguments = (node, _attribute(graph, reader), *reader.args)

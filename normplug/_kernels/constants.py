@@ -66,6 +66,8 @@ class Constants(KernelConstant):
         gated: the dtype to round to before multiplying by a last gate, or `acc`.
         dgate: the gate's gradient is wanted.
         stats: the rows' statistics are written.
+        normalised: of rows, a forward also writes the normalised values, which other launches then
+            read in place of x.
         dx_as_x: the rows of dx have the strides of x; else they are contiguous.
     """
 
@@ -100,6 +102,7 @@ class Constants(KernelConstant):
     input_bias: bool = False
     dtotal: bool = False
     stats: bool = False
+    normalised: bool = False
     dx_as_x: bool = False
     gate: str = ""
     gated: Any = None

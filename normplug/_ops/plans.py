@@ -44,7 +44,7 @@ SLOTS = (
     *Tensors._fields,
     "y", "total", "stats", "bits", "peaks", "places",
     "dy", "dtotal", "dx", "dresidual", "dweight", "dbias", "dinput_bias",
-    "message", "partial", "counters", "nothing",
+    "normalised", "message", "partial", "counters", "nothing",
 )  # fmt: skip
 SLOT = {name: index for index, name in enumerate(SLOTS)}
 RUNNING = ("running_mean", "running_var", "tracked")
@@ -63,6 +63,7 @@ _PLACEHOLDERS = {
     **dict.fromkeys(("dweight", "dbias", "dinput_bias", "stats"), "partial"),
     "tracked": "counters",
     "total": "y",
+    "normalised": "y",
 }
 
 Layout = tuple[Sequence[int], Sequence[int], torch.dtype]  # sizes, strides, dtype

@@ -39,11 +39,16 @@ def call(y: Tensor, module: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         pack.y = None  # autograd keeps `pack` with the saved tensors
 
 
-def will_recompute(y: Any) -> bool:
-    """Whether `call` with y would recompute it."""
-    if torch.compiler.is_compiling() or not AVAILABLE or _recomputation(y) is None:
+def is_possible() -> bool:
+    """Whether `call` would recompute the result of a norm whose plan allows it."""
+    if torch.compiler.is_compiling() or not AVAILABLE:
         return False
     return saved_tensors_hooks_are_allowed() and isinstance(_hook(), (_Pack, NoneType))
+
+
+def will_recompute(y: Any) -> bool:
+    """Whether `call` with y would recompute it."""
+    return is_possible() and _recomputation(y) is not None
 
 
 def _recomputation(y: Any) -> Callable[[], Tensor] | None:

@@ -71,6 +71,8 @@ class LayerNormSpec(NamedTuple):
         the whole row.
     adaptive: weight and bias belong to a sample or to a token, whose values they broadcast to. The
         leading dimensions that they lack are the last ones of x before the row.
+    saves_normalised: whether to save x + residual for the backward as normalised values in float16,
+        if y is of 16 bits and the sum is wider. Then there are no second derivatives.
     """
 
     normalized_shape: tuple[int, ...]
@@ -85,6 +87,7 @@ class LayerNormSpec(NamedTuple):
     gate: str | None = None
     group_size: int | None = None
     adaptive: bool = False
+    saves_normalised: bool = False
 
     @property
     def activation(self) -> str | None:
@@ -484,7 +487,7 @@ def _spec_of(normalized_shape: list[int], *numbers: Any) -> LayerNormSpec:
 _NUMBERS = (
     "int[] normalized_shape, float? momentum, float? eps, float target_variance, "
     "ScalarType? autocast, str autocast_output, bool centred, float weight_offset, str? rounding, "
-    "str? gate, int? group_size, bool adaptive"
+    "str? gate, int? group_size, bool adaptive, bool saves_normalised"
 )
 PLAIN, ADD = (
     NormOperators(

@@ -33,6 +33,10 @@ from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
 from normplug.reference import rms_eps
 
+# A normalised value is at most the square root of a row's length, so that float16 holds it, and
+# rounds it to an eighth of bfloat16's error.
+_NORMALISED = torch.float16
+
 
 class Strides(NamedTuple):
     """The spacing of each tensor's rows; None for a tensor that a call does not have.
@@ -98,7 +102,8 @@ class LayerNormPlan(Plan):
     """The launches of a LayerNorm or RMSNorm, with a residual or an input bias: one per direction.
 
     State: stats, mean and rstd of the rows, (2 * rows,), or for RMSNorm rstd alone, (rows,). With a
-    residual, the total x + residual is normalised. A gate takes the place of the residual.
+    residual, the total x + residual is normalised. It is saved, or its normalised values are. A
+    gate takes the place of the residual.
     """
 
     spec: LayerNormSpec
@@ -154,6 +159,17 @@ class LayerNormPlan(Plan):
         self._machine = (processors(x.device), shared_memory(x.device), cooperative)
         # Row spacing of what is normalised: x, or the total, which is allocated contiguous.
         self._normalised = self._width if self.has_total else self._spacing(x)
+        self._saves_normalised = spec.saves_normalised and self._can_save_normalised()
+
+    def _can_save_normalised(self) -> bool:
+        """Whether float16 is narrower than the total, not than y, and a program holds a row."""
+        has_wide_total = self.has_total and self._total_dtype == torch.float32
+        if not has_wide_total or self._output_dtype.itemsize > _NORMALISED.itemsize:
+            return False
+        sizes = (self._rows, self._width, 1, self._itemsize)
+        forward = schedule.layer_norm_forward(*sizes, False, self._machine[0])
+        backward = schedule.layer_norm_backward(*sizes, False, *self._machine)
+        return not (isinstance(forward, Wide) or isinstance(backward, Wide))
 
     def _spacing(self, t: Tensor | None) -> Any:
         if t is None:
@@ -204,6 +220,7 @@ class LayerNormPlan(Plan):
             bias=self._has_bias,
             residual=self.has_total,
             stats=keep,
+            normalised=keep and self._saves_normalised,
             **self._updates,
         )
         strides = Strides(self._spacing(t.x), self._spacing(t.residual))
@@ -215,6 +232,9 @@ class LayerNormPlan(Plan):
         if self.has_total:
             empties["total"] = (*dense, self._total_dtype)
         normalised = "total" if self.has_total else "x"
+        if constants.normalised:
+            normalised = "normalised"
+            empties["normalised"] = (*dense, _NORMALISED)
         gate = "nothing" if self.spec.gate is None else "residual"
         return Program(
             named(t),
@@ -228,6 +248,8 @@ class LayerNormPlan(Plan):
 
     def recompute_program(self, saved: dict[str, Tensor]) -> Program:
         constants = replace(self._constants, bias=self._has_bias, given=True)
+        if self._saves_normalised:
+            constants = replace(constants, normalised=True, centred=False)
         launch, _ = self._forward(constants, Strides(self._width))  # of the total
         y = (self._shape, self._strides, self._output_dtype)
         return Program(saved, (launch, {}), empties={"y": y})
@@ -259,6 +281,7 @@ class LayerNormPlan(Plan):
             dweight=needs[2],
             dbias=needs[3],
             dinput_bias=needs[4],
+            normalised=self._saves_normalised,
             dgate=is_gated and needs[1],
             dx_as_x=isinstance(strides.x, Levels)
             and strides.x.dense(self._rows, self._width),
@@ -332,6 +355,12 @@ class LayerNormPlan(Plan):
         dtotal: Tensor | None,
         needs: Sequence[bool],
     ) -> Gradients:
+        if self._saves_normalised:
+            raise RuntimeError(
+                "normplug: second derivatives need the sum before a norm, and a model that was "
+                "fused with recompute=True saves its normalised values instead. Use "
+                "normplug.fuse(model), or call the backward without create_graph=True."
+            )
         if not self.has_total:
             return super().composed_backward(saved, dy, None, needs)
         # x and the residual have the same gradient, `through`.

@@ -47,13 +47,25 @@ class RowNorm(WatchedRows):
             self._record(subclasses.rows(input, shape), subclasses.rows(y, shape))
         return y
 
-    def _fused_add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `forward(input + residual)` and the sum, in one call."""
-        y: tuple[Tensor, Tensor] = self._run(input, residual, None)
+    def _fused_add(
+        self, input: Tensor, residual: Tensor, saves_normalised: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return `forward(input + residual)` and the sum, in one call.
+
+        saves_normalised: see `LayerNormSpec`.
+        """
+        if saves_normalised:
+            y: tuple[Tensor, Tensor] = self._run(input, residual, None, True)
+        else:
+            y = self._run(input, residual, None)
         return y
 
     def _call(
-        self, input: Tensor, residual: Tensor | None, input_bias: Tensor | None
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        input_bias: Tensor | None,
+        saves_normalised: bool = False,
     ) -> tuple[Tensors, LayerNormSpec]:
         statistics = self._statistics_to_update(input)
         t = Tensors(input, residual, *self._affine(), input_bias, *statistics)
@@ -68,6 +80,7 @@ class RowNorm(WatchedRows):
             self._measure == "variance",
             self._weight_offset,
             self._rounding,
+            saves_normalised=saves_normalised,
         )
         return t, spec
 
@@ -207,9 +220,13 @@ class _GatedRMSNorm(_RMSNorm):
         self._record(x, self._expected(x, self.training))
 
     def _call(
-        self, input: Tensor, residual: Tensor | None, input_bias: Tensor | None
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        input_bias: Tensor | None,
+        saves_normalised: bool = False,
     ) -> tuple[Tensors, LayerNormSpec]:
-        t, spec = super()._call(input, residual, input_bias)
+        t, spec = super()._call(input, residual, input_bias, saves_normalised)
         gate = None if residual is None else self._gate
         return t, spec._replace(gate=gate, group_size=self._group_size)
 

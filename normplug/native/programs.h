@@ -92,8 +92,8 @@ struct Compiled {
 };
 
 // Indices into `normplug._ops.plans.SLOTS`; a test compares them.
-constexpr size_t kTensors = 8, kInputs = 5, kSlots = 25;
-constexpr size_t kTracked = 7, kDy = 14, kDtotal = 15, kPartial = 22, kCounters = 23;
+constexpr size_t kTensors = 8, kInputs = 5, kSlots = 26;
+constexpr size_t kTracked = 7, kDy = 14, kDtotal = 15, kPartial = 23, kCounters = 24;
 using Slots = std::array<Tensor, kSlots>;
 
 struct Step {

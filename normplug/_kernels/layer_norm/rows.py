@@ -115,7 +115,7 @@ def _each(values):
 @kernel
 def layer_norm_rows_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, input_bias_ptr, running_mean_ptr, running_var_ptr,
-    tracked_ptr, y_ptr, total_ptr, stats_ptr, counters_ptr,
+    tracked_ptr, y_ptr, total_ptr, normalised_ptr, stats_ptr, counters_ptr,
     ROWS, INNER, WIDTH_UNITS, X_UNITS, X_OUTER_UNITS, RESIDUAL_UNITS, RESIDUAL_OUTER_UNITS,
     FINISHERS, momentum, eps, root,
     T: tl.constexpr, F: tl.constexpr,
@@ -123,7 +123,8 @@ def layer_norm_rows_forward(
     """Y = weight * root * (h - mean) * rstd + bias, and stats = (mean, rstd) of all rows.
 
     h = x + input_bias. With a residual, total = x + residual, rounded as it is stored, takes the
-    place of x. With F.gate, the residual is the gate: silu(gate) multiplies y, or x.
+    place of x. F.normalised and F.given: x is (h - mean) * rstd of an earlier launch. With F.gate,
+    the residual is the gate: silu(gate) multiplies y, or x.
     """
     ACC: tl.constexpr = F.acc
     CENTRED: tl.constexpr = F.centred
@@ -172,7 +173,9 @@ def layer_norm_rows_forward(
                     first += tl.load(input_bias_ptr).to(ACC)
             # Distances from one of the values, whose sums do not round at the size of the mean.
             d = h - _each(first) if CENTRED else h
-            if F.given:
+            if F.given and F.normalised:
+                rstd = tl.full([T.r], 1.0, ACC)
+            elif F.given:
                 mean, rstd = shared.load_statistics(
                     stats_ptr, rows, inside, ROWS, CENTRED
                 )
@@ -187,6 +190,10 @@ def layer_norm_rows_forward(
                     d = d if T.even else tl.where(_all_rows(live), d, 0.0)
                 var = _sum(d * d) / n
                 rstd = 1.0 / tl.sqrt(var + scalar(eps, ACC))
+                if F.normalised:
+                    normalised = d * _each(rstd)
+                    places = rows * DENSE
+                    _store(normalised_ptr, normalised, places, inside, columns, live, T)
             y = as_dtype(d * _each(rstd * scalar(root, ACC)), F.rounded).to(ACC)
             if F.weight:
                 if not T.keep:
@@ -281,9 +288,9 @@ def layer_norm_rows_backward(
 ):  # fmt: skip
     """The gradients of `layer_norm_rows_forward` that are wanted.
 
-    With a residual, x is the total, and dx the gradient of both. The gradient of input_bias is the
-    sum of dx over the rows. With F.gate, dtotal is the gate, and dinput_bias the gate's gradient,
-    laid out as dx.
+    With a residual, x is the total, and dx the gradient of both; F.normalised: it is the total,
+    normalised. The gradient of input_bias is the sum of dx over the rows. With F.gate, dtotal is
+    the gate, and dinput_bias the gate's gradient, laid out as dx.
     """
     ACC: tl.constexpr = F.acc
     K: tl.constexpr = T.k
@@ -347,7 +354,12 @@ def layer_norm_rows_backward(
                 dh_dgate = h * silu_slope
                 h *= silu
             # d needs no mask: out of bounds dy is 0, and so is all that d is multiplied by.
-            d = h - _each(mean) if F.centred else h
+            if F.normalised:
+                d = h
+                factor = tl.full([T.r], 1.0, ACC)  # d * factor is the normalised value
+            else:
+                d = h - _each(mean) if F.centred else h
+                factor = rstd
             if F.gate == "last":
                 if F.dgate:
                     y = as_dtype(d * _each(rstd * scalar(root, ACC)), F.rounded).to(ACC)
@@ -362,11 +374,10 @@ def layer_norm_rows_backward(
                 dy *= silu
             if F.dweight:
                 if ROOT:
-                    terms = dy * _each(rstd) * d
+                    terms = dy * _each(factor) * d
                 else:
-                    rounded = as_dtype(d * _each(rstd * scalar(root, ACC)), F.rounded).to(
-                        ACC
-                    )
+                    factor_root = factor * scalar(root, ACC)
+                    rounded = as_dtype(d * _each(factor_root), F.rounded).to(ACC)
                     terms = dy * rounded
                 if EACH:
                     if ROOT:
@@ -400,7 +411,7 @@ def layer_norm_rows_backward(
                         partial_ptr, counters_ptr + 1, tile, k, sum_g, sum_gd, T
                     )
                 scale = rstd * scalar(root, ACC)
-                slope = scale * rstd * rstd * (sum_gd / n)
+                slope = scale * factor * factor * (sum_gd / n)
                 if F.centred:
                     dx = g * _each(scale) - (
                         d * _each(slope) + _each(scale * (sum_g / n))
