@@ -216,7 +216,7 @@ class Slots:
     def operators(case):
         offset = 1.0 if case.outer else case.weight_offset
         kind = (0.5, None, "float32", case.centred, offset, None)
-        modulation = (case.gate or None, case.group_size, bool(case.outer))
+        modulation = (case.gate or None, case.group_size, bool(case.outer), False)
         return PLAIN, (list(case.shape[-1:]), None, 1e-5, *kind, *modulation)
 
 

@@ -257,7 +257,7 @@ def check_operators(cases: Any, case: Any, device: str, compiles: bool = True) -
     text = to_text(spec)
     rules = (*INNER_RULES, "test_aot_dispatch_dynamic") if compiles else INNER_RULES
     for automatic in (False, True) if hasattr(spec, "traced") else (False,):
-        arguments = (*t, *numbers, *spec[len(numbers) :], automatic)
+        arguments = (*t, *numbers, automatic)
         torch.library.opcheck(operators.differentiable, arguments, test_utils=rules)
     bare = Tensors(*(each if each is None else each.detach() for each in t))
     torch.library.opcheck(operators.forward, (*bare, text), test_utils=INNER_RULES)

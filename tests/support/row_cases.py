@@ -257,7 +257,7 @@ def operators(case: Case) -> tuple[Any, tuple[Any, ...]]:
         case.weight_offset,
         None,
     )
-    numbers = (list(case.row), case.momentum, case.eps, *kind)
+    numbers = (list(case.row), case.momentum, case.eps, *kind, None, None, False, False)
     return PLAIN if case.residual is None else ADD, numbers
 
 
