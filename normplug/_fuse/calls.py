@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normplug import _activations
 from normplug._activations import ActivationLike
-from normplug._ops import can_run, recompute
+from normplug._ops import can_run, convolutions, recompute
 from normplug._ops.spec import Pool
 from normplug._torch import has_hooks
 from normplug.modules.base import FusionSites
@@ -136,10 +136,25 @@ def convolution_norm(
         and norm.normalized_shape == convolution.bias.shape
         and (permute is None or tuple(permute.dims) == dims)
     ):
-        y = convolution._conv_forward(x, convolution.weight, None)
+        y = convolutions.depthwise(convolution, x)
+        if y is None:
+            y = convolution._conv_forward(x, convolution.weight, None)
         return norm._fused_bias(y.permute(dims), convolution.bias)
     y = convolution(x)
     return norm(y.permute(dims) if permute is None else permute(y))
+
+
+def convolve(convolution: Any, x: Tensor) -> Tensor:
+    """Apply a depthwise convolution before a norm."""
+    y = None if convolution.bias is not None else convolutions.depthwise(convolution, x)
+    result: Tensor = convolution(x) if y is None else y
+    return result
+
+
+def fork(convolution: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply the convolution at the start of a residual block; return y, and x for the shortcut."""
+    results = convolutions.fork(convolution, x)
+    return (convolution(x), x) if results is None else results
 
 
 def _name(activation: Any) -> ActivationLike:

@@ -18,9 +18,17 @@ from normplug._convert import (
     release,
     unfused_class,
 )
+from normplug._fuse import beside
 from normplug._fuse.edit import REASON, Edited, edit
 from normplug._fuse.fusion import FusedForwards, FusedModule, Guard, Traced, fused_class
-from normplug._fuse.sites import compiled, find, recompute_results, refusal, rewrite
+from normplug._fuse.sites import (
+    Site,
+    compiled,
+    find,
+    recompute_results,
+    refusal,
+    rewrite,
+)
 from normplug._fuse.trace import Reads, Trace, Untraceable, read
 from normplug._ops import guess
 from normplug._ops import recompute as _recompute
@@ -40,7 +48,8 @@ class Row(NamedTuple):
         label: what it is fused with, and "(in a branch)" if the fused call is in a branch of an
             `if` and so may not run; None if it is not fused.
         owner: the module whose forward makes the fused call.
-        note: why it is not fused; "" otherwise.
+        note: why it is not fused; or on the gradients of the convolution before it, whether they
+            cost less than PyTorch's, or why not; "" otherwise.
     """
 
     path: str
@@ -59,9 +68,7 @@ class Fusions(Rows[Row]):
             "path": [shown(row.path) for row in self.rows],
             "class": [row.kind for row in self.rows],
             "fused with": [row.label or "-" for row in self.rows],
-            "notes": [
-                f"in {shown(row.owner)}" if row.label else row.note for row in self.rows
-            ],
+            "notes": [_note(row) for row in self.rows],
         }
 
     def summary(self) -> str:
@@ -76,6 +83,13 @@ class Fusions(Rows[Row]):
                 "not fused: " + ", ".join(f"{n} ({why})" for why, n in left.items())
             )
         return "; ".join(parts)
+
+
+def _note(row: Row) -> str:
+    """The last cell of a row."""
+    if not row.label:
+        return row.note
+    return "; ".join(filter(None, [f"in {shown(row.owner)}", row.note]))
 
 
 def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
@@ -220,6 +234,7 @@ def _report(
         elif norm in found:
             fusion, owner = found[norm]
             label = fusion.label
+            note = fusion.note or analysis.left.get(norm, "")
         elif norm in possible:
             note = "not fused since the last change; normplug.fuse(model) fuses it"
         else:
@@ -262,6 +277,8 @@ class _Analysis:
         self.fusions: dict[nn.Module, FusedForwards] = {}
         # Norm -> why the forward that calls it is not fused. An outer module may still fuse it.
         self.reasons: dict[nn.Module, str] = {}
+        # Fused norm -> why PyTorch computes the gradients of the convolution before it.
+        self.left: dict[nn.Module, str] = {}
         called = set[nn.Module]()  # the norms that the forwards so far may call
         named = [*model.named_modules(remove_duplicate=False)]
         # Inner modules before outer ones, whatever other names they have.
@@ -324,7 +341,10 @@ class _Analysis:
         fusions = dict[str, guess.Fusion]()
         needed = set[nn.Module]()
         own_sites = 0
-        for site in find(trace.graph, module):
+        sites = find(trace.graph, module)
+        found: list[Site | beside.Beside] = [*sites]
+        found += self._beside(trace.graph, module, sites)
+        for site in found:
             scopes = [trace.scopes[node] for node in site.nodes]
             if scopes[0] and len({scope[:1] for scope in scopes}) == 1:
                 continue  # it belongs to an inner module
@@ -341,7 +361,9 @@ class _Analysis:
             trace = Trace(module, self._reads, needed)
         self._inner[module] = needed
         graph, followed = trace.graph, trace.followed
-        rewrite(graph, find(graph, module))
+        sites = find(graph, module)
+        beside.rewrite(graph, self._beside(graph, module, sites))
+        rewrite(graph, sites)
         if self._recompute:
             recompute_results(graph, module)
         return Traced(
@@ -354,6 +376,19 @@ class _Analysis:
             ),
             fusions,
         )
+
+    def _beside(
+        self, graph: fx.Graph, module: nn.Module, sites: list[Site]
+    ) -> list[beside.Beside]:
+        """The convolutions whose gradients a graph may compute in another way."""
+        if self._recompute:  # which saves the memory of their inputs
+            return []
+        found = [*beside.find(graph, module, sites)]
+        for each in found:
+            norm = module.get_submodule(str(each.norm.target))
+            if each.refusal:
+                self.left[norm] = each.fusion.note
+        return [each for each in found if not each.refusal]
 
     def _guard(self, module: nn.Module, called: bool) -> Guard:
         children = module._modules

@@ -37,10 +37,11 @@ _ADDITIONS: dict[Any, Callable[[Any, Any], Any]] = {
     add_in_place: add_in_place, "add_": add_in_place,
 }  # fmt: skip
 # Their output is a new tensor, which no other code can mutate.
-_FRESH = {
+FRESH = {
     cls.forward
     for cls in (
         *CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
+        nn.AvgPool2d,
     )
 }  # fmt: skip
 
@@ -163,7 +164,7 @@ def _is_residual(
     source = node.all_input_nodes[0]
     module = traced.module(source)
     fresh = (
-        module is not None and type(module).forward in _FRESH and len(source.users) == 1
+        module is not None and type(module).forward in FRESH and len(source.users) == 1
     )
     amid = [n for n in traced.amid(node, add) if n not in between]
     harmless = fresh or all(n.op in ("get_attr", "placeholder") for n in amid)
@@ -336,28 +337,28 @@ def reads_metadata(node: fx.Node) -> bool:
 
 def rewrite(graph: fx.Graph, sites: list[Site]) -> None:
     """Replace each site by one call."""
-    attribute = partial(_attribute, graph)
+    module_of = partial(attribute, graph)
     for site in sites:
         with graph.inserting_before(site.add or site.nodes[0]):
-            norm, arguments = attribute(site.norm), site.arguments(attribute)
+            norm, arguments = module_of(site.norm), site.arguments(module_of)
             call = graph.call_function(site.function, (norm, *arguments))
             if site.function is not add_norm:
                 single = site.function is isolated_norm
-                _replace(graph, call, *([site.norm] if single else site.nodes))
+                replace_nodes(graph, call, *([site.norm] if single else site.nodes))
                 continue
             y, total = (
                 graph.call_function(operator.getitem, (call, i)) for i in range(2)
             )
-        _replace(graph, y, site.norm)
-        _replace(graph, total, site.nodes[0])
+        replace_nodes(graph, y, site.norm)
+        replace_nodes(graph, total, site.nodes[0])
 
 
-def _attribute(graph: fx.Graph, call: fx.Node) -> fx.Node:
+def attribute(graph: fx.Graph, call: fx.Node) -> fx.Node:
     """The module that a node calls, as a value."""
     return graph.create_node("get_attr", str(call.target))
 
 
-def _replace(graph: fx.Graph, call: fx.Node, *nodes: fx.Node) -> None:
+def replace_nodes(graph: fx.Graph, call: fx.Node, *nodes: fx.Node) -> None:
     """Replace nodes, given in order, by a call that returns the result of the last node."""
     nodes[-1].replace_all_uses_with(call)
     for node in reversed(nodes):
@@ -387,9 +388,9 @@ def recompute_results(graph: fx.Graph, root: nn.Module) -> None:
             call.kwargs = {"saves_normalised": True}
         for reader in readers:
             with graph.inserting_before(reader):
-                arguments = (node, _attribute(graph, reader), *reader.args)
+                arguments = (node, attribute(graph, reader), *reader.args)
                 call = graph.call_function(recompute.call, arguments, reader.kwargs)
-            _replace(graph, call, reader)
+            replace_nodes(graph, call, reader)
 
 
 def _adds_only(node: fx.Node, residual: fx.Node, root: nn.Module) -> bool:

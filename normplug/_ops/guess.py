@@ -34,13 +34,15 @@ class Fusion:
     """What `fuse` runs in one call with a norm.
 
     label: the operations, for a report. adds: whether the call adds a residual, before the norm or
-    after it. adds_bias: whether it adds the bias of a convolution before the norm.
+    after it. adds_bias: whether it adds the bias of a convolution before the norm. note: on the
+    gradients of the convolution before the norm, for a report.
     """
 
     label: str = ""
     adds: bool = False
     adds_bias: bool = False
     activation: ActivationLike = None
+    note: str = ""
 
 
 # Layer -> what it is fused with, and the first calls after which it was guessed.

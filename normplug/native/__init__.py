@@ -51,7 +51,7 @@ class _Python:
         """No call is stored."""
 
     run_call = store_call = run_module = store_module = store_operator = _nothing
-    clear = recomputable_node = recompute = _nothing
+    clear = recomputable_node = recompute = convolve = _nothing
 
 
 PYTHON: Any = _Python()

@@ -116,6 +116,13 @@ inline auto make_node() {
   }
 }
 
+// Tell the hooks that observe new nodes, in the versions of torch that have them.
+inline void created([[maybe_unused]] const NodePtr& node) {
+#ifdef NORMPLUG_NODE_CREATION_HOOKS
+  torch::autograd::fire_node_creation_hooks(node);
+#endif
+}
+
 inline void make_history(const std::shared_ptr<Plan>& plan, const Program& program,
                          const Slots& slots) {
   auto node = make_node<NormBackward>();
@@ -135,9 +142,7 @@ inline void make_history(const std::shared_ptr<Plan>& plan, const Program& progr
     bool is_output = node->total_has_gradient && slot == program.results[1].first;
     node->saved.emplace_back(slots[slot], is_output);
   }
-#ifdef NORMPLUG_NODE_CREATION_HOOKS
-  torch::autograd::fire_node_creation_hooks(node);
-#endif
+  created(node);
 }
 
 // Run the forward of a plan; `keep` what its backward needs. Call this without the GIL.

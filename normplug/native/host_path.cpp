@@ -7,6 +7,7 @@
 //
 // No CUDA headers are needed. The driver's functions are looked up when the module is loaded.
 
+#include "convolutions.h"
 #include "operators.h"
 
 namespace {
@@ -158,6 +159,30 @@ PyObject* recompute(PyObject*, PyObject* capsule) {
   END_HANDLE_TH_ERRORS
 }
 
+// convolve(x, weight, forks): y, or (y, x) if `forks`, of a convolution with an autograd node of
+// normplug. None if PyTorch must compute it, or if a gradient is not needed.
+PyObject* convolve(PyObject*, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  if (!THPVariable_CheckExact(args[0]) || !THPVariable_CheckExact(args[1]) || interposed()) {
+    Py_RETURN_NONE;
+  }
+  const Tensor &x = THPVariable_Unpack(args[0]), &weight = THPVariable_Unpack(args[1]);
+  bool forks = args[2] == Py_True;
+  if (!is_plain(x) || !is_plain(weight) || !at::GradMode::is_enabled() || !x.requires_grad() ||
+      !weight.requires_grad()) {
+    Py_RETURN_NONE;
+  }
+  std::tuple<Tensor, Tensor> results;
+  {
+    py::gil_scoped_release no_gil;
+    results = convolve_with_history(x, weight, forks);
+  }
+  auto& [y, skip] = results;
+  if (!forks) return THPVariable_Wrap(y);
+  return py::make_tuple(y, skip).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef methods[] = {
     {"run_call", reinterpret_cast<PyCFunction>(run_call), METH_FASTCALL, "Run a stored call."},
     {"store_call", reinterpret_cast<PyCFunction>(store_call), METH_FASTCALL,
@@ -173,6 +198,8 @@ PyMethodDef methods[] = {
     {"clear", clear, METH_NOARGS, "Drop all stored calls."},
     {"recomputable_node", recomputable_node, METH_O, "The node that can recompute a tensor."},
     {"recompute", recompute, METH_O, "Recompute the result of a node."},
+    {"convolve", reinterpret_cast<PyCFunction>(convolve), METH_FASTCALL,
+     "Run a convolution with its own gradients."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "normplug_host_path", nullptr, -1, methods};
