@@ -33,6 +33,9 @@ class Beside:
     site: Site  # of the norm, which alone reads the convolution's result
     convolution: fx.Node
     shortcut: fx.Node | None  # what else reads its input, in a residual block
+    moves: (
+        bool  # whether the shortcut comes first, so that the convolution has to move up
+    )
     refusal: str  # why PyTorch computes the gradients; "" if it does not
 
     @property
@@ -64,20 +67,23 @@ def find(graph: fx.Graph, root: nn.Module, sites: Iterable[Site]) -> Iterator[Be
     """Yield the convolutions of a graph, in order; sites: those of its norms."""
     traced = Forward(graph, root)
     fused = {_source(site): site for site in sites if site.fusion is not None}
+    taken = set[fx.Node]()
     for node in graph.nodes:
         layer = traced.module(node)
         if node not in fused or not isinstance(layer, nn.Conv2d):
             continue
         site = fused[node]
         shortcut = None
+        moves = False
         if not convolutions.is_depthwise(layer):
             shortcut = _shortcut(traced, node)
-            if shortcut is None:
+            if shortcut is None or shortcut in taken:
                 continue
+            moves = traced.order[shortcut] < traced.order[node]
         refusal = convolutions.refusal(layer, site.function is convolution_norm)
-        if shortcut is not None and traced.order[shortcut] < traced.order[node]:
-            refusal = refusal or "the shortcut runs first"
-        yield Beside(site, node, shortcut, refusal)
+        if not refusal:
+            taken.add(node)
+        yield Beside(site, node, shortcut, moves, refusal)
 
 
 def _source(site: Site) -> fx.Node | None:
@@ -111,7 +117,7 @@ def rewrite(graph: fx.Graph, found: Iterable[Beside]) -> None:
             continue
         node = each.convolution
         x = node.all_input_nodes[0]
-        with graph.inserting_before(node):
+        with graph.inserting_before(each.shortcut if each.moves else node):
             arguments = (attribute(graph, node), x)
             if each.shortcut is None:
                 y = graph.call_function(convolve, arguments)

@@ -362,16 +362,23 @@ class _Analysis:
         self._inner[module] = needed
         graph, followed = trace.graph, trace.followed
         sites = find(graph, module)
-        beside.rewrite(graph, self._beside(graph, module, sites))
+        convolutions = self._beside(graph, module, sites)
+        beside.rewrite(graph, convolutions)
         rewrite(graph, sites)
+        # If they get hooks, these must run where the forward calls the convolution.
+        moved = {
+            module.get_submodule(str(each.convolution.target))
+            for each in convolutions
+            if each.moves
+        }
         if self._recompute:
             recompute_results(graph, module)
         return Traced(
             compiled(graph, f"<normplug.fuse of {type(module).__name__}>"),
             self._guard(module, False),
             tuple(
-                (m, self._guard(m, m in followed))
-                for m in trace.reached
+                (m, self._guard(m, m in followed or m in moved))
+                for m in (*trace.reached, *moved)
                 if m is not module
             ),
             fusions,
