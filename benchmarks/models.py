@@ -19,6 +19,7 @@ import normplug
 import rivals
 import script
 from nets import LAYOUTS, NETS, has_layouts, laid_out
+from normplug._ops import convolutions
 from normplug.bench import models
 from normplug.bench.rows import Rows
 from normplug.bench.timing import attempt
@@ -34,7 +35,37 @@ def without_norms(net: nn.Module) -> nn.Module:
     return net
 
 
+class PlainConvolutions(nn.Module):
+    """A fused model that leaves the gradients of all convolutions to PyTorch."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        devices = convolutions.DEVICES
+        convolutions.DEVICES = ()
+        try:
+            return self.net(*args, **kwargs)
+        finally:
+            convolutions.DEVICES = devices
+
+
+def plain_convolutions(net: nn.Module) -> nn.Module:
+    """Swap and fuse a model, but for the gradients of its convolutions."""
+    return PlainConvolutions(normplug.fuse(normplug.swap(net, MODE)))
+
+
+def plain_convolutions_compiled(net: nn.Module) -> nn.Module:
+    """The same, compiled."""
+    fused = normplug.fuse(normplug.swap(net, MODE))
+    return PlainConvolutions(torch.compile(fused))
+
+
 ARMS = models.usual_arms(MODE) | {
+    "plain-convolutions": plain_convolutions,
+    "plain-convolutions+compile": plain_convolutions_compiled,
     "swap+fuse+recompute": lambda net: normplug.fuse(
         normplug.swap(net, MODE), recompute=True
     ),

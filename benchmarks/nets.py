@@ -259,6 +259,7 @@ NETS = {
     "convnext_tiny": Net(partial(images, "convnext_tiny"), (128,)),
     "efficientnet_b0": Net(partial(images, "efficientnet_b0"), (128,)),
     "mobilenet_v3_large": Net(partial(images, "mobilenet_v3_large"), (256,)),
+    "resnext50": Net(partial(images, "resnext50_32x4d"), (128,)),
     "regnet_y_1_6gf": Net(partial(images, "regnet_y_1_6gf"), (128,)),
     "densenet121": Net(partial(images, "densenet121"), (64,)),
     "swin_t": Net(partial(images, "swin_t", channels_last=False), (128,)),

@@ -85,6 +85,7 @@ MODELS = {
     "deit3_small": "DeiT3-S",
     "efficientnet_b0": "EfficientNet-B0",
     "mobilenet_v3_large": "MobileNetV3-L",
+    "resnext50": "ResNeXt-50",
     "regnet_y_1_6gf": "RegNetY-1.6GF",
     "densenet121": "DenseNet-121",
     "inception_v3": "Inception-v3",

@@ -109,6 +109,11 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     operations, one by one. Max pooling runs in the kernel for channels_last input, and compares
     values before they are rounded.
 
+    The gradients of two kinds of convolutions before these norms cost less on CUDA. A 1x1
+    convolution at the start of a residual block adds its input's gradient to the shortcut's, in
+    place if nothing else holds that. A depthwise convolution of stride 1 computes its input's
+    gradient by a convolution with the flipped weight, where that was measured to be faster.
+
     In place: the modules that call the norms get a subclass of their class, with another forward.
     Modules, parameters, buffers, hooks, names and flags stay, so checkpoints, optimizers and
     aliases stay valid. torch.fx traces a forward only if its source shows that it depends on

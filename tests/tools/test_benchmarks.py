@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import gate
 import host
@@ -21,6 +22,7 @@ import nets
 import norms
 import rivals
 import tables
+from normplug._ops import convolutions
 from normplug.bench.__main__ import main
 from normplug.bench.op import Problem, cases
 from normplug.bench.rows import add_to_file, read_file
@@ -213,6 +215,19 @@ def test_other_arms_differ_from_the_usual_as_their_names_say(
     rows = {row["arm"]: row for row in read_file(path)}
     assert set(rows) == {"eager", "swap+fuse", "no-norm"}  # the model is no Llama
     assert rows["no-norm"]["loss"] != pytest.approx(rows["eager"]["loss"])
+
+
+def test_an_arm_leaves_the_gradients_of_convolutions_to_pytorch():
+    seen = []
+
+    class Net(nn.Module):
+        def forward(self, x):
+            seen.append(convolutions.DEVICES)
+            return x
+
+    models.PlainConvolutions(Net())(1)
+    assert seen == [()]
+    assert convolutions.DEVICES == ("cuda",)
 
 
 def test_images_are_timed_in_each_layout_and_a_text_once(monkeypatch):
