@@ -11,14 +11,18 @@ from typing import NamedTuple
 
 # The kernels run in Triton's interpreter, and calls in Python.
 INTERPRETER = {"TRITON_INTERPRET": "1", "NORMPLUG_NATIVE": "0"}
+# The host path in C++ is compiled, and calls run through it.
+IN_CPP = {"TRITON_INTERPRET": "1", "NORMPLUG_NATIVE": "1"}
 
 ARGUMENTS = "tests/functional/test_arguments.py"
+BESIDE = "tests/fuse/test_beside.py"
 BATCH_NORM_KERNELS = "tests/interpreted/test_batch_norm_kernels.py"
 BUFFERS = "tests/statistics/test_buffers.py"
 BUILDING = "tests/native/test_building.py"
 CALLS = "tests/interpreted/test_calls.py"
 CHANGES = "tests/fuse/test_changes.py"
 CHECK = "tests/swap/test_check.py"
+CONVOLUTIONS = "tests/interpreted/test_convolutions.py"
 COMPARE = "tests/tools/test_compare.py"
 DOCTOR = "tests/statistics/test_doctor.py"
 EVERY_NORM = "tests/functional/test_every_norm.py"
@@ -479,6 +483,70 @@ MUTATIONS = (
         ),
     ),
     # Fuse.
+    Mutation(
+        "convolutions: a gradient that others hold is changed",
+        "normplug/native/convolutions.h",
+        "t.use_count() == 1 && is_plain(t) &&",
+        "is_plain(t) &&",
+        tests_of(CONVOLUTIONS, "test_who_holds_the_shortcuts_gradient_sees_it_unchanged"),
+        IN_CPP,
+    ),
+    Mutation(
+        "convolutions: a gradient whose memory others hold is changed",
+        "normplug/native/convolutions.h",
+        "t.storage().use_count() == 1",
+        "true",
+        tests_of(
+            CONVOLUTIONS, "test_a_gradient_is_changed_only_if_nothing_else_holds_it"
+        ),
+        IN_CPP,
+    ),
+    Mutation(
+        "convolutions: the weight is not flipped",
+        "normplug/native/convolutions.h",
+        "weight.flip({2, 3})",
+        "weight",
+        tests_of(CONVOLUTIONS, "test_second_derivatives_are_right"),
+        IN_CPP,
+    ),
+    Mutation(
+        "convolutions: the shortcut loses the version of its input",
+        "normplug/native/convolutions.h",
+        "skip = x.detach();",
+        "skip = x.variable_data();",
+        tests_of(CONVOLUTIONS, "test_inputs_modified_in_place_are_detected"),
+        IN_CPP,
+    ),
+    Mutation(
+        "convolutions: an input in another dtype than autocast's goes to the shortcut",
+        "normplug/_ops/convolutions.py",
+        " or dtype != x.dtype:",
+        ":",
+        tests_of(CONVOLUTIONS, "test_autocast_casts_as_for_pytorchs_convolution"),
+        IN_CPP,
+    ),
+    Mutation(
+        "convolutions: a moved one with hooks runs too early",
+        "normplug/_fuse/fuse.py",
+        "m in followed or m in moved",
+        "m in followed",
+        tests_of(CONVOLUTIONS, "test_a_hook_on_a_convolution_that_moves_runs_in_order"),
+        IN_CPP,
+    ),
+    Mutation(
+        "beside: a shortcut may change its input",
+        "normplug/_fuse/beside.py",
+        "adds is not add_in_place or other.args[0] is not x",
+        "True",
+        tests_of(BESIDE, "test_a_convolution_without_a_plain_shortcut_is_left"),
+    ),
+    Mutation(
+        "beside: a convolution with a bias is taken",
+        "normplug/_ops/convolutions.py",
+        "    if layer.bias is not None and not with_bias:\n",
+        "    if False:\n",
+        tests_of(BESIDE, "test_a_report_says_why_a_convolution_is_left"),
+    ),
     Mutation(
         "trace: a module with hooks is inlined",
         "normplug/_fuse/fuse.py",

@@ -23,7 +23,7 @@ inline std::tuple<Tensor, Tensor> convolve_backward(const Tensor& dy, const Tens
                                                     bool needs_weight) {
   if (!needs_x && !needs_weight) return {};
   auto [dx, dweight, dbias] = at::convolution_backward(
-      dy, x, weight, c10::nullopt, {1, 1}, {weight.size(2) / 2, weight.size(3) / 2}, {1, 1}, false,
+      dy, x, weight, std::nullopt, {1, 1}, {weight.size(2) / 2, weight.size(3) / 2}, {1, 1}, false,
       {0, 0}, x.size(1) / weight.size(1), {needs_x, needs_weight, false});
   return {dx, dweight};
 }

@@ -334,7 +334,7 @@ def test_a_gradient_is_changed_only_if_nothing_else_holds_it(made):
 
 
 @pytest.mark.parametrize(
-    "holder", ["nobody", "user", "hook", "retain_grad", "grad", "sum"]
+    "holder", ["nobody", "user", "memory", "hook", "retain_grad", "grad", "sum"]
 )
 def test_who_holds_the_shortcuts_gradient_sees_it_unchanged(holder):
     layer, x, dy, dskip = pair()
@@ -349,6 +349,10 @@ def test_who_holds_the_shortcuts_gradient_sees_it_unchanged(holder):
     if holder == "user":
         ends[1] = skip
         seen.append(starts[1])
+    if holder == "memory":
+        ends[1] = skip.permute(0, 2, 3, 1)
+        starts[1] = starts[1].permute(0, 2, 3, 1)
+        seen.append(starts[1].permute(0, 3, 1, 2))
     if holder == "sum":  # both terms get one tensor
         other = torch.zeros_like(dskip, requires_grad=True)
         ends[1] = (skip + other) * 1
