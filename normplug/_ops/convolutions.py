@@ -82,13 +82,11 @@ def depthwise(layer: nn.Conv2d, x: Any) -> Tensor | None:
     """
     if not _is_measured(x) or not is_depthwise(layer) or refusal(layer, with_bias=True):
         return None
-    is_last = x.is_contiguous(memory_format=torch.channels_last)
-    dtype = autocast_dtype(x) or x.dtype
-    if layer.kernel_size[0] not in FLIPPED.get((dtype, is_last), ()):
-        return None
     if torch.compiler.is_compiling():
         y: Tensor = torch.ops.normplug.depthwise_convolution(x, layer.weight)
         return y
+    if not _is_flipped(x, layer.weight):
+        return None
     return native.path.convolve(x, layer.weight, False)
 
 
@@ -112,6 +110,13 @@ def fork(layer: nn.Conv2d, x: Any) -> tuple[Tensor, Tensor] | None:
 def _is_measured(x: Any) -> bool:
     """Whether an input is a batch of images on a device of `DEVICES`."""
     return isinstance(x, Tensor) and x.device.type in DEVICES and x.dim() == 4
+
+
+def _is_flipped(x: Tensor, weight: Tensor) -> bool:
+    """Whether the flipped convolution is faster than PyTorch's gradient."""
+    is_last = x.is_contiguous(memory_format=torch.channels_last)
+    dtype = autocast_dtype(x) or x.dtype
+    return weight.shape[-1] in FLIPPED.get((dtype, is_last), ())
 
 
 def _settings(weight: Tensor) -> tuple[Any, ...]:
@@ -138,6 +143,9 @@ class _Depthwise(torch.autograd.Function):
 
 
 def _call(x: Tensor, weight: Tensor) -> Tensor:
+    if not _is_flipped(x, weight):
+        padding = weight.shape[-1] // 2
+        return torch.conv2d(x, weight, padding=padding, groups=weight.shape[0])
     dtype = autocast_dtype(x)
     if dtype is not None:
         x = x.to(dtype)

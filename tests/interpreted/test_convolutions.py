@@ -608,6 +608,34 @@ def test_a_compiled_block_has_the_same_step(name):
     assert ("aten::flip" in ran) == (name in ("inverted", "convnext"))
 
 
+def test_a_compiled_convolution_with_a_stride_is_left_to_pytorch():
+    model, _ = twins("convnext")
+    model.conv.stride = (2, 2)
+    torch.compiler.reset()
+    convolve = torch.compile(calls.convolve, backend="aot_eager", fullgraph=True)
+    for layer in (
+        model.conv,
+        nn.Conv2d(6, 6, 9, padding=4, groups=6, bias=False).double(),
+    ):
+        x = images().requires_grad_()
+        y = convolve(layer, x)
+        assert_close(y, layer(x))
+        assert "aten::flip" not in operations(y.sum().backward)
+
+
+def test_a_compiled_convolution_is_pytorchs_where_that_is_faster(monkeypatch):
+    monkeypatch.setattr(convolutions, "FLIPPED", {(torch.bfloat16, True): (3,)})
+    layer = nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False)
+    torch.compiler.reset()
+    convolve = torch.compile(calls.convolve, backend="aot_eager", fullgraph=True)
+    for low in (True, False):
+        x = images(dtype=torch.float32).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            y = convolve(layer, x)
+            assert_close(y, layer(x))
+        assert ("aten::flip" in operations(y.sum().backward)) == low
+
+
 def test_the_operator_follows_the_rules_of_operators():
     for memory_format in (LAST, torch.contiguous_format):
         x = images(dtype=torch.float32, memory_format=memory_format).requires_grad_()
