@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from normplug import native
 from normplug._ops.spec import autocast_dtype
-from normplug._torch import has_hooks
+from normplug._torch import has_hooks, is_exporting
 
 # (dtype, whether the input is channels_last) -> the sizes of depthwise kernels for which the
 # flipped convolution is faster than PyTorch's gradient. On an H100 and an H200, torch 2.11.
@@ -81,6 +81,8 @@ def depthwise(layer: nn.Conv2d, x: Any) -> Tensor | None:
     layer: a convolution that `refusal` may refuse.
     """
     if not _is_measured(x) or not is_depthwise(layer) or refusal(layer, with_bias=True):
+        return None
+    if is_exporting():
         return None
     if torch.compiler.is_compiling():
         y: Tensor = torch.ops.normplug.depthwise_convolution(x, layer.weight)

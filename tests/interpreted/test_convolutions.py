@@ -18,7 +18,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from fuse_cases import outcome
-from normplug import fuse, native, swap
+from matrix import process_group
+from normplug import _torch, fuse, native, swap
 from normplug._fuse import calls
 from normplug._ops import convolutions
 
@@ -548,6 +549,16 @@ def test_a_convolution_that_changes_after_fuse_is_left_to_pytorch(change, name):
         assert nodes_of(model(x.requires_grad_())) == 0
 
 
+@pytest.mark.parametrize("name", ["identity", "inverted"])
+def test_distributed_training_has_the_same_gradients(name):
+    model, plain = twins(name)
+    with process_group():
+        replicated = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-4)
+        for _ in range(2):  # the buckets are rebuilt after the first step
+            x = images()
+            assert_close(outcome(replicated, x), outcome(plain, x))
+
+
 def test_a_hook_on_a_convolution_that_moves_runs_in_order():
     model, _ = twins("first")
     ran = []
@@ -634,6 +645,16 @@ def test_a_compiled_convolution_is_pytorchs_where_that_is_faster(monkeypatch):
             y = convolve(layer, x)
             assert_close(y, layer(x))
         assert ("aten::flip" in operations(y.sum().backward)) == low
+
+
+@pytest.mark.skipif(not _torch._HAS_EXPORT_FLAG, reason="needs torch 2.7")
+def test_an_exported_graph_has_no_operator_of_normplug():
+    model, plain = twins("inverted")
+    x = images()
+    exported = torch.export.export(model.eval(), (x,)).module()
+    assert_close(exported(x), plain.eval()(x))
+    targets = [str(node.target) for node in exported.graph.nodes]
+    assert not any("normplug" in target for target in targets)
 
 
 def test_the_operator_follows_the_rules_of_operators():
