@@ -37,6 +37,7 @@ def norm_add_activation(
     residual: Tensor | None = None,
     in_place: bool = False,
     flipped: bool = False,
+    other: Any = None,
     *,
     keeps_residual: bool = False,
 ) -> Tensor:
@@ -45,16 +46,20 @@ def norm_add_activation(
     norm: in an edited forward, any module. activation: a module, or the `activation` of
     `functional.batch_norm`; in an edited forward, also any function. between: the `nn.Identity`
     modules after the norm. in_place, flipped: whether the addition is in place, and whether the
-    residual is its left operand. keeps_residual: whether other modules save the residual anyway,
-    unless they recompute it.
+    residual is its left operand. other: the norm that is applied to the residual first, or None.
+    keeps_residual: whether other modules save the residual anyway, unless they recompute it.
     """
     name = _name(activation)
     only_adds = activation is None and residual is not None
-    if (
-        (name is not None or only_adds)
-        and _may_run(norm, x, "activation", activation, *between)
-        and (residual is None or _alike(x, residual))
-    ):
+    may_run = (name is not None or only_adds) and _may_run(
+        norm, x, "activation", activation, *between
+    )
+    if other is not None:
+        assert residual is not None
+        if may_run and _may_join(norm, x, other, residual):
+            return norm._fused_norms(x, residual, other, name)
+        residual = isolated_norm(other, residual)
+    if may_run and (residual is None or _alike(x, residual)):
         if residual is None:
             return norm._fused(x, activation=name)
         compiling = torch.compiler.is_compiling()
@@ -205,6 +210,16 @@ def _may_run(norm: Any, x: Any, operation: str, *modules: Any) -> bool:
         if isinstance(module, nn.Module) and has_hooks(module):
             return False
     return True
+
+
+def _may_join(norm: Any, x: Tensor, other: Any, residual: Any) -> bool:
+    """Whether one call may run two norms whose results are added; norm: one that `_may_run`."""
+    return (
+        _may_run(other, residual, "norm")
+        and _alike(x, residual)
+        and norm._may_add(x)
+        and other._may_add(residual)
+    )
 
 
 def _alike(x: Tensor, residual: Any) -> bool:

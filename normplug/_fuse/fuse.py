@@ -358,8 +358,10 @@ class _Analysis:
             needed |= origins.union(
                 *(self._inner[m] for m in origins if m in self._inner)
             )
-            if site.fusion is not None:
-                fusions[str(site.norm.target)] = site.fusion
+            fusions |= site.fusions
+            if site.left:
+                norm = module.get_submodule(str(site.norm.target))
+                self.reasons[norm] = f"nothing to do: {site.left}"
         if not own_sites:
             return None
         if set(trace.followed) != needed:

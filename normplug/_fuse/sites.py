@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,19 @@ class Site:
         None  # the addition of a residual after the norm, if the site has one
     )
     fusion: Fusion | None = None  # the operations; None for the norm alone
+    left: str = ""  # why a norm alone is not in the call that adds its result
+    other: fx.Node | None = None  # the norm of the residual, if the call runs it, too
+
+    @property
+    def fusions(self) -> dict[str, Fusion]:
+        """Path of each norm -> what it is fused with."""
+        if self.fusion is None:
+            return {}
+        fusions = {str(self.norm.target): self.fusion}
+        if self.other is not None:
+            other = Fusion("norm that adds it", for_residual=True)
+            fusions[str(self.other.target)] = other
+        return fusions
 
 
 def find(graph: fx.Graph, root: nn.Module) -> list[Site]:
@@ -85,17 +98,54 @@ def find(graph: fx.Graph, root: nn.Module) -> list[Site]:
         else:
             sites.append(site)
             taken.update(site.nodes)
-    additions = {site.add for site in sites}
+    additions = {site.add: site for site in sites}
     for node, declared in left:
         # A norm whose result only another site's addition reads.
         add = reader(node)
-        if add is not None and add in additions and "addition" in declared.after:
-            sites.append(_isolated(node, add))
+        if add is None or add not in additions:
+            continue
+        site = additions[add]
+        why_not = _refusal_to_join(traced, node, declared, site)
+        if not why_not:
+            sites[sites.index(site)] = _joined(node, site)
+        elif "addition" in declared.after:
+            sites.append(_isolated(node, add, why_not))
     return sites
 
 
-def _isolated(node: fx.Node, add: fx.Node) -> Site:
-    return Site(node, (node, add), isolated_norm, lambda _: node.args)
+def _refusal_to_join(
+    traced: Forward, node: fx.Node, declared: FusionSites, site: Site
+) -> str:
+    """Why a site may not run the norm whose result it adds, right before it; "" if it may."""
+    norm: Any = traced.module(site.norm)
+    for layer, sites in ((traced.module(node), declared), (norm, norm._fusion_sites)):
+        if "norm" not in sites.after:
+            return f"{type(layer).__name__} runs apart from the norm that adds it"
+    assert site.add is not None
+    if not _may_run_late(traced, node, site.add, []):
+        return "an operation before the addition may change the input of the norm"
+    return ""
+
+
+def _joined(node: fx.Node, site: Site) -> Site:
+    """A site with the norm whose result it adds."""
+
+    def arguments(module: Callable[[fx.Node], fx.Node]) -> tuple[Any, ...]:
+        *first, _, in_place, flipped = site.arguments(module)
+        return *first, node.args[0], in_place, flipped, module(node)
+
+    assert site.fusion is not None
+    return replace(
+        site,
+        nodes=(node, *site.nodes),
+        arguments=arguments,
+        fusion=replace(site.fusion, residual_norm=True),
+        other=node,
+    )
+
+
+def _isolated(node: fx.Node, add: fx.Node, left: str) -> Site:
+    return Site(node, (node, add), isolated_norm, lambda _: node.args, left=left)
 
 
 def refusal(norm: nn.Module) -> str:
@@ -161,6 +211,13 @@ def _is_residual(
         return False
     if how is add_in_place and add.args[0] is not result:
         return False  # it mutates the residual
+    return _may_run_late(traced, node, add, between)
+
+
+def _may_run_late(
+    traced: Forward, node: fx.Node, add: fx.Node, between: list[fx.Node]
+) -> bool:
+    """Whether a norm may run just before the addition that reads its result."""
     source = node.all_input_nodes[0]
     module = traced.module(source)
     fresh = (
@@ -395,7 +452,8 @@ def recompute_results(graph: fx.Graph, root: nn.Module) -> None:
 
 def _adds_only(node: fx.Node, residual: fx.Node, root: nn.Module) -> bool:
     """Whether a node is a norm that adds the residual and does not read it in its backward."""
-    added = node.target is norm_add_activation and len(node.args) > 4
+    # Five arguments come first. The eighth is the residual's norm, which reads it.
+    added = node.target is norm_add_activation and 4 < len(node.args) < 8
     if not added or node.args[1] is residual:
         return False
     activation: Any = node.args[2]

@@ -42,6 +42,8 @@ class Constants(KernelConstant):
         normalize: y is written; without it, only statistics are.
         variance: `stats` are (mean, var), not (mean, rstd).
         weight, bias, residual: there is one, and it is needed.
+        for_residual: a norm that another one adds: the other's `stats` get what it needs.
+        residual_norm: the residual is normalised as it is read, by what `stats` has for it.
         bits: relu's mask is saved, one bit per value, so that the residual or x need not be.
         activation: the activation's code: see `activation`.
         running: the running statistics are updated.
@@ -55,7 +57,7 @@ class Constants(KernelConstant):
         share: another kernel writes dx, from terms that this one stores in place of it, in `acc`.
         joined: those terms are over all processes, and are read in place of dweight.
         peaks: the largest values and their places are written, for the backward of max pooling.
-        dx, dresidual, dweight, dbias, dinput_bias: this gradient is wanted.
+        dx, dresidual, dweight, dbias, dinput_bias, dstats: this gradient is wanted.
         centred: of rows, the mean is subtracted; if not, `stats` has rstd only, and no running mean
             is updated.
         offset: added to the weight.
@@ -79,6 +81,8 @@ class Constants(KernelConstant):
     weight: bool = False
     bias: bool = False
     residual: bool = False
+    for_residual: bool = False
+    residual_norm: bool = False
     bits: bool = False
     activation: float = 0
     running: bool = False
@@ -96,6 +100,7 @@ class Constants(KernelConstant):
     dweight: bool = False
     dbias: bool = False
     dinput_bias: bool = False
+    dstats: bool = False
     centred: bool = False
     offset: float = 0.0
     rounded: Any = None

@@ -32,6 +32,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "ye
 
 # Formats of kernel parameters for `struct`, by Triton's name of their type.
 _LAYOUTS = {"*": "<Q", "i32": "<i", "i64": "<q", "fp32": "<f"}
+# Tensors that few launches have -> the flag of those launches.
+_OPTIONAL = {"dstats_ptr": "residual_norm"}
 # Triton's names of tensor dtypes.
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
@@ -61,7 +63,8 @@ class Launch:
     """A kernel with everything but its tensors: grid, sizes, constants and compiler options.
 
     The kernel's arguments are tensors, whose names end in `_ptr`; numbers; and the constants T and
-    F. `pointers` names the tensors: `x` for `x_ptr`.
+    F. `pointers` names the tensors: `x` for `x_ptr`. The last tensor may be one of `_OPTIONAL`,
+    which is compiled in as None unless the constants have its flag.
 
     Args:
         kernel: the kernel, decorated by `primitives.kernel`.
@@ -78,6 +81,11 @@ class Launch:
     ) -> None:
         tensors = [name for name in kernel.arg_names if name.endswith("_ptr")]
         names = kernel.arg_names[len(tensors) : -2]
+        flag = _OPTIONAL.get(tensors[-1])
+        self._absent: tuple[None, ...] = ()
+        if flag is not None and not getattr(constants, flag):
+            tensors.pop()
+            self._absent = (None,)
         values = work.sizes | numbers
         if values.keys() != set(names):
             raise TypeError(
@@ -101,7 +109,7 @@ class Launch:
         }
         if work.cooperative:
             self._constants["launch_cooperative_grid"] = True
-        self._tail = (*self._numbers, tile, flags)
+        self._tail = (*self._absent, *self._numbers, tile, flags)
         self._direct = _DIRECT and not INTERPRETED
         self._run: Any = None  # Triton's launcher, once it is known
         self._function: Any = None
@@ -128,7 +136,7 @@ class Launch:
             self._settled = True
             name = ahead.settle(self.job([tensor.dtype for tensor in tensors]))
         compiled = self._kernel[(self._grid,)](
-            *tensors, *self._numbers, **self._constants
+            *tensors, *self._absent, *self._numbers, **self._constants
         )
         if name is not None and compiled.hash != name:  # `job` has predicted it wrongly
             ahead.stop()
@@ -147,7 +155,7 @@ class Launch:
             return None
         warps, _, shared, *_ = self._metadata
         names, parameters = self._kernel.arg_names, []
-        values = (*range(len(self.pointers)), *self._numbers)
+        values: Any = (*range(len(self.pointers)), *self._absent, *self._numbers)
         for place, (name, value) in enumerate(zip(names, values, strict=False)):
             kind = self._signature.get(name, "constexpr")
             if kind == "constexpr":  # compiled in, so it is not passed
@@ -167,11 +175,12 @@ class Launch:
     def job(self, dtypes: Sequence[torch.dtype]) -> ahead.Job:
         """Describe what Triton compiles for tensors of these dtypes, aligned to 16 bytes."""
         names, count = self._kernel.arg_names, len(dtypes)
+        absent = len(self._absent)
         signature = dict.fromkeys(names, "constexpr")
         signature |= {
             n: "*" + TYPES[dtype] for n, dtype in zip(names, dtypes, strict=False)
         }
-        for name, value in zip(names[count:], self._numbers, strict=False):
+        for name, value in zip(names[count + absent :], self._numbers, strict=False):
             wide = isinstance(value, int) and not -(2**31) <= value < 2**31
             signature[name] = (
                 "fp32" if isinstance(value, float) else "i64" if wide else "i32"
@@ -179,6 +188,7 @@ class Launch:
         constants = {
             (i,): self._constants[n] for i, n in enumerate(names) if n in self._constants
         }
+        constants |= {(count + i,): None for i in range(absent)}
         options = {k: v for k, v in self._constants.items() if k not in names}
         attributes: dict[tuple[int], list[list[Any]]]
         attributes = {(i,): [["tt.divisibility", 16]] for i in range(count)}

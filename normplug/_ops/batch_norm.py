@@ -23,8 +23,8 @@ from normplug._ops.call import Way, key_of, made_once
 from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Plan
 from normplug._ops.spec import Pool, Tensors
-from normplug._torch import interposed, transforms_active
-from normplug.reference import accumulator_dtype, channel_dims
+from normplug._torch import applier, interposed, transforms_active
+from normplug.reference import accumulator_dtype, channel_dims, per_channel
 
 _OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 _LAST = torch.channels_last
@@ -35,6 +35,9 @@ class BatchNormSpec(NamedTuple):
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
     isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
+    for_residual: whether the call returns what another norm's call needs to add its result: the
+        vector of `ResidualPlan`, without a gradient. The other call takes the x of this one as its
+        residual, and the vector, from `with_gradient`, as its `input_bias`.
     join: the number of the `exchange.Join` of the processes that join their batches; 0 for one.
     instance: whether it is an InstanceNorm in evaluation with running statistics.
     constant: whether neither weight nor bias needs a gradient, in evaluation, so that the backward
@@ -50,6 +53,7 @@ class BatchNormSpec(NamedTuple):
     pool: Pool | None = None
     keeps_residual: bool = False
     isolated: bool = False
+    for_residual: bool = False
     join: int = 0
     instance: bool = False
     constant: bool = False
@@ -86,6 +90,12 @@ class BatchNormSpec(NamedTuple):
         return self._by_torch(t)
 
     def _by_torch(self, t: Tensors) -> Tensor:
+        if self.for_residual:
+            return self._for_residual(t)
+        if t.input_bias is not None:
+            residual = _normalised_residual(t)
+            y = self._by_torch(t._replace(residual=residual, input_bias=None))
+            return y.to(t.x.dtype)
         if self.join:
             backend = exchange.joins[self.join].backend
             y = collectives.batch_norm(t, self, partial(channel_stats, backend=backend))
@@ -101,6 +111,22 @@ class BatchNormSpec(NamedTuple):
         elif self.activation is not None:
             y = _activations.apply(self.activation, y)
         return y if self.pool is None else self.pool.of(y)
+
+    def _for_residual(self, t: Tensors) -> Tensor:
+        """The result of a `ResidualPlan`."""
+        acc = accumulator_dtype(t.x.dtype)
+        mean, var = channel_stats(t.x.detach(), "torch")
+        values = t.x.numel() // t.x.shape[1]
+        if t.running_mean is not None:
+            unbiased = var * (values / (values - 1))
+            torch_way.update_running(t, self.momentum, mean, unbiased)
+        gain = torch.full_like(mean, math.sqrt(self.target_variance))
+        if t.weight is not None:
+            gain *= t.weight.detach()
+        bias = torch.zeros_like(mean) if t.bias is None else t.bias.detach().to(acc)
+        unset = torch.zeros_like(mean)
+        rstd = torch.rsqrt(var + self.eps)
+        return torch.cat([unset, unset, mean, rstd, gain, bias])
 
     def _normalised(self, t: Tensors) -> Tensor:
         """Call ATen's operator, since `torch.nn.functional.batch_norm` refuses an eps of 0."""
@@ -180,6 +206,8 @@ class BatchNormSpec(NamedTuple):
     def plan(self, t: Tensors) -> Plan:
         page = _plans()
         make = page.BatchNormPlan if self.pool is None else page.PooledPlan
+        if self.for_residual:
+            make = page.ResidualPlan
         plan: Plan = make(t, self)
         return plan
 
@@ -265,6 +293,61 @@ class BatchNormSpec(NamedTuple):
         if self.pool is not None:
             return x.contiguous(memory_format=torch.channels_last)
         return dense(x)
+
+
+def _normalised_residual(t: Tensors) -> Tensor:
+    """The residual through its norm, differentiable twice, in the dtype of `t.input_bias`."""
+    assert t.residual is not None
+    assert t.input_bias is not None
+    _, _, _, rstd, gain, bias = t.input_bias.chunk(6)
+    x = t.residual.to(t.input_bias.dtype)
+    var, mean = torch.var_mean(x, channel_dims(x), correction=0)
+    # The eps of the norm, and the rounding of rstd.
+    eps = (rstd.pow(-2) - var).detach()
+    scale = gain * torch.rsqrt(var + eps)
+    return (x - per_channel(mean, x)) * per_channel(scale, x) + per_channel(bias, x)
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        root: float,
+        make: Callable[[], Tensor],
+    ) -> Tensor:
+        ctx.root = root
+        ctx.dtypes = [None if v is None else v.dtype for v in (weight, bias)]
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        *_, gain, bias = gradient.chunk(6)
+        dweight = gain if ctx.root == 1.0 else gain * ctx.root
+        pairs = zip((dweight, bias), ctx.dtypes, strict=True)
+        return (
+            *(None if dtype is None else d.to(dtype) for d, dtype in pairs),
+            None,
+            None,
+        )
+
+
+_apply = applier(_WithGradient)
+
+
+def with_gradient(
+    weight: Tensor | None,
+    bias: Tensor | None,
+    target_variance: float,
+    make: Callable[[], Tensor],
+) -> Tensor:
+    """The result of a call `for_residual`, through which weight and bias get their gradients.
+
+    make: runs the call.
+    """
+    y: Tensor = _apply(weight, bias, math.sqrt(target_variance), make)
+    return y
 
 
 def _refusal_to_pool(x: Tensor, pool: Pool) -> str | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from normplug._activations import backward_reads_input, kernel_code
 from normplug._kernels import processors
+from normplug._kernels.ahead import Job
 from normplug._kernels.batch_norm import columns, planes, schedule, windows
 from normplug._kernels.batch_norm.schedule import Geometry, Planes, Window
 from normplug._kernels.constants import Constants
@@ -26,6 +27,7 @@ from normplug._ops import exchange, torch_way
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.plans import (
     RUNNING,
+    Layout,
     Needs,
     Plan,
     Program,
@@ -41,7 +43,8 @@ class BatchNormPlan(Plan):
     """The launches of a BatchNorm, with residual and activation: one per direction.
 
     State: stats, mean and rstd of the channels, (2 * C,); and bits, relu's mask, saved if there is
-    a residual.
+    a residual. If the residual has a norm, `input_bias` is the result of its `ResidualPlan`, where
+    the forward stores mean and rstd, too; there are no other stats.
     """
 
     spec: BatchNormSpec
@@ -63,6 +66,9 @@ class BatchNormPlan(Plan):
         assert not (self._counts and spec.safe)
         self._constant = spec.constant and spec.pool is None
         self._has_residual = has_residual = t.residual is not None
+        self._residual_norm = t.input_bias is not None
+        assert not (self._residual_norm and spec.join)
+        self._renamed = {"stats": "input_bias"} if self._residual_norm else {}
         self._world = self.peers.world if self.peers else 1
         # What both directions share; `_forward` and `_backward` have the rest.
         self._constants = Constants(
@@ -78,7 +84,8 @@ class BatchNormPlan(Plan):
             "tracked": updates and t.tracked is not None and not self._counts,
         }
         self._root = math.sqrt(spec.target_variance)
-        self._reads_residual = has_residual and backward_reads_input(spec.activation)
+        reads = self._residual_norm or backward_reads_input(spec.activation)
+        self._reads_residual = has_residual and reads
         self._keeps_residual = self._reads_residual or spec.keeps_residual
         # Of constants, dx needs no x, if relu's mask replaces it.
         self._keeps_x = not (self._constant and spec.activation in (None, "relu"))
@@ -89,7 +96,11 @@ class BatchNormPlan(Plan):
 
     def _forward(self, constants: Constants) -> tuple[Launch, tuple[int, int]]:
         """The launch of a forward, or of a part of it, and its scratch memory."""
-        constants = replace(constants, residual=self._has_residual)
+        constants = replace(
+            constants,
+            residual=self._has_residual,
+            residual_norm=self._residual_norm,
+        )
         momentum = 0.0
         world = 1
         if not constants.given:
@@ -115,15 +126,18 @@ class BatchNormPlan(Plan):
             eps=self.spec.eps,
             root=self._root,
         )
-        return launch, shape.scratch
+        return launch, shape.scratch()
 
     def _backward(
-        self, shape: Geometry, needs: tuple[bool, bool, bool, bool], share: bool = False
+        self,
+        shape: Geometry,
+        needs: tuple[bool, bool, bool, bool, bool],
+        share: bool = False,
     ) -> Launch:
-        """The launch of a backward; `needs`: of dx, dweight, dbias and dresidual."""
-        dx, dweight, dbias, dresidual = needs
-        late = self.spec.training and dx
-        sums = late or dweight or dbias or share
+        """The launch of a backward; `needs`: of dx, dweight, dbias, dstats and dresidual."""
+        dx, dweight, dbias, dstats, dresidual = needs
+        late = self.spec.training and (dx or (dresidual and self._residual_norm))
+        sums = late or dweight or dbias or dstats or share
         world = self._world if late or share else 1
         constants = replace(
             self._constants,
@@ -131,10 +145,12 @@ class BatchNormPlan(Plan):
             late=late,
             share=share,
             residual=self._reads_residual,
+            residual_norm=self._residual_norm,
             dx=dx,
             dresidual=dresidual,
             dweight=dweight,
             dbias=dbias,
+            dstats=dstats,
             world=world,
         )
         is_planes = isinstance(shape, Planes)
@@ -155,18 +171,18 @@ class BatchNormPlan(Plan):
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         x, spec = t.x, self.spec
         launch, scratch = self._forward(replace(self._constants, normalize=True))
-        empties = {
-            "y": (x.shape, x.stride(), x.dtype),
-            "stats": ((2 * self._channels + (self.peers is not None),), (1,), self.acc),
-        }
+        empties: dict[str, Layout] = {"y": (x.shape, x.stride(), x.dtype)}
+        if not self._residual_norm:
+            size = 2 * self._channels + (self.peers is not None)
+            empties["stats"] = ((size,), (1,), self.acc)
         if self._constants.bits:
             mask_bytes = schedule.mask_bytes(*self._shape)
             empties["bits"] = ((mask_bytes,), (1,), torch.uint8)
         kept = "residual" if self._keeps_residual else "nothing"
-        saved = (kept, "weight", "bias", "nothing", "stats", "bits")
+        saved = (kept, "weight", "bias", "input_bias", "stats", "bits")
         return Program(
             named(t),
-            (launch, {}),
+            (launch, self._renamed),
             empties=empties,
             saved=("x" if self._keeps_x else "nothing", *saved),
             updates=RUNNING if spec.training else (),
@@ -178,31 +194,32 @@ class BatchNormPlan(Plan):
         x = saved["x"]  # normalised by the saved statistics
         constants = replace(self._constants, normalize=True, given=True, bits=False)
         launch, _ = self._forward(constants)
-        return Program(saved, (launch, {}), empties={"y": (x.shape, x.stride(), x.dtype)})
+        empties = {"y": (x.shape, x.stride(), x.dtype)}
+        return Program(saved, (launch, self._renamed), empties=empties)
 
     def backward_program(self, given: dict[str, Tensor], needs: Needs) -> Program:
         x = self._stand_in("meta")
         dy = given["dy"]
-        plain = self.spec.activation is None
-        copies = {} if lies_like(dy, x) else {"dy": x.stride()}
         # Without an activation, dy is the residual's gradient.
+        plain = self.spec.activation is None and not self._residual_norm
+        copies = {} if lies_like(dy, x) else {"dy": x.stride()}
         through = needs[1] and not plain
-        wanted = (needs[0], needs[2], needs[3], through)
-        empties = gradients_of({**given, "x": x}, wanted[:3])
+        wanted = (needs[0], needs[2], needs[3], needs[4], through)
+        empties = gradients_of({**given, "x": x}, wanted[:4])
         if through:
             empties["dresidual"] = (x.shape, x.stride(), x.dtype)
         for_residual = "dy" if plain and needs[1] else "dresidual"
-        results = ("dx", for_residual, "dweight", "dbias", "nothing")
+        results = ("dx", for_residual, "dweight", "dbias", "dinput_bias")
         if not any(wanted):
             return Program(given, copies=copies, empties={}, results=results)
         shape = schedule.geometry(*self._shape, 2, *self._machine)
         return Program(
             given,
-            (self._backward(shape, wanted), {}),
+            (self._backward(shape, wanted), {**self._renamed, "dstats": "dinput_bias"}),
             copies=copies,
             empties=empties,
             results=results,
-            scratch=shape.scratch,
+            scratch=shape.scratch(self._residual_norm),
         )
 
     def _stand_in(self, device: Any) -> Tensor:
@@ -211,14 +228,14 @@ class BatchNormPlan(Plan):
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def composed(self, saved: Sequence[Any], dy: Tensor) -> tuple[Tensors, Any, Tensor]:
-        x, residual, weight, bias, _, stats, *_ = saved
+        x, residual, weight, bias, norms, stats, *_ = saved
         spec = self.spec
         mean = var = None
         if x is None:  # the gradients do not depend on its values
             x = self._stand_in(self.device).zero_().requires_grad_()
         if spec.join:
             raise NotImplementedError(exchange.NO_SECOND_DERIVATIVE)
-        if self._constants.bits:
+        if self._constants.bits and not self._residual_norm:
             # relu's mask as ones and zeros: the residual's gradient for a dy of ones.
             needs = (False, True, False, False, False)
             detached = (x.detach(), *saved[1:])
@@ -231,7 +248,7 @@ class BatchNormPlan(Plan):
         if not spec.training:
             mean, rstd = stats.chunk(2)
             var = torch_way.variance_of(rstd, spec.eps)
-        return Tensors(x, residual, weight, bias, None, mean, var), spec, dy
+        return Tensors(x, residual, weight, bias, norms, mean, var), spec, dy
 
 
 def machine_of(x: Tensor, alone: bool = True) -> tuple[int, bool]:
@@ -257,6 +274,28 @@ class StatisticsPlan(BatchNormPlan):
 
     def _expect_next(self, *_: Any) -> None:
         """Nothing: a model's layers need not be called next."""
+
+
+class ResidualPlan(StatisticsPlan):
+    """The launch of the norm of a residual, for the call that adds its result.
+
+    y, (6 * C,): room for that call's mean and rstd, then mean, rstd, gain (weight * root) and bias.
+    """
+
+    def jobs(self, t: Tensors, keep: bool) -> tuple[list[Job], list[Job]]:
+        """The kernel: it has no backward."""
+        return super().jobs(t, False)
+
+    def forward_program(self, t: Tensors, keep: bool) -> Program:
+        launch, scratch = self._forward(replace(self._constants, for_residual=True))
+        return Program(
+            named(t),
+            (launch, {"stats": "y", "y": "x"}),
+            empties={"y": ((6 * self._channels,), (1,), self.acc)},
+            updates=RUNNING,
+            counts=self._counts,
+            scratch=scratch,
+        )
 
 
 class PooledPlan(BatchNormPlan):
@@ -330,8 +369,8 @@ class PooledPlan(BatchNormPlan):
                 self._dtype.itemsize,
             )
             geometry = schedule.geometry(*shape, 2, *self._machine)
-            scratch = geometry.scratch
-            wanted = (False, *summed, False)
+            scratch = geometry.scratch()
+            wanted = (False, *summed, False, False)
             launch = self._backward(geometry, wanted, share=self._joined and through)
             steps.append((launch, {"x": "peaks", "dx": "message"}))
         if needs[0]:

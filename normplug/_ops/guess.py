@@ -21,6 +21,7 @@ from torch import Tensor
 from normplug._activations import ActivationLike
 from normplug._ops.call import key_of
 from normplug._ops.spec import Tensors
+from normplug.reference import accumulator_dtype
 
 if TYPE_CHECKING:
     from normplug._kernels.ahead import Job
@@ -34,13 +35,17 @@ class Fusion:
     """What `fuse` runs in one call with a norm.
 
     label: the operations, for a report. adds: whether the call adds a residual, before the norm or
-    after it. adds_bias: whether it adds the bias of a convolution before the norm. note: on the
-    gradients of the convolution before the norm, for a report.
+    after it. adds_bias: whether it adds the bias of a convolution before the norm. residual_norm:
+    whether the residual has a norm, which runs in the same call. for_residual: whether the norm is
+    such a norm of a residual. note: on the gradients of the convolution before the norm, for a
+    report.
     """
 
     label: str = ""
     adds: bool = False
     adds_bias: bool = False
+    residual_norm: bool = False
+    for_residual: bool = False
     activation: ActivationLike = None
     note: str = ""
 
@@ -121,15 +126,25 @@ def _calls(
                 if dtype is not None:
                     given = torch.empty_like(like, dtype=dtype, requires_grad=True)
                     arguments[place] = given
-            if fusion.adds_bias:
-                dtype = (t.x if t.weight is None else t.weight).dtype
+            dtype = (t.x if t.weight is None else t.weight).dtype
+            if fusion.residual_norm:
+                arguments[2] = _of_residual_norm(like.shape[1], dtype)
+            elif fusion.adds_bias:
                 bias = torch.empty(row, dtype=dtype, device="meta", requires_grad=True)
                 arguments[2] = bias
             if fusion.activation is not None:
                 arguments.append(fusion.activation)
+            if fusion.for_residual:
+                arguments += [None, None, False, False, True]
             call, call_spec = layer._call(*arguments)
             if type(call_spec) is type(spec):
                 yield call._replace(**statistics), call_spec._replace(**shared)
+
+
+def _of_residual_norm(channels: int, dtype: torch.dtype) -> Tensor:
+    """The `input_bias` of the norm that adds another norm's result."""
+    acc = accumulator_dtype(dtype)
+    return torch.empty(6 * channels, dtype=acc, device="meta", requires_grad=True)
 
 
 def _inputs(x: Tensor, row: Sequence[int], first_row: Sequence[int]) -> Iterator[Tensor]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from normplug import reference
 from normplug._activations import ActivationLike
 from normplug._checks import as_number
-from normplug._ops import exchange, torch_way
-from normplug._ops.batch_norm import BatchNormSpec, channel_stats
+from normplug._ops import can_run, exchange, torch_way
+from normplug._ops.batch_norm import BatchNormSpec, channel_stats, with_gradient
 from normplug._ops.spec import Pool, Tensors
 from normplug._torch import NormBase
 from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_channels
@@ -40,9 +40,38 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
         isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
         """
         y: Tensor = self._run(
-            input, residual, None, activation, pool, keeps_residual, isolated
+            input, residual, None, activation, pool, keeps_residual, isolated, False
         )
         return y
+
+    def _fused_norms(
+        self, input: Tensor, residual: Tensor, other: Any, activation: ActivationLike
+    ) -> Tensor:
+        """Compute `activation(forward(input) + other(residual))`; other: a layer of these classes.
+
+        Only where `_may_add` both layers' results.
+        """
+        weight, bias = other._affine()
+        options = (None, None, None, None, False, False, True)
+        norms = with_gradient(
+            weight, bias, other.target_variance, lambda: other._run(residual, *options)
+        )
+        y: Tensor = self._run(
+            input, residual, norms, activation, None, False, False, False
+        )
+        return y
+
+    def _may_add(self, x: Tensor) -> bool:
+        """Whether kernels may run this layer in one call with another norm, which it is added to.
+
+        Both normalise by the batch of one process.
+        """
+        if can_run.is_compiling() or type(x) is not Tensor:
+            return False
+        by_batch = self.training or self.running_var is None
+        if not by_batch or self.group_to_join() is not None:
+            return False
+        return can_run.has_kernels("fuse", self.backend, x)
 
     def _is_guarded(self) -> bool:
         # A call that updates nothing runs in the same way each time: activation checkpointing
@@ -55,9 +84,16 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
         return self.momentum is None or is_narrow or torch_way.is_repeated()
 
     def _call(
-        self, input: Tensor, residual: Tensor | None, input_bias: None, *options: Any
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        input_bias: Tensor | None,
+        *options: Any,
     ) -> tuple[Tensors, BatchNormSpec]:
-        """Options: the fields of the spec from `activation` to `join`."""
+        """Options: the fields of the spec from `activation` to `join`.
+
+        input_bias: the result of the `BatchNormSpec.for_residual` call of the residual's norm.
+        """
         self._check_input_dim(input)
         mean, var, tracked = self._statistics()
         training = self.training or (mean is None and var is None)
@@ -68,7 +104,7 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
             # Not updated without its counter, as in a checkpoint of torch before 0.4.1.
             momentum = 0.0
         weight, bias = self._affine()
-        t = Tensors(input, residual, weight, bias, None, mean, var, tracked)
+        t = Tensors(input, residual, weight, bias, input_bias, mean, var, tracked)
         settings = self._normplug
         numbers = (momentum, settings.eps, settings.target_variance)
         trains = any(v is not None and v.requires_grad for v in (weight, bias))
@@ -80,7 +116,7 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
 
     _call_reads = (*TargetVarianceNorm._call_reads, "momentum", "track_running_stats")
     _fusion_sites = FusionSites(
-        {"forward": forward}, after=("activation", "addition", "max_pool")
+        {"forward": forward}, after=("activation", "addition", "max_pool", "norm")
     )
 
     def _affine_shape(self) -> tuple[int, ...]:
@@ -144,6 +180,11 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 
 class _SyncBatchNorm(_BatchNorm):
     process_group: Any
+
+    # Without "norm": the processes exchange two sums of a backward, and two norms have three.
+    _fusion_sites = FusionSites(
+        {"forward": _BatchNorm.forward}, after=("activation", "addition", "max_pool")
+    )
 
     _function = "SyncBatchNorm"
 

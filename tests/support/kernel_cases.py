@@ -97,7 +97,7 @@ def make(case: Case, device: str = "cpu") -> Tensors:
     name, _ = _activations.parts(case.activation)
     if name in BENDS and case.dy != "expanded":
         # Where a rounding may decide on which side of a bend a value is, dy is 0.
-        exact = _Exact(case, tensors)
+        exact = Exact(case, tensors)
         rounding = torch.finfo(reference.accumulator_dtype(case.dtype)).eps
         for bend in BENDS[name]:
             clear = (exact.z - bend).abs() > 64 * rounding * exact.terms_of_z()
@@ -132,7 +132,7 @@ def assert_accurate(
     """Assert that the kernels are as close to float64 as torch's; return their results."""
     tensors = make(case, device)
     ours, theirs = (run(case, tensors, backend) for backend in ("triton", "torch"))
-    exact = _Exact(case, tensors)
+    exact = Exact(case, tensors)
     assert_all_no_worse(ours, theirs, exact.results(), exact.terms())
     return ours
 
@@ -203,7 +203,7 @@ class _FusedNorm(torch.nn.Module):
         return self.norm._fused(x, residual=x * 0.5, activation=self.activation)
 
 
-class _Exact:
+class Exact:
     """A call in float64, by the formulas of `normplug.reference`."""
 
     def __init__(self, case: Case, tensors: Tensors) -> None:

@@ -15,7 +15,7 @@ import kernel_cases
 import normplug
 import routes
 from calls import Tensors, assert_all_no_worse, check_one_graph, truncation
-from kernel_cases import HALF, Case, _Exact
+from kernel_cases import HALF, Case, Exact
 from normplug import fuse, reference, swap, target_variance
 from routes import Pool
 
@@ -46,7 +46,7 @@ def make(case: PoolCase, device: str = "cpu") -> Tensors:
     tensors.x.copy_(eighths)
     if tensors.weight is not None:
         tensors.weight[::2] *= -1
-    exact = _Exact(case, tensors)
+    exact = Exact(case, tensors)
     y, size = case.pool.of(exact.z), case.pool.of(exact.terms_of_z())
     dy = torch.randn(y.shape, generator=generator, dtype=torch.double) + 0.1
     rounding = torch.finfo(reference.accumulator_dtype(case.dtype)).eps
@@ -74,14 +74,14 @@ def assert_accurate(case: PoolCase, device: str = "cpu") -> dict[str, Tensor]:
     ours = run(case, tensors, "triton")
     wide = tensors.to(reference.accumulator_dtype(case.dtype))
     theirs = {n: t.to(ours[n].dtype) for n, t in run(case, wide, "torch").items()}
-    z = _Exact(case, replace(tensors, dy=tensors.x)).z
+    z = Exact(case, replace(tensors, dy=tensors.x)).z
     pooled, places = F.max_pool2d(
         z.relu(), *case.pool[:3], ceil_mode=case.ceil_mode, return_indices=True
     )
     sent = torch.where(pooled > 0, tensors.dy.double(), 0)
     dz = torch.zeros_like(z).contiguous().flatten(2)
     dz = dz.scatter_add(2, places.flatten(2), sent.flatten(2)).view(case.shape)
-    exact = _Exact(case, replace(tensors, dy=dz))
+    exact = Exact(case, replace(tensors, dy=dz))
     truth, terms = exact.results(), exact.terms()
     truth["y"], terms["y"] = pooled, case.pool.of(terms["y"])
     assert_all_no_worse(

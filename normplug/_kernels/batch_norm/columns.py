@@ -22,6 +22,11 @@ order the reads, described for the forward:
 - T.own: each program writes the rows that it has read. It reads them downwards for the moments, and
   back upwards to normalise. The programs of a slab wait for each other, so they must all run at
   once (a cooperative launch). T.solo: a single program takes each slab, and none waits.
+
+The residual may have a norm of its own (F.residual_norm), as the shortcut of a residual block has.
+A launch without y (F.for_residual) computes its statistics. The kernels then normalise the residual
+as they read it. `stats` has six numbers per channel: mean and rstd; and the residual's mean, rstd,
+gain (weight * root) and bias.
 """
 
 import triton
@@ -148,9 +153,18 @@ def affine(mean, rstd, vectors, channels, live, F):
 
 @triton.jit
 def coefficients(stats_ptr, vectors, channels, live, C, F):
-    """Each column's mean, scale and bias; another program may have written the statistics."""
+    """Each column's mean, scale and bias, and mean and scale of the residual's norm, or zeros.
+
+    The bias includes the residual's. Another program may have written the statistics.
+    """
     mean, rstd = load_both(stats_ptr, channels, live, C)
-    return affine(mean, rstd, vectors, channels, live, F)
+    mean, scale, bias = affine(mean, rstd, vectors, channels, live, F)
+    if F.residual_norm:
+        residual_mean, rstd = load_both(stats_ptr + 2 * C, channels, live, C)
+        gain, residual_bias = load_both(stats_ptr + 4 * C, channels, live, C)
+        return mean, scale, bias + residual_bias, residual_mean, gain * rstd
+    else:
+        return mean, scale, bias, 0, 0
 
 
 @triton.jit
@@ -203,13 +217,33 @@ def finish_forward(mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, BCH, F
 
 
 @triton.jit
+def store_residual_norm(stats_ptr, vectors, slab, sizes, BCH, F):
+    """Store gain and bias of a slab's channels after the residual's mean and rstd.
+
+    stats_ptr: the address of this mean. sizes, BCH: as in `finish_forward`.
+    """
+    C, ROWS, HW, CHANNELS = sizes
+    places = tl.arange(0, BCH)
+    channels = slab * CHANNELS + places
+    there = (places < CHANNELS) & (channels < C)
+    ones = tl.full([BCH], 1.0, F.acc)
+    mean, gain, bias = affine(ones, ones, vectors, channels, there, F)
+    tl.store(stats_ptr + 2 * C + channels, gain, mask=there)
+    tl.store(stats_ptr + 3 * C + channels, bias, mask=there)
+
+
+@triton.jit
 def _normalise(x, tensors, area, row, norm, slabs, T, F, WHOLE):
     """Write a tile of y and, if F.bits, of relu's mask. WHOLE: all its rows exist."""
     residual_ptr, bits_ptr, y_ptr = tensors
-    mean, scale, bias = norm
+    mean, scale, bias, residual_mean, residual_scale = norm
     z = (x.to(F.acc) - mean[None, None, :]) * scale[None, None, :] + bias[None, None, :]
     if F.residual:
-        z += load_tile(residual_ptr, area, row, T, WHOLE, LAST=True).to(F.acc)
+        residual = load_tile(residual_ptr, area, row, T, WHOLE, LAST=True).to(F.acc)
+        if F.residual_norm:
+            residual -= residual_mean[None, None, :]
+            residual *= residual_scale[None, None, :]
+        z += residual
     if F.bits:
         slab, SLABS = slabs
         columns = _bit_columns(slab, T.bc)
@@ -233,7 +267,8 @@ def batch_norm_columns_forward(
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
-    If F.world > 1, the number of values per channel follows the statistics.
+    If F.world > 1, the number of values per channel follows the statistics. If F.residual_norm, the
+    residual in this formula is its norm.
     """
     ACC: tl.constexpr = F.acc
     R: tl.constexpr = T.u * T.bt
@@ -249,6 +284,8 @@ def batch_norm_columns_forward(
     vectors = weight_ptr, bias_ptr, root
     tensors = residual_ptr, bits_ptr, y_ptr
     slabs = slab, SLABS
+    if F.for_residual:
+        stats_ptr += 2 * C
     if slab < SLABS:
         if not late:
             start = tl.minimum(item * ROWS_EACH, ROWS)
@@ -270,6 +307,8 @@ def batch_norm_columns_forward(
                 finish_forward(
                     mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, T.bch, F
                 )
+                if F.for_residual:
+                    store_residual_norm(stats_ptr, vectors, slab, sizes, T.bch, F)
                 if F.normalize and not T.solo:
                     arrive(flag_ptr)
             if T.own and F.normalize:
@@ -305,7 +344,8 @@ def batch_norm_columns_forward(
                 if item == 0:
                     tl.store(stats_ptr + channels, average, mask=live)
                     tl.store(stats_ptr + C + channels, rstd, mask=live)
-                norm = affine(average, rstd, vectors, channels, live, F)
+                average, scale, bias = affine(average, rstd, vectors, channels, live, F)
+                norm = average, scale, bias, 0, 0
             _normalise(x, tensors, area, row, norm, slabs, T, F, WHOLE=False)
 
 
@@ -337,8 +377,44 @@ def finish_backward(a, b, slab, sizes, stats_ptr, results, root, PEERS, BCH, F):
 
 
 @triton.jit
+def finish_residual_norm(a, c, slab, sizes, stats_ptr, results, BCH, F):
+    """Write the gradient of a slab's gain and bias and, if wanted, the slope for its dresidual.
+
+    a and c are the sums of dz, and of dz * (residual - mean). results: the addresses of the
+    gradient of `stats`, and of the mean of dz. sizes, BCH: as in `finish_forward`.
+    """
+    C, ROWS, HW, CHANNELS = sizes
+    dstats_ptr, means_ptr = results
+    places = tl.arange(0, BCH)
+    channels = slab * CHANNELS + places
+    there = (places < CHANNELS) & (channels < C)
+    rstd = tl.load(stats_ptr + 3 * C + channels, mask=there, other=0.0)
+    if F.dstats:
+        for constant in tl.static_range(4):
+            zeros = tl.zeros([BCH], F.acc)
+            tl.store(dstats_ptr + constant * C + channels, zeros, mask=there)
+        tl.store(dstats_ptr + 4 * C + channels, c * rstd, mask=there)
+        tl.store(dstats_ptr + 5 * C + channels, a, mask=there)
+    if F.late:
+        slope = c * rstd * rstd / (ROWS.to(F.acc) * HW)
+        tl.store(means_ptr + 2 * C + channels, slope, mask=there)
+
+
+@triton.jit
+def _load_terms(means_ptr, channels, live, C, F):
+    """Each column's mean of dz, slope of dx, and slope of dresidual, or 0."""
+    mean_dz, slope = load_both(means_ptr, channels, live, C)
+    residual_slope = 0
+    if F.residual_norm:
+        residual_slope = tl.load(
+            means_ptr + 2 * C + channels, mask=live, other=0.0, cache_modifier=".cg"
+        )
+    return mean_dz, slope, residual_slope
+
+
+@triton.jit
 def _load_gradient(tensors, area, row, slabs, T, F, WHOLE, LAST):
-    """Load a tile of dy, x and what else the derivative needs: relu's mask or the residual.
+    """Load a tile of dy, x and what else is needed, or 0: relu's mask, and the residual.
 
     WHOLE: all its rows exist. LAST: it is not read again.
     """
@@ -350,77 +426,96 @@ def _load_gradient(tensors, area, row, slabs, T, F, WHOLE, LAST):
         columns = _bit_columns(slab, T.bc)
         bits_area = Area(columns, columns >= 0, area.end, SLABS * (T.bc // 8))
         offsets, mask = tiles.places(bits_area, row, T)
-        extra = tiles.load(bits_ptr, offsets, mask, WHOLE, LAST)
-    elif F.residual:
-        extra = load_tile(residual_ptr, area, row, T, WHOLE, LAST)
+        bits = tiles.load(bits_ptr, offsets, mask, WHOLE, LAST)
     else:
-        extra = 0
-    return dy, x, extra
+        bits = 0
+    if F.residual:
+        residual = load_tile(residual_ptr, area, row, T, WHOLE, LAST)
+    else:
+        residual = 0
+    return dy, x, bits, residual
 
 
 @triton.jit
 def _gradient(tile, norm, T, F):
-    """Compute dz, the gradient of the activation's input, and x - mean, from `_load_gradient`."""
-    dy, x, extra = tile
-    mean, scale, bias = norm
+    """Compute dz, the gradient of the activation's input, from `_load_gradient`.
+
+    Return it with x - mean and, for the residual's norm, residual - mean.
+    """
+    dy, x, bits, residual = tile
+    mean, scale, bias, residual_mean, residual_scale = norm
     centred = x.to(F.acc) - mean[None, None, :]
+    if F.residual:
+        residual = residual.to(F.acc)
+    if F.residual_norm:
+        residual -= residual_mean[None, None, :]
     dz = dy.to(F.acc)  # 0 out of bounds, and so is all that is computed from it
     if F.bits:
         positive_z = activation.unpack_mask(
-            tl.reshape(extra, [T.bt * T.u * T.bc // 8]), T.bt * T.u * T.bc
+            tl.reshape(bits, [T.bt * T.u * T.bc // 8]), T.bt * T.u * T.bc
         )
         dz = tl.where(tiles.as_tile(positive_z, T.bt, T.u, T.bc) != 0, dz, 0.0)
     elif F.activation != 0:
         z = centred * scale[None, None, :] + bias[None, None, :]
-        if F.residual:
-            z += extra.to(F.acc)
+        if F.residual_norm:
+            z += residual * residual_scale[None, None, :]
+        elif F.residual:
+            z += residual
         dz = activation.activation_gradient(dz, z, F.activation)
-    return dz, centred
+    return dz, centred, residual
 
 
 @triton.jit
 def _first_read(sums, tensors, results, area, row, norm, slabs, T, F, WHOLE):
     """Read a tile of dy and x, and add it to the sums; unless F.late, write its gradients, too."""
-    sum_dz, sum_dz_centred = sums
+    sum_dz, sum_dz_centred, sum_dz_residual = sums
     dx_ptr, dresidual_ptr = results
-    mean, scale, bias = norm
+    mean, scale, bias, residual_mean, residual_scale = norm
     tile = _load_gradient(tensors, area, row, slabs, T, F, WHOLE, LAST=not F.late)
-    dz, centred = _gradient(tile, norm, T, F)
+    dz, centred, residual = _gradient(tile, norm, T, F)
     if F.sums:
         sum_dz += tl.sum(dz, axis=STEP_AXIS)
         sum_dz_centred += tl.sum(dz * centred, axis=STEP_AXIS)
+        if F.residual_norm:
+            sum_dz_residual += tl.sum(dz * residual, axis=STEP_AXIS)
     if F.dx and not F.late:
         write_tile(dz * scale[None, None, :], dx_ptr, area, row, T, WHOLE)
     if F.dresidual and not F.late:
         write_tile(dz, dresidual_ptr, area, row, T, WHOLE)
-    return sum_dz, sum_dz_centred
+    return sum_dz, sum_dz_centred, sum_dz_residual
 
 
 @triton.jit
-def _write_gradients(dz, centred, terms, results, area, row, norm, T, F, WHOLE):
-    """Write a tile of dx and dresidual. terms: the mean of dz, and the slope."""
+def _write_gradients(values, terms, results, area, row, norm, T, F, WHOLE):
+    """Write a tile of dx and dresidual. values: of `_gradient`. terms: of `_load_terms`."""
+    dz, centred, residual = values
     dx_ptr, dresidual_ptr = results
-    mean, scale, bias = norm
-    mean_dz, slope = terms
-    dx = dz - mean_dz[None, None, :] - centred * slope[None, None, :]
-    dx *= scale[None, None, :]
-    write_tile(dx, dx_ptr, area, row, T, WHOLE)
+    mean, scale, bias, residual_mean, residual_scale = norm
+    mean_dz, slope, residual_slope = terms
+    if F.dx:
+        dx = dz - mean_dz[None, None, :] - centred * slope[None, None, :]
+        dx *= scale[None, None, :]
+        write_tile(dx, dx_ptr, area, row, T, WHOLE)
     if F.dresidual:
-        write_tile(dz, dresidual_ptr, area, row, T, WHOLE)
+        dresidual = dz
+        if F.residual_norm:
+            dresidual -= mean_dz[None, None, :] + residual * residual_slope[None, None, :]
+            dresidual *= residual_scale[None, None, :]
+        write_tile(dresidual, dresidual_ptr, area, row, T, WHOLE)
 
 
 @triton.jit
 def _second_read(terms, tensors, results, area, row, norm, slabs, T, F, WHOLE):
     """Read a tile of dy and x again, and write its gradients."""
     tile = _load_gradient(tensors, area, row, slabs, T, F, WHOLE, LAST=True)
-    dz, centred = _gradient(tile, norm, T, F)
-    _write_gradients(dz, centred, terms, results, area, row, norm, T, F, WHOLE)
+    values = _gradient(tile, norm, T, F)
+    _write_gradients(values, terms, results, area, row, norm, T, F, WHOLE)
 
 
 @kernel
 def batch_norm_columns_backward(
     dy_ptr, x_ptr, residual_ptr, bits_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dresidual_ptr,
-    dweight_ptr, dbias_ptr, partial_ptr, counters_ptr,
+    dweight_ptr, dbias_ptr, partial_ptr, counters_ptr, dstats_ptr,
     ROWS, C, HW, CHANNELS, LIVE_UNITS, WIDTH_UNITS, SLABS, GATHERS, WRITES, ROWS_EACH, GROUP, HEAD,
     PEERS, root,
     T: tl.constexpr, F: tl.constexpr,
@@ -433,6 +528,9 @@ def batch_norm_columns_backward(
     F.late: dx depends on these means over the batch, so it is written after them. Otherwise the
     statistics are constants, and the first read gives dx = scale * dz. F.share: another kernel
     writes dx, from mean(dz) and slope, which this one stores in place of dx.
+
+    If F.residual_norm, dresidual is the gradient through the residual's norm, as dx through this
+    one, and dstats is the gradient of `stats`: of the residual's gain and bias, and zeros.
     """
     R: tl.constexpr = T.u * T.bt
     t = tl.program_id(0)
@@ -444,7 +542,12 @@ def batch_norm_columns_backward(
     LIVE = LIVE_UNITS * T.unit
     columns, live, channel, channels = columns_of(slab, LIVE, W, HW, CHANNELS, T)
     # For each channel: the mean of dz, and the slope of dx in x - mean.
-    means_ptr = dx_ptr if F.share else after_parts(partial_ptr, SLABS, GATHERS, T.bch)
+    if F.share:
+        means_ptr = dx_ptr
+    else:
+        means_ptr = after_parts(
+            partial_ptr, SLABS, GATHERS, T.bch * (1 + F.residual_norm)
+        )
     flag_ptr = ready_flag(counters_ptr, slab, SLABS, GATHERS)
     tensors = dy_ptr, x_ptr, residual_ptr, bits_ptr
     results = dx_ptr, dresidual_ptr
@@ -458,17 +561,18 @@ def batch_norm_columns_backward(
             area = Area(columns, live, end, W)
             sum_dz = tl.zeros([T.bt, T.bc], F.acc)
             sum_dz_centred = tl.zeros([T.bt, T.bc], F.acc)
+            sum_dz_residual = tl.zeros([T.bt, T.bc], F.acc)
             whole = (end - start) // R
             for tile in tl.range(0, whole, num_stages=T.stages):
-                sums = sum_dz, sum_dz_centred
+                sums = sum_dz, sum_dz_centred, sum_dz_residual
                 row = start + tile * R
-                sum_dz, sum_dz_centred = _first_read(
+                sum_dz, sum_dz_centred, sum_dz_residual = _first_read(
                     sums, tensors, results, area, row, norm, slabs, T, F, WHOLE=True
                 )
             row = start + whole * R
             if row < end:
-                sums = sum_dz, sum_dz_centred
-                sum_dz, sum_dz_centred = _first_read(
+                sums = sum_dz, sum_dz_centred, sum_dz_residual
+                sum_dz, sum_dz_centred, sum_dz_residual = _first_read(
                     sums, tensors, results, area, row, norm, slabs, T, F, WHOLE=False
                 )
             if F.sums:
@@ -480,12 +584,26 @@ def batch_norm_columns_backward(
                     b = tl.sum(tl.where(own, b[None, :], 0.0), axis=1)
                 scratch = partial_ptr, counters_ptr
                 parts = SLABS, GATHERS, ROWS, ROWS_EACH, HW
+                WIDTH: tl.constexpr = T.bch * (1 + F.residual_norm)
+                if F.residual_norm:
+                    c = tl.sum(sum_dz_residual, axis=0)
+                    if T.segments:
+                        c = tl.sum(tl.where(own, c[None, :], 0.0), axis=1)
+                    a = tl.reshape(tl.join(a, c), [WIDTH])
+                    b = tl.reshape(tl.join(b, b), [WIDTH])
                 a, b, last = publish_part(
-                    a, b, scratch, slab, item, parts, T.bch, F.acc, T.solo, MOMENTS=False
+                    a, b, scratch, slab, item, parts, WIDTH, F.acc, T.solo, MOMENTS=False
                 )
                 if last:
                     sizes = C, ROWS, HW, CHANNELS
                     finished = dweight_ptr, dbias_ptr, means_ptr
+                    if F.residual_norm:
+                        a, c = tl.split(tl.reshape(a, [T.bch, 2]))
+                        b, same = tl.split(tl.reshape(b, [T.bch, 2]))
+                        others = dstats_ptr, means_ptr
+                        finish_residual_norm(
+                            a, c, slab, sizes, stats_ptr, others, T.bch, F
+                        )
                     finish_backward(
                         a, b, slab, sizes, stats_ptr, finished, root, PEERS, T.bch, F
                     )
@@ -496,7 +614,7 @@ def batch_norm_columns_backward(
                     tl.debug_barrier()  # all threads see the terms just stored
                 else:
                     wait(flag_ptr, 1, GATHERS)
-                terms = load_both(means_ptr, channels, live, C)
+                terms = _load_terms(means_ptr, channels, live, C, F)
                 row = start + whole * R
                 if row < end:
                     _second_read(
@@ -514,8 +632,6 @@ def batch_norm_columns_backward(
                 tensors, area, row, slabs, T, F, WHOLE=False, LAST=True
             )
             wait(flag_ptr, 1, WRITES)  # after the loads, which overlap with it
-            stored = load_both(means_ptr, channels, live, C)
-            dz, centred = _gradient(loaded, norm, T, F)
-            _write_gradients(
-                dz, centred, stored, results, area, row, norm, T, F, WHOLE=False
-            )
+            stored = _load_terms(means_ptr, channels, live, C, F)
+            values = _gradient(loaded, norm, T, F)
+            _write_gradients(values, stored, results, area, row, norm, T, F, WHOLE=False)

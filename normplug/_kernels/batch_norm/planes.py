@@ -4,7 +4,7 @@ The N * HW values of a channel are cut into tiles. Program t reduces tile t, pub
 and then normalises tile t - LAG (see `waiting`): by then the tile's channel is complete, and the
 tile is still in the L2 cache. So DRAM traffic is one read and one write. The backward does the same
 with dy and x: it publishes two sums instead of moments, and writes dx (the formula is in
-`columns`).
+`columns`). `columns` also explains a residual with a norm of its own, which adds a third sum.
 """
 
 import triton
@@ -12,7 +12,12 @@ import triton.language as tl
 
 from normplug._kernels import activation
 from normplug._kernels.batch_norm.columns import finish_backward, finish_forward
-from normplug._kernels.merging import merge_tile_moments, merge_tile_sums, tile_counts
+from normplug._kernels.merging import (
+    merge_tile_moments,
+    merge_tile_sum,
+    merge_tile_sums,
+    tile_counts,
+)
 from normplug._kernels.primitives import is_finite, kernel, scalar, update_running
 from normplug._kernels.tiles import load, store
 from normplug._kernels.waiting import arrive, is_last, wait
@@ -40,6 +45,32 @@ def _tile(t, TILES_A_CHANNEL, N, C, HW, T):
     return channel, k, offsets, inside, _offset(start, long_channel, C, HW)
 
 
+@triton.jit
+def _affine(vectors, channel, F):
+    """A channel's weight * root, and bias."""
+    weight_ptr, bias_ptr, root = vectors
+    gain = scalar(root, F.acc)
+    if F.weight:
+        gain *= tl.load(weight_ptr + channel).to(F.acc)
+    bias = 0.0
+    if F.bias:
+        bias = tl.load(bias_ptr + channel).to(F.acc)
+    return gain, bias
+
+
+@triton.jit
+def _residual_norm(stats_ptr, channel, C, F):
+    """Mean, rstd, scale and bias of a channel of the residual's norm, or zeros."""
+    if F.residual_norm:
+        mean = tl.load(stats_ptr + 2 * C + channel)
+        rstd = tl.load(stats_ptr + 3 * C + channel)
+        gain = tl.load(stats_ptr + 4 * C + channel)
+        bias = tl.load(stats_ptr + 5 * C + channel)
+        return mean, rstd, gain * rstd, bias
+    else:
+        return 0, 0, 0, 0
+
+
 @kernel
 def batch_norm_planes_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, tracked_ptr,
@@ -57,6 +88,8 @@ def batch_norm_planes_forward(
     t = tl.program_id(0)
     HW = HW_UNITS * T.unit
     total = (N.to(tl.int64) if T.wide else N) * HW
+    if F.for_residual:
+        stats_ptr += 2 * C
     if F.training:
         if t < TILES:
             channel, k, offsets, inside, first = _tile(t, TILES_A_CHANNEL, N, C, HW, T)
@@ -136,6 +169,10 @@ def batch_norm_planes_forward(
             if k == 0:
                 tl.store(stats_ptr + channel, mean)
                 tl.store(stats_ptr + C + channel, var if F.variance else rstd)
+        if F.for_residual:
+            gain, bias = _affine((weight_ptr, bias_ptr, root), channel, F)
+            tl.store(stats_ptr + 2 * C + channel, gain)
+            tl.store(stats_ptr + 3 * C + channel, bias)
         if F.normalize:
             scale = rstd * scalar(root, ACC)
             if F.weight:
@@ -144,7 +181,13 @@ def batch_norm_planes_forward(
             if F.bias:
                 z += tl.load(bias_ptr + channel).to(ACC)
             if F.residual:
-                z += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(ACC)
+                residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(ACC)
+                if F.residual_norm:
+                    other_mean, other_rstd, other_scale, other_bias = _residual_norm(
+                        stats_ptr, channel, C, F
+                    )
+                    residual = (residual - other_mean) * other_scale + other_bias
+                z += residual
             if F.bits:
                 stride = tl.cdiv(total, 8)
                 byte = k * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
@@ -156,50 +199,60 @@ def batch_norm_planes_forward(
 
 @triton.jit
 def _load(tensors, offsets, inside, channel, k, total, T, F, LAST):
-    """Load a tile of dy, x and what else the derivative needs: relu's mask or the residual."""
+    """Load a tile of dy, x and what else is needed, or 0: relu's mask, and the residual."""
     dy_ptr, x_ptr, residual_ptr, bits_ptr = tensors
     dy = load(dy_ptr, offsets, inside, FULL=False, LAST=LAST)
     x = load(x_ptr, offsets, inside, FULL=False, LAST=LAST)
     if F.bits:
         stride = tl.cdiv(total, 8)
         byte = k * (T.block // 8) + tl.arange(0, T.block // 8)
-        extra = tl.load(bits_ptr + channel * stride + byte, mask=byte < stride, other=0)
-    elif F.residual:
-        extra = tl.load(residual_ptr + offsets, mask=inside, other=0.0)
+        bits = tl.load(bits_ptr + channel * stride + byte, mask=byte < stride, other=0)
     else:
-        extra = 0
-    return dy, x, extra
+        bits = 0
+    if F.residual:
+        residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0)
+    else:
+        residual = 0
+    return dy, x, bits, residual
 
 
 @triton.jit
-def _gradient(tile, vectors, channel, mean, rstd, T, F):
-    """Compute dz, the gradient of the activation's input; return it, x - mean, and the scale.
+def _gradient(tile, vectors, channel, mean, rstd, other, T, F):
+    """Compute dz, the gradient of the activation's input.
 
-    The scale is weight * root * rstd. tile: what `_load` returns.
+    Return it with x - mean; the scale, weight * root * rstd; and, for the residual's norm,
+    residual - mean. tile: what `_load` returns. other: what `_residual_norm` returns.
     """
     ACC: tl.constexpr = F.acc
-    dy, x, extra = tile
+    dy, x, bits, residual = tile
     weight_ptr, bias_ptr, root = vectors
     scale = rstd * scalar(root, ACC)
     if F.weight:
         scale *= tl.load(weight_ptr + channel).to(ACC)
     bias = tl.load(bias_ptr + channel).to(ACC) if F.bias else 0.0
     centred = x.to(ACC) - mean
+    other_mean, other_rstd, other_scale, other_bias = other
+    if F.residual:
+        residual = residual.to(ACC)
+    if F.residual_norm:
+        residual -= other_mean
     dz = dy.to(ACC)  # 0 out of bounds, and so is all that is computed from it
     if F.bits:
-        dz = tl.where(activation.unpack_mask(extra, T.block) != 0, dz, 0.0)
+        dz = tl.where(activation.unpack_mask(bits, T.block) != 0, dz, 0.0)
     elif F.activation != 0:
         z = centred * scale + bias
-        if F.residual:
-            z += extra.to(ACC)
+        if F.residual_norm:
+            z += residual * other_scale + other_bias
+        elif F.residual:
+            z += residual
         dz = activation.activation_gradient(dz, z, F.activation)
-    return dz, centred, scale
+    return dz, centred, scale, residual
 
 
 @kernel
 def batch_norm_planes_backward(
     dy_ptr, x_ptr, residual_ptr, bits_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, dresidual_ptr,
-    dweight_ptr, dbias_ptr, partial_ptr, counters_ptr,
+    dweight_ptr, dbias_ptr, partial_ptr, counters_ptr, dstats_ptr,
     N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG, PEERS, root,
     T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
@@ -218,10 +271,15 @@ def batch_norm_planes_backward(
         tile = _load(tensors, offsets, inside, channel, k, total, T, F, LAST=False)
         mean = tl.load(stats_ptr + channel)
         rstd = tl.load(stats_ptr + C + channel)
-        dz, centred, scale = _gradient(tile, vectors, channel, mean, rstd, T, F)
+        other = _residual_norm(stats_ptr, channel, C, F)
+        dz, centred, scale, residual = _gradient(
+            tile, vectors, channel, mean, rstd, other, T, F
+        )
         if F.sums:
             tl.store(partial_ptr + 2 * t, tl.sum(dz))
             tl.store(partial_ptr + 2 * t + 1, tl.sum(dz * centred))
+            if F.residual_norm:
+                tl.store(partial_ptr + 2 * TILES + t, tl.sum(dz * residual))
             seen = arrive(counters_ptr + channel)
             if F.world > 1:
                 if is_last(seen, TILES_A_CHANNEL):
@@ -287,9 +345,31 @@ def batch_norm_planes_backward(
                 n = total.to(F.acc)
                 mean_dz = sum_dz / n
                 slope = sum_dz_centred * rstd * rstd / n
+            other = _residual_norm(stats_ptr, channel, C, F)
+            other_mean, other_rstd, other_scale, other_bias = other
+            if F.residual_norm:
+                parts_ptr = partial_ptr + 2 * TILES + channel * TILES_A_CHANNEL
+                sum_dz_residual = merge_tile_sum(parts_ptr, TILES_A_CHANNEL, T.kp, F.acc)
+                dgain = sum_dz_residual * other_rstd
+                if F.dstats:
+                    if k == 0:
+                        for constant in tl.static_range(4):
+                            tl.store(dstats_ptr + constant * C + channel, 0.0)
+                        tl.store(dstats_ptr + 4 * C + channel, dgain)
+                        tl.store(dstats_ptr + 5 * C + channel, sum_dz)
+                residual_slope = dgain * other_rstd / total.to(F.acc)
             if F.late:
-                dz, centred, scale = _gradient(tile, vectors, channel, mean, rstd, T, F)
+                dz, centred, scale, residual = _gradient(
+                    tile, vectors, channel, mean, rstd, other, T, F
+                )
                 if F.dresidual:
-                    store(dresidual_ptr, offsets, dz, inside, FULL=False, LAST=True)
-                dx = (dz - mean_dz - centred * slope) * scale
-                store(dx_ptr, offsets, dx, inside, FULL=False, LAST=True)
+                    dresidual = dz
+                    if F.residual_norm:
+                        dresidual -= mean_dz + residual * residual_slope
+                        dresidual *= other_scale
+                    store(
+                        dresidual_ptr, offsets, dresidual, inside, FULL=False, LAST=True
+                    )
+                if F.dx:
+                    dx = (dz - mean_dz - centred * slope) * scale
+                    store(dx_ptr, offsets, dx, inside, FULL=False, LAST=True)

@@ -79,10 +79,12 @@ class Planes:
         lag = self.lag if training else 0
         return self._work(lag, lag)
 
-    @property
-    def scratch(self) -> tuple[int, int]:
-        """How many counters and partial results a launch needs."""
-        return self.c, 2 * self.tiles + 2 * self.c
+    def scratch(self, residual_norm: bool = False) -> tuple[int, int]:
+        """How many counters and partial results a launch needs.
+
+        residual_norm: whether it sums the gradient of a residual's norm, too.
+        """
+        return self.c, (2 + residual_norm) * self.tiles + 2 * self.c
 
     def backward(self, sums: bool, late: bool) -> Work:
         """The launch of a backward; without a late dx, one program a channel finishes the sums."""
@@ -179,11 +181,15 @@ class Columns:
         alone = self.gathers if training else self.writes
         return self._work(training and normalize, self.slabs * alone)
 
-    @property
-    def scratch(self) -> tuple[int, int]:
-        """How many counters and partial results a launch needs."""
-        counters, parts = room_for_parts(self.slabs, self.gathers, self.bch)
-        return counters, parts + 2 * self.c  # and the terms of dx that depend on sums
+    def scratch(self, residual_norm: bool = False) -> tuple[int, int]:
+        """How many counters and partial results a launch needs.
+
+        residual_norm: whether it sums the gradient of a residual's norm, too.
+        """
+        width = self.bch * (1 + residual_norm)
+        counters, parts = room_for_parts(self.slabs, self.gathers, width)
+        # And the terms of dx and dresidual that depend on sums.
+        return counters, parts + (2 + residual_norm) * self.c
 
     def backward(self, sums: bool, late: bool) -> Work:
         """The launch of a backward."""
