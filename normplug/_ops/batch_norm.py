@@ -24,7 +24,7 @@ from normplug._ops.operators import NormOperators
 from normplug._ops.plans import Plan
 from normplug._ops.spec import Pool, Tensors
 from normplug._torch import applier, interposed, transforms_active
-from normplug.reference import accumulator_dtype, channel_dims, per_channel
+from normplug.reference import accumulator_dtype, channel_dims
 
 _OPERATOR_BYTES = 16 << 20  # of input, from which torch.compile calls the operator
 _LAST = torch.channels_last
@@ -35,10 +35,11 @@ class BatchNormSpec(NamedTuple):
 
     keeps_residual: save the residual for the backward, so that the result can be recomputed.
     isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
+    join: the number of the `exchange.Join` of the processes that join their batches; 0 for one.
     for_residual: whether the call returns what another norm's call needs to add its result: the
         vector of `ResidualPlan`, without a gradient. The other call takes the x of this one as its
         residual, and the vector, from `with_gradient`, as its `input_bias`.
-    join: the number of the `exchange.Join` of the processes that join their batches; 0 for one.
+    residual_eps: the eps of the residual's norm, in that other call.
     instance: whether it is an InstanceNorm in evaluation with running statistics.
     constant: whether neither weight nor bias needs a gradient, in evaluation, so that the backward
         needs no x.
@@ -53,8 +54,9 @@ class BatchNormSpec(NamedTuple):
     pool: Pool | None = None
     keeps_residual: bool = False
     isolated: bool = False
-    for_residual: bool = False
     join: int = 0
+    for_residual: bool = False
+    residual_eps: float | None = None
     instance: bool = False
     constant: bool = False
     safe: bool = False
@@ -93,7 +95,13 @@ class BatchNormSpec(NamedTuple):
         if self.for_residual:
             return self._for_residual(t)
         if t.input_bias is not None:
-            residual = _normalised_residual(t)
+            assert t.residual is not None
+            assert self.residual_eps is not None
+            *_, gain, bias = t.input_bias.chunk(6)
+            residual = torch.batch_norm(
+                t.residual.to(gain.dtype), gain, bias, None, None, True, 0.0,
+                self.residual_eps, torch.backends.cudnn.enabled,
+            )  # fmt: skip
             y = self._by_torch(t._replace(residual=residual, input_bias=None))
             return y.to(t.x.dtype)
         if self.join:
@@ -293,19 +301,6 @@ class BatchNormSpec(NamedTuple):
         if self.pool is not None:
             return x.contiguous(memory_format=torch.channels_last)
         return dense(x)
-
-
-def _normalised_residual(t: Tensors) -> Tensor:
-    """The residual through its norm, differentiable twice, in the dtype of `t.input_bias`."""
-    assert t.residual is not None
-    assert t.input_bias is not None
-    _, _, _, rstd, gain, bias = t.input_bias.chunk(6)
-    x = t.residual.to(t.input_bias.dtype)
-    var, mean = torch.var_mean(x, channel_dims(x), correction=0)
-    # The eps of the norm, and the rounding of rstd.
-    eps = (rstd.pow(-2) - var).detach()
-    scale = gain * torch.rsqrt(var + eps)
-    return (x - per_channel(mean, x)) * per_channel(scale, x) + per_channel(bias, x)
 
 
 class _WithGradient(torch.autograd.Function):

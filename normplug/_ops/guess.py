@@ -135,7 +135,7 @@ def _calls(
             if fusion.activation is not None:
                 arguments.append(fusion.activation)
             if fusion.for_residual:
-                arguments += [None, None, False, False, True]
+                arguments += [None, None, False, False, 0, True]
             call, call_spec = layer._call(*arguments)
             if type(call_spec) is type(spec):
                 yield call._replace(**statistics), call_spec._replace(**shared)

@@ -40,7 +40,7 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
         isolated: whether a compiler gains nothing by fusing the norm with its neighbours.
         """
         y: Tensor = self._run(
-            input, residual, None, activation, pool, keeps_residual, isolated, False
+            input, residual, None, activation, pool, keeps_residual, isolated
         )
         return y
 
@@ -52,12 +52,15 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
         Only where `_may_add` both layers' results.
         """
         weight, bias = other._affine()
-        options = (None, None, None, None, False, False, True)
+        options = (None, False, False, 0)
         norms = with_gradient(
-            weight, bias, other.target_variance, lambda: other._run(residual, *options)
+            weight,
+            bias,
+            other.target_variance,
+            lambda: other._run(residual, None, None, None, *options, True),
         )
         y: Tensor = self._run(
-            input, residual, norms, activation, None, False, False, False
+            input, residual, norms, activation, *options, False, other._eps
         )
         return y
 
@@ -90,7 +93,7 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
         input_bias: Tensor | None,
         *options: Any,
     ) -> tuple[Tensors, BatchNormSpec]:
-        """Options: the fields of the spec from `activation` to `join`.
+        """Options: the fields of the spec from `activation` to `residual_eps`.
 
         input_bias: the result of the `BatchNormSpec.for_residual` call of the residual's norm.
         """

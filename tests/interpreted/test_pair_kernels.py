@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_the_inputs_and_the_gradient_may_differ_in_layout(layout, dy):
 
 def fused(case, tensors):
     """A function of both inputs, and of the parameters of both norms, which it returns, too."""
-    one, other = map(pair_cases.layer, (case.one, case.other), tensors, ["triton"] * 2)
+    one, other = pair_cases.layers_of(case, tensors)
     parameters = [*one.parameters(), *other.parameters()]
 
     def call(x, residual, *parameters):
@@ -123,17 +124,17 @@ def test_the_backward_can_recompute_the_output(setup, activation, prepared):
 def test_activation_checkpointing_gives_the_same_bits(use_reentrant):
     case = pair((4, 5, 3, 2), activation="relu", running=False)
     tensors = pair_cases.make(case)
-    found = []
-    for checkpoints in (False, True):
+
+    def step(run):
         call, parameters = fused(case, tensors)
         inputs = [values.x.detach().requires_grad_() for values in tensors]
-        if checkpoints:
-            y = checkpoint(call, *inputs, use_reentrant=use_reentrant)
-        else:
-            y = call(*inputs)
+        y = run(call, *inputs)
         y.backward(tensors[0].dy)
-        found.append([y, *(t.grad for t in (*inputs, *parameters))])
-    for one, other in zip(*found, strict=True):
+        return [y, *(t.grad for t in (*inputs, *parameters))]
+
+    plain = step(lambda call, *inputs: call(*inputs))
+    again = step(partial(checkpoint, use_reentrant=use_reentrant))
+    for one, other in zip(plain, again, strict=True):
         assert torch.equal(one, other)
 
 
@@ -141,7 +142,7 @@ def test_statistics_are_safe_for_each_norm_by_itself():
     case = pair((6, 5), activation="relu")
     tensors = pair_cases.make(case)
     tensors[1].x[0, 1] = torch.inf
-    one, other = map(pair_cases.layer, (case.one, case.other), tensors, ["triton"] * 2)
+    one, other = pair_cases.layers_of(case, tensors)
     for each in (one, other):
         each.statistics = "safe"
     one._fused_norms(tensors[0].x, tensors[1].x, other, "relu")

@@ -9,7 +9,7 @@ from normplug._kernels import launch
 from normplug._layouts import Levels
 from normplug._ops import exchange
 from normplug._ops.batch_norm import BatchNormSpec
-from normplug._ops.batch_norm_plan import BatchNormPlan, PooledPlan
+from normplug._ops.batch_norm_plan import PooledPlan
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.plans import BLANKS, SLOT
 from normplug._ops.row_norms import LayerNormSpec
@@ -106,15 +106,17 @@ def batch_call(
     tracked=True,
     training=True,
     momentum=0.1,
+    residual_norm=False,
     **given,
 ):
-    """The tensors and the spec of a BatchNorm."""
+    """The tensors and the spec of a BatchNorm; residual_norm: of the norm that its residual has."""
     c = shape[1]
     t = Tensors(
         x=empty(shape, dtype, last),
         residual=empty(shape, dtype, last) if residual else None,
         weight=vector(c, dtype) if vectors else None,
         bias=vector(c, dtype) if vectors else None,
+        input_bias=vector(6 * c, dtype) if residual_norm else None,
         running_mean=vector(c, dtype) if running else None,
         running_var=vector(c, dtype) if running else None,
         tracked=empty((), torch.int64) if running and tracked else None,
@@ -126,7 +128,7 @@ def batch_norm_launches(shape, dtype, residual, sms=SMS, **options):
     """shape: N, C, values per plane, and whether channels are adjacent in memory."""
     *sizes, last = shape
     t, spec = batch_call((*sizes, 1), last, dtype, residual=residual, **options)
-    plan = BatchNormPlan(t, spec)
+    plan = spec.plan(t)
     plan._machine = (sms, launch.COOPERATIVE)
     return launches_of(plan, t)
 

@@ -90,12 +90,15 @@ def layer(case: Case, tensors: Any, backend: str) -> Any:
     return made
 
 
+def layers_of(case: Pair, tensors: tuple[Any, Any], backend: str = "triton") -> list[Any]:
+    """The layers of both norms."""
+    pairs = zip((case.one, case.other), tensors, strict=True)
+    return [layer(each, values, backend) for each, values in pairs]
+
+
 def run(case: Pair, tensors: tuple[Any, Any], backend: str) -> dict[str, Tensor]:
     """A step: in one call of the kernels, or, by "torch", the norms one after the other."""
-    layers = [
-        layer(each, values, backend)
-        for each, values in zip((case.one, case.other), tensors, strict=True)
-    ]
+    layers = layers_of(case, tensors, backend)
     x, residual = (
         values.x.detach().requires_grad_("x" in each.needs)
         for each, values in zip((case.one, case.other), tensors, strict=True)

@@ -44,7 +44,6 @@ from launches import (
 )
 from normplug import _kernels
 from normplug._ops.batch_norm_plan import (
-    BatchNormPlan,
     PooledPlan,
     StatisticsPlan,
 )
@@ -83,6 +82,9 @@ BATCH_CALLS: dict[str, dict[str, Any]] = {
         "needs": (ALL, DX, DRESIDUAL, DWEIGHT),
     },
     "constant": {"training": False, "activation": "relu", "constant": True},
+    "residual's norm": {"for_residual": True, "needs": ()},
+    "add norm, relu": {"activation": "relu", "residual": True, "residual_norm": True},
+    "add norm, silu": {"activation": "silu", "residual": True, "residual_norm": True},
     "joined": {"join": JOIN, "activation": "relu", "needs": (ALL, DX, DBIAS)},
     "joined, safe": {"join": JOIN, "safe": True},
     "joined, cumulative": {"join": JOIN, "momentum": None},
@@ -97,7 +99,7 @@ def batch_calls(
     for (where, (shape, last)), (what, given) in product(shapes.items(), calls.items()):
         options = {name: value for name, value in given.items() if name != "needs"}
         t, spec = batch_call(shape, last, dtype, **options)
-        plan = BatchNormPlan(t, spec)
+        plan = spec.plan(t)
         plan._machine = machine
         yield f"{where}, {what}", plan, t, given.get("needs", (ALL,))
 

@@ -291,6 +291,8 @@ def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             made.extend(["bias before"] * (t.input_bias is not None))
         elif isinstance(spec, BatchNormSpec) and spec.pool is not None:
             made.append("relu, max pool")
+        elif t.input_bias is not None:
+            made.append(f"add norm, {spec.activation}")
         elif t.residual is not None:
             made.append(f"add, {spec.activation}")
         elif spec.activation is not None:

@@ -586,6 +586,7 @@ def batch_norm_columns_backward(
                 parts = SLABS, GATHERS, ROWS, ROWS_EACH, HW
                 WIDTH: tl.constexpr = T.bch * (1 + F.residual_norm)
                 if F.residual_norm:
+                    # Publish two numbers for each of twice the columns: a and b, then c and b.
                     c = tl.sum(sum_dz_residual, axis=0)
                     if T.segments:
                         c = tl.sum(tl.where(own, c[None, :], 0.0), axis=1)
@@ -594,12 +595,13 @@ def batch_norm_columns_backward(
                 a, b, last = publish_part(
                     a, b, scratch, slab, item, parts, WIDTH, F.acc, T.solo, MOMENTS=False
                 )
+                if F.residual_norm:
+                    a, c = tl.split(tl.reshape(a, [T.bch, 2]))
+                    b, same = tl.split(tl.reshape(b, [T.bch, 2]))
                 if last:
                     sizes = C, ROWS, HW, CHANNELS
                     finished = dweight_ptr, dbias_ptr, means_ptr
                     if F.residual_norm:
-                        a, c = tl.split(tl.reshape(a, [T.bch, 2]))
-                        b, same = tl.split(tl.reshape(b, [T.bch, 2]))
                         others = dstats_ptr, means_ptr
                         finish_residual_norm(
                             a, c, slab, sizes, stats_ptr, others, T.bch, F
