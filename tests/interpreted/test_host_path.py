@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import kernel_cases
 import modulated_cases
 import normplug
+import pair_cases
 import routes
 import row_cases
 from calls import case_id
@@ -33,6 +34,7 @@ from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
 from normplug.modules.probe import Probe, averages
 from operator_cases import OPERATORS
+from pair_cases import pair
 from programs import program
 from routes import both_ways, is_cpp
 
@@ -84,6 +86,20 @@ def test_both_paths_and_their_operators_give_the_same_bits(cases, case, monkeypa
     monkeypatch.setattr(operators, "plan_of", None)
     cases.run(case, tensors, "triton")
     native.path.clear()
+
+
+PAIRS = [
+    pair(IMAGES, activation="relu", layout="channels_last", **kernel_cases.HALF),
+    pair(IMAGES, {"momentum": None}, dtype=DOUBLE, dy="expanded"),
+    pair((2, 3, 11, 13), activation="silu", affine="", running=False),
+    pair((6, 5), {"needs": ()}, activation="relu", layout="strided", needs=("bias",)),
+]
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_both_paths_give_two_norms_in_one_call_the_same_bits(case):
+    tensors = pair_cases.make(case)
+    both_ways(lambda: pair_cases.run(case, tensors, "triton"))
 
 
 @pytest.mark.parametrize(
