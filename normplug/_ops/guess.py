@@ -127,14 +127,15 @@ def _calls(
                     given = torch.empty_like(like, dtype=dtype, requires_grad=True)
                     arguments[place] = given
             dtype = (t.x if t.weight is None else t.weight).dtype
-            if fusion.residual_norm:
+            # In evaluation, the norm of a residual runs by itself.
+            if fusion.residual_norm and spec.training:
                 arguments[2] = _of_residual_norm(like.shape[1], dtype)
             elif fusion.adds_bias:
                 bias = torch.empty(row, dtype=dtype, device="meta", requires_grad=True)
                 arguments[2] = bias
             if fusion.activation is not None:
                 arguments.append(fusion.activation)
-            if fusion.for_residual:
+            if fusion.for_residual and spec.training:
                 arguments += [None, None, False, False, 0, True]
             call, call_spec = layer._call(*arguments)
             if type(call_spec) is type(spec):
