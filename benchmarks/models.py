@@ -63,12 +63,22 @@ def plain_convolutions_compiled(net: nn.Module) -> nn.Module:
     return PlainConvolutions(torch.compile(fused))
 
 
+def with_shortcuts_apart(net: nn.Module) -> nn.Module:
+    """Fuse all norms but those of shortcuts, which run by themselves."""
+    normplug.fuse(normplug.swap(net, MODE))
+    for module in net.modules():
+        if hasattr(module, "_may_add"):
+            module._may_add = lambda x: False
+    return net
+
+
 ARMS = models.usual_arms(MODE) | {
     "plain-convolutions": plain_convolutions,
     "plain-convolutions+compile": plain_convolutions_compiled,
     "swap+fuse+recompute": lambda net: normplug.fuse(
         normplug.swap(net, MODE), recompute=True
     ),
+    "swap+fuse-shortcuts": with_shortcuts_apart,
     "no-norm": without_norms,
     "liger": rivals.liger_llama,
 }

@@ -33,11 +33,13 @@ GROUPS = "tests/statistics/test_groups.py"
 HANDWRITTEN = "tests/swap/test_handwritten.py"
 HOST_PATH = "tests/interpreted/test_host_path.py"
 GROUP_NORM_KERNELS = "tests/interpreted/test_group_norm_kernels.py"
+PAIR_KERNELS = "tests/interpreted/test_pair_kernels.py"
 LAYER_NORM = "tests/functional/test_layer_norm.py"
 LAYER_NORM_KERNELS = "tests/interpreted/test_layer_norm_kernels.py"
 RUN = "tests/tools/test_run.py"
 RUN = "tests/tools/test_run.py"
 SAFE = "tests/statistics/test_safe.py"
+SHORTCUTS = "tests/fuse/test_shortcuts.py"
 SITES = "tests/fuse/test_sites.py"
 SOURCE = "tests/fuse/test_source.py"
 SYNC = "tests/modules/test_sync.py"
@@ -97,6 +99,54 @@ MUTATIONS = (
         "update_running(running_var_ptr + channels, old_var, m2 / n, step, updated)",
         tests_of(BATCH_NORM_KERNELS, "test_every_setup_is_as_close_to_float64_as_torch"),
         INTERPRETER,
+    ),
+    Mutation(
+        "columns: the slope of a residual's norm lacks an rstd",
+        "normplug/_kernels/batch_norm/columns.py",
+        "slope = c * rstd * rstd / (ROWS.to(F.acc) * HW)",
+        "slope = c * rstd / (ROWS.to(F.acc) * HW)",
+        tests_of(PAIR_KERNELS, "test_every_setup_is_as_close_to_float64_as_torch"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "columns: a kernel writes over dy where no dx is wanted",
+        "normplug/_kernels/batch_norm/columns.py",
+        "    if F.dx:\n        dx = dz",
+        "    if True:\n        dx = dz",
+        tests_of(PAIR_KERNELS, "test_a_subset_of_the_gradients_can_be_requested"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "planes: the bias of a residual's norm is left out",
+        "normplug/_kernels/batch_norm/planes.py",
+        "residual = (residual - other_mean) * other_scale + other_bias",
+        "residual = (residual - other_mean) * other_scale",
+        tests_of(PAIR_KERNELS, "test_every_setup_is_as_close_to_float64_as_torch"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "batch_norm: the gradient of a residual's weight lacks the mode",
+        "normplug/_ops/batch_norm.py",
+        "dweight = gain if ctx.root == 1.0 else gain * ctx.root",
+        "dweight = gain",
+        tests_of(SHORTCUTS, "test_both_norms_are_one_call_where_that_is_safe"),
+    ),
+    Mutation(
+        "fuse: a shortcut's norm runs after its input has changed",
+        "normplug/_fuse/sites.py",
+        "if not _may_run_late(traced, node, site.add, []):",
+        "if False:",
+        tests_of(
+            SHORTCUTS,
+            "test_a_norm_whose_input_changes_before_the_addition_runs_at_its_own_place",
+        ),
+    ),
+    Mutation(
+        "fuse: a frozen shortcut's norm takes the batch's statistics",
+        "normplug/modules/batch_norm.py",
+        "if not by_batch or self.group_to_join() is not None:",
+        "if self.group_to_join() is not None:",
+        tests_of(SHORTCUTS, "test_a_norm_with_a_hook_or_frozen_statistics_runs_apart"),
     ),
     Mutation(
         "columns: every channel counts the batch",

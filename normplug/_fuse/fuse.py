@@ -98,13 +98,15 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     Each of these becomes one call:
 
     - BatchNorm and the activation after it, with or without a residual addition in between
+    - two BatchNorms whose results are added, with or without an activation after that, in training
     - BatchNorm, ReLU and max pooling
     - GroupNorm or InstanceNorm and the activation after it
     - a residual addition and the LayerNorm or RMSNorm after it
     - the bias of a convolution and the LayerNorm over its channels, moved last
 
     The activations are ReLU, LeakyReLU, ReLU6, SiLU, Hardswish and exact GELU. On CUDA the call is
-    one kernel per direction, or two with max pooling, and saves less for the backward. Under
+    one kernel per direction, or two with max pooling or the forward of two norms, and saves less
+    for the backward. Under
     torch.compile it runs whichever way was measured to be faster. Elsewhere it runs as PyTorch's
     operations, one by one. Max pooling runs in the kernel for channels_last input, and compares
     values before they are rounded.
