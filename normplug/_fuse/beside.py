@@ -50,17 +50,27 @@ class Beside:
         return self.convolution, self.norm, *shortcut
 
     @property
-    def fusion(self) -> Fusion:
-        """The norm's fusion, with a note on the gradients."""
-        assert self.site.fusion is not None
+    def left(self) -> str:
+        """Why the norm is left alone: it is not."""
+        return ""
+
+    @property
+    def note(self) -> str:
+        """How the gradients are computed."""
         if self.refusal:
             way = f"PyTorch's ({self.refusal})"
         elif self.shortcut is None:
             way = "a convolution with the flipped weight"
         else:
             way = "added to the shortcut's"
-        note = f"gradient of {self.convolution.target}: {way}"
-        return replace(self.site.fusion, note=note)
+        return f"gradient of {self.convolution.target}: {way}"
+
+    @property
+    def fusions(self) -> dict[str, Fusion]:
+        """Path of each norm -> what it is fused with, with the note at the norm."""
+        assert self.site.fusion is not None
+        noted = replace(self.site.fusion, note=self.note)
+        return self.site.fusions | {str(self.norm.target): noted}
 
 
 def find(graph: fx.Graph, root: nn.Module, sites: Iterable[Site]) -> Iterator[Beside]:

@@ -403,7 +403,7 @@ class _Analysis:
         for each in found:
             norm = module.get_submodule(str(each.norm.target))
             if each.refusal:
-                self.left[norm] = each.fusion.note
+                self.left[norm] = each.note
         return [each for each in found if not each.refusal]
 
     def _guard(self, module: nn.Module, called: bool) -> Guard:

@@ -120,19 +120,16 @@ def _calls(
         pairs = [(a, b) for a in dtypes for b in dtypes if branch in (a, b)]
     for like in _inputs(t.x, row, getattr(spec, "normalized_shape", ())):
         for pair in pairs:
-            # They require gradients, as the layers in between have parameters that do.
-            arguments: list[Any] = [None, None, None]
-            for place, dtype in enumerate(pair):
-                if dtype is not None:
-                    given = torch.empty_like(like, dtype=dtype, requires_grad=True)
-                    arguments[place] = given
+            arguments: list[Any] = [_input(like, dtype) for dtype in pair]
             dtype = (t.x if t.weight is None else t.weight).dtype
             # In evaluation, the norm of a residual runs by itself.
             if fusion.residual_norm and spec.training:
-                arguments[2] = _of_residual_norm(like.shape[1], dtype)
+                arguments.append(_of_residual_norm(like.shape[1], dtype))
             elif fusion.adds_bias:
                 bias = torch.empty(row, dtype=dtype, device="meta", requires_grad=True)
-                arguments[2] = bias
+                arguments.append(bias)
+            else:
+                arguments.append(None)
             if fusion.activation is not None:
                 arguments.append(fusion.activation)
             if fusion.for_residual and spec.training:
@@ -140,6 +137,16 @@ def _calls(
             call, call_spec = layer._call(*arguments)
             if type(call_spec) is type(spec):
                 yield call._replace(**statistics), call_spec._replace(**shared)
+
+
+def _input(like: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """An x or a residual; None without a dtype.
+
+    It requires gradients, as the layers before it have parameters that do.
+    """
+    if dtype is None:
+        return None
+    return torch.empty_like(like, dtype=dtype, requires_grad=True)
 
 
 def _of_residual_norm(channels: int, dtype: torch.dtype) -> Tensor:
