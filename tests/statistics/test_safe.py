@@ -53,8 +53,7 @@ def eager(model, batches):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of lerp_ in vmap
 @pytest.mark.parametrize("way", [eager, compiled, exported, vectorised])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(("momentum", "fused"), [(0.1, False), (None, True)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_way_leaves_out_the_same_channels_of_the_same_batches(
     kind, momentum, fused, way
@@ -96,32 +95,6 @@ def test_statistics_in_float16_do_not_overflow(momentum):
     assert layer.running_mean.isfinite().all()
     assert layer.running_var[0] != 1
     assert layer.running_var[1] == 1  # each batch has a variance of about 9e8
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_good_batches_count_as_in_torch_and_bad_ones_do_not(kind, momentum):
-    ours, stock = (
-        net(lambda n, **how: kind(n, momentum=momentum, **how)) for _ in range(2)
-    )
-    swap(ours, statistics="safe")
-    for seed in range(3):
-        bad = images(4, seed)
-        bad[1, :, 4, 4] = float("inf")
-        before = statistics(ours)
-        ours(bad)
-        assert equal(before, statistics(ours))
-        for model in (ours, stock):
-            model(images(4, seed))
-    assert equal(statistics(ours), statistics(stock))
-
-
-def test_a_channel_whose_variance_overflows_does_not_count():
-    layer = swap(nn.BatchNorm1d(2), statistics="safe")
-    layer(torch.tensor([[1e30, 1.0], [-1e30, 3.0]]))  # the mean of the first channel is 0
-    assert layer.running_mean.tolist() == pytest.approx([0, 0.2])
-    assert layer.running_var.tolist() == pytest.approx([1, 0.9 + 0.1 * 2])
-    assert layer.num_batches_tracked == 0
 
 
 def test_an_empty_batch_changes_nothing():
