@@ -32,9 +32,10 @@ from fuse_cases import (
 from matrix import process_group
 from normplug import fuse, fusions, swap, unfuse, unswap
 from normplug._convert import fused_modules
+from programs import wait_until
 
 # Models whose stem ends with a max pooling. ShuffleNet has its norm in another module.
-POOLED = {"resnet18", "resnext50", "densenet121", "resnet26t of timm", "shufflenet"}
+POOLED = {"resnet18", "densenet121", "resnet26t of timm", "shufflenet"}
 
 SHORTCUT = "norm that adds it"
 # How many shortcuts have norms. Those of timm's `resnet26t` follow a pooling.
@@ -129,11 +130,10 @@ def test_models_run_in_threads_while_others_are_fused_copied_and_checked():
         steps[f"change {i}"] = partial(change, swapped(nn.Sequential(Block(), Nested())))
     with ThreadPoolExecutor(len(steps)) as pool:
         ends = [pool.submit(until_the_end, *item) for item in steps.items()]
-        stop.wait(3)
+        wait_until(lambda: stop.is_set() or all(runs[name] >= 5 for name in steps))
         stop.set()
     for end in ends:
         end.result()  # raises what the step raised
-    assert all(runs[name] > 0 for name in steps)
 
 
 def test_unswap_unfuses_first_and_swapped_leaves_nothing_fused():

@@ -234,7 +234,6 @@ def timm_model(name):
 
 ZOO = {  # name -> (how to build the model, how many of its norms are fused)
     "resnet18": (partial(torchvision_model, "resnet18"), 17),
-    "resnext50": (partial(torchvision_model, "resnext50_32x4d"), 49),
     "regnet": (partial(torchvision_model, "regnet_y_400mf"), 49),
     "resnet26t of timm": (partial(timm_model, "resnet26t"), 27),
     "mobilenet_v2": (partial(torchvision_model, "mobilenet_v2"), 45),
