@@ -203,7 +203,6 @@ def test_variance_logger_writes_each_layers_variances_at_every_few_steps(
     module, logger = Module(), VarianceLogger(every_n_steps=4, dirpath=tmp_path)
     tv = 1.0 if mode is None else target_variance(mode)
     layers = module.net[0], module.net[3]
-    weights = [layer.weight.detach().clone() for layer in layers]
     if mode is not None:
         normplug.swap(module, mode)
     if compiled:
@@ -218,10 +217,6 @@ def test_variance_logger_writes_each_layers_variances_at_every_few_steps(
     for row in table:
         assert float(row["output_variance"]) == pytest.approx(tv, rel=1e-3)
         assert float(row["target_variance"]) == tv
-    for row, weight in zip(table[:2], weights, strict=True):
-        rms = weight.square().mean().sqrt().item()
-        assert float(row["weight_rms"]) == pytest.approx(rms)
-        assert float(row["affine_variance"]) == pytest.approx(tv * rms**2, rel=1e-3)
     variance = IMAGES[:8].var((0, 2, 3), correction=0).mean().item()
     assert float(table[0]["input_variance"]) == pytest.approx(variance, rel=1e-4)
     assert [type(layer) for layer in layers] == classes
