@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from programs import shared_folder
 from training import ARMS, GOLDEN, SWEEP, run_train
 
 
@@ -22,9 +23,13 @@ def quick(monkeypatch):
 @pytest.fixture(scope="session")
 def sweep(tmp_path_factory):
     """A finished sweep of three arms: where it ran, its golden run, what it printed."""
-    directory = tmp_path_factory.mktemp("sweep")
-    code, output = run_train(directory, *SWEEP, ARMS, "-m", draws=True)
-    assert code == 0, output
+    with shared_folder(tmp_path_factory, "sweep") as directory:
+        printed = directory / "printed.txt"
+        if not printed.exists():
+            code, output = run_train(directory, *SWEEP, ARMS, "-m", draws=True)
+            assert code == 0, output
+            printed.write_text(output)
+        output = printed.read_text()
     return SimpleNamespace(directory=directory, golden=directory / GOLDEN, output=output)
 
 
