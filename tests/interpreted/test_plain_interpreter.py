@@ -17,7 +17,7 @@ import pool_cases
 import routes
 import row_cases
 from normplug._kernels.launch import Launch
-from programs import program
+from programs import program, shared_folder
 
 
 class Setup(NamedTuple):
@@ -81,10 +81,12 @@ def results(name):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """`results` of every setup in a process that does not change the interpreter."""
-    file = tmp_path_factory.mktemp("plain") / "results.pt"
-    done = program(PLAIN, file)
-    assert done.returncode == 0, done.stderr
-    return torch.load(file)
+    with shared_folder(tmp_path_factory, "plain") as folder:
+        file = folder / "results.pt"
+        if not file.exists():
+            done = program(PLAIN, file)
+            assert done.returncode == 0, done.stderr
+        return torch.load(file)
 
 
 @pytest.mark.parametrize("name", SETUPS)
