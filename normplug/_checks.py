@@ -246,12 +246,7 @@ def tensors(caller: str, x: Any, *others: Any) -> None:
         if name == "num_batches_tracked":
             _tensor(caller, name, t)
         else:
-            floating(caller, t, name)
-            if (t.is_nested and name != "residual") or t.layout not in _LAYOUTS:
-                kind = "a nested tensor" if t.is_nested else str(t.layout)
-                raise TypeError(
-                    must(caller, name, "a dense tensor", kind, "Use .to_dense().")
-                )
+            dense(caller, name, t, or_nested=name == "residual")
 
 
 def devices(caller: str, x: Tensor, *others: Tensor | None) -> None:
@@ -272,6 +267,14 @@ def _tensor(caller: str, name: str, value: Any) -> None:
         raise TypeError(
             must(caller, name, "a torch.Tensor", type(value).__name__, way_out)
         )
+
+
+def dense(caller: str, name: str, t: Any, or_nested: bool = False) -> None:
+    """Reject anything but a dense tensor of floating-point numbers, `or_nested`."""
+    floating(caller, t, name)
+    if (t.is_nested and not or_nested) or t.layout not in _LAYOUTS:
+        kind = "a nested tensor" if t.is_nested else str(t.layout)
+        raise TypeError(must(caller, name, "a dense tensor", kind, "Use .to_dense()."))
 
 
 def floating(caller: str, x: Any, name: str = "input") -> None:
@@ -394,8 +397,8 @@ def beside(caller: str, x: Tensor, **others: Tensor | None) -> None:
     for name, other in others.items():
         if other is None:
             continue
-        floating(caller, other, name)
-        if x.is_nested or other.is_nested:
+        dense(caller, name, other)
+        if x.is_nested:
             rule = f"a dense tensor if there is a {name}"
             raise ValueError(must(caller, "input", rule, "a nested tensor"))
         if other.device != x.device:

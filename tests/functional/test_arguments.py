@@ -112,6 +112,8 @@ UPDATING = {
     )
 }
 WRITING = ROWS | ROW_LAYERS | GROUP_NORM | SWAPS
+GATED = named("functional.", [rms_norm])
+MODULATED = named("functional.", [layer_norm, rms_norm])
 RULES = [
     (
         ALONE,
@@ -140,6 +142,14 @@ RULES = [
     (COUNTED | LAYERS, "momentum", ValueError, [float("nan"), float("inf")]),
     (UPDATING, "momentum", TypeError, [None]),
     (RMS, "weight_offset", TypeError, [None, True]),
+    (GATED, "gate", TypeError, [ARRAY]),
+    (GATED, "gate", ValueError, [ON_META, X[:1], X[0]]),
+    (GATED, "gate_first", TypeError, BAD_FLAGS),
+    (GATED, "group_size", TypeError, [1.5, True]),
+    (GATED, "group_size", ValueError, [0, -1, 4]),
+    (MODULATED, "scale", TypeError, [ARRAY]),
+    (MODULATED, "scale", ValueError, [X[:2], X[:, :3], X[None], X[0, :1]]),
+    (MODULATED, "shift", TypeError, [ARRAY]),
     (BATCH, "training", TypeError, [*BAD_FLAGS, None]),
     (named("functional.", [instance_norm]), "use_input_stats", TypeError, [1, None]),
     (CHANNELS, "activation", ValueError, ["tanh", 3, ["relu"], *BAD_PAIRS]),
@@ -212,6 +222,14 @@ INVALID = [
     (layer_norm, ValueError, {"normalized_shape": (5,)}, r"=\(5,\); got .* \(4, 6\)"),
     (layer_norm, ValueError, {"weight": VAR[:1]}, r"weight must be .* \(6,\); got \(1,\)"),
     (layer_norm, ValueError, {"running_mean": VAR, "running_var": VAR[0]}, "a scalar tensor"),
+    (layer_norm, ValueError, {"input_bias": X}, "input_bias must be of shape"),
+    (layer_norm, ValueError, {"scale": X[:3]}, r"\(B, 6\), \(B, 1, 6\) or of the input's .* \(3, 6\)"),
+    (layer_norm, ValueError, {"scale": X, "shift": X[0]}, r"\(4, 6\); got \(6,\)"),
+    (layer_norm, ValueError, {"scale": X, "weight": X}, "weight must be of shape"),
+    (rms_norm, ValueError, {"scale": X, "gate": X}, "exclude a gate"),
+    (rms_norm, ValueError, {"scale": X, "group_size": 3}, "exclude a gate"),
+    (rms_norm, ValueError, {"input": X[:, None], "normalized_shape": (1, 6), "group_size": 3},
+     r"one size in normalized_shape=\(1, 6\); got 3"),
     (rms_norm, ValueError, {"running_var": VAR[0], "momentum": None}, "num_batches_tracked"),
     (group_norm, ValueError, {"num_groups": 4}, "must be a divisor of the 6 .* got 4"),
     (group_norm, ValueError, {"input": X[:1], "num_groups": 6}, "one value per group"),
