@@ -37,7 +37,7 @@ PAIR_KERNELS = "tests/interpreted/test_pair_kernels.py"
 LAYER_NORM = "tests/functional/test_layer_norm.py"
 LAYER_NORM_KERNELS = "tests/interpreted/test_layer_norm_kernels.py"
 RUN = "tests/tools/test_run.py"
-RUN = "tests/tools/test_run.py"
+MODULATED_KERNELS = "tests/interpreted/test_modulated_kernels.py"
 SAFE = "tests/statistics/test_safe.py"
 SHORTCUTS = "tests/fuse/test_shortcuts.py"
 SITES = "tests/fuse/test_sites.py"
@@ -155,6 +155,45 @@ MUTATIONS = (
         "counted = counted * tl.max(tl.where(finite, 1, 0), axis=0)",
         ("tests/interpreted/test_safe_kernels.py",),
         INTERPRETER,
+    ),
+    Mutation(
+        "gate first: its gradient lacks the derivative of silu",
+        "normplug/_kernels/layer_norm/rows.py",
+        "dh_dgate = h * silu_slope",
+        "dh_dgate = h * silu",
+        tests_of(MODULATED_KERNELS, "test_every_kind_is_as_close_to_float64_as_torch"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "sets: a program takes rows of the next set",
+        "normplug/_kernels/layer_norm/rows.py",
+        "return number * INNER + members",
+        "return number * members + INNER",
+        tests_of(MODULATED_KERNELS, "test_every_kind_is_as_close_to_float64_as_torch"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "sets: all add up the parts of the first",
+        "normplug/_kernels/layer_norm/rows.py",
+        "parts_ptr += place * groups * SUMS",
+        "parts_ptr += place * 0",
+        tests_of(MODULATED_KERNELS, "test_sets_of_rows_may_be_cut_in_any_way"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "gate last: no rounding before it",
+        "normplug/_kernels/layer_norm/rows.py",
+        "y = as_dtype(y, F.gated).to(ACC) * activate(gate, SILU)",
+        "y = y * activate(gate, SILU)",
+        tests_of(MODULATED_KERNELS, "test_a_gated_norm_rounds_where_its_library_does"),
+        INTERPRETER,
+    ),
+    Mutation(
+        "adaptive: scales of samples are sharded with x",
+        "normplug/_ops/row_norms.py",
+        "return tuple(dim for dim in rows if sizes[dim] == 1)",
+        "return tuple(rows)",
+        ("tests/modules/test_sharded.py",),
     ),
     Mutation(
         "planes: no shift by the first value",

@@ -181,6 +181,35 @@ def add_layer_norm_reduces_a_partial_sum_first(rank, world, device):
     )
 
 
+def gates_scales_and_shifts_belong_to_the_rows_of_each_process(rank, world, device):
+    """Where x is sharded over samples, it is gathered for their scales."""
+    backend = "triton" if INTERPRETS else "torch"
+    x, other = Case(LAYER_NORM, ROWS, 0).tensors()
+    vectors = torch.linspace(0.5, 2, 48).view(2, 3, 8)
+    gate = {"gate": other, "gate_first": True, "weight": vectors[0, 0], "eps": 1e-5}
+    of_samples = dict(zip(("scale", "shift"), vectors, strict=True))
+    for shard, options in ((0, gate), (1, gate), (1, of_samples), (0, of_samples)):
+        norm = functional.rms_norm if "gate" in options else functional.layer_norm
+        found = []
+        for is_sharded in (True, False):
+            given = {"input": x, **options}
+            if is_sharded:
+                given = {
+                    name: distributed(t, shard) if t is x or t is other else t
+                    for name, t in given.items()
+                }
+            leaves = {
+                name: t.detach().requires_grad_()
+                for name, t in given.items()
+                if hasattr(t, "detach")
+            }
+            how = {"mode": MODE, "backend": backend, "normalized_shape": (8,)}
+            y = norm(**{**given, **leaves}, **how)
+            y.square().sum().backward()
+            found.append([whole(t) for t in (y, *(t.grad for t in leaves.values()))])
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
+
+
 def tensors_whose_all_reduce_is_in_flight_are_waited_for(rank, world, device):
     backend, replicated = "triton" if INTERPRETS else "torch", [tools().Replicate()]
     x, dy = Case(LAYER_NORM, ROWS, 1).tensors()
@@ -323,6 +352,7 @@ def norms_under_fsdp2_train_as_stock_layers(rank, world, device):
 
 CHECKS = [
     add_layer_norm_reduces_a_partial_sum_first,
+    gates_scales_and_shifts_belong_to_the_rows_of_each_process,
     tensors_whose_all_reduce_is_in_flight_are_waited_for,
     a_compiled_layer_of_dtensors_is_one_graph,
     sharded_running_statistics_are_refused,
