@@ -329,7 +329,8 @@ def rms_norm(
     if scale is not None or shift is not None:
         _checks.number(caller, "weight_offset", weight_offset)
         t, offset = _adaptive(caller, t, normalized_shape, scale, shift, weight_offset)
-        formula |= {"weight_offset": offset, "adaptive": True}
+        formula["weight_offset"] = offset
+        formula["adaptive"] = True
     if gate is not None:
         formula["gate"] = "first" if gate_first else "last"
     if group_size is not None:

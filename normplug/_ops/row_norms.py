@@ -198,7 +198,8 @@ class LayerNormSpec(NamedTuple):
         _checks.same_shape(caller, t.x, **{other: t.residual})
         vectors = {"input_bias": t.input_bias}
         if not self.adaptive:
-            vectors |= {"weight": t.weight, "bias": t.bias}
+            vectors["weight"] = t.weight
+            vectors["bias"] = t.bias
         rows = t.x.unbind() if subclasses.is_nested(t.x) else (t.x,)
         if not rows:
             raise ValueError(

@@ -390,7 +390,7 @@ def layer_norm_rows_backward(
                     _store(dbias_ptr, dy, rows * DENSE, inside, columns, live, T)
                 else:
                     dbias += _folded(dy, LANES)
-            if F.dx or F.dinput_bias or F.dgate:
+            if (F.dx or F.dinput_bias) or F.dgate:
                 g = dy
                 if F.weight:
                     if not T.keep:
