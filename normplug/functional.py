@@ -214,7 +214,7 @@ def layer_norm(
     if scale is None and shift is None:
         return _norm_of_rows(caller, t, *numbers)
     t, offset = _adaptive(caller, t, normalized_shape, scale, shift, 0.0)
-    return _norm_of_rows(caller, t, *numbers, weight_offset=offset, adaptive=True)
+    return _norm_of_rows(caller, t, *numbers, True, offset, None, None, None, True)
 
 
 def add_layer_norm(
@@ -322,20 +322,20 @@ def rms_norm(
         tensor([[0.8485, 1.1314]])
     """
     caller = "functional.rms_norm"
-    _checks.flags(caller, gate_first=gate_first)
+    if gate_first is not False:
+        _checks.flags(caller, gate_first=gate_first)
     t = Tensors(input, gate, weight, None, None, None, running_var, num_batches_tracked)
     numbers = (normalized_shape, momentum, eps, mode, autocast_output, backend)
-    formula: dict[str, Any] = {"centred": False, "weight_offset": weight_offset}
-    if scale is not None or shift is not None:
-        _checks.number(caller, "weight_offset", weight_offset)
-        t, offset = _adaptive(caller, t, normalized_shape, scale, shift, weight_offset)
-        formula["weight_offset"] = offset
-        formula["adaptive"] = True
+    place = None
     if gate is not None:
-        formula["gate"] = "first" if gate_first else "last"
-    if group_size is not None:
-        formula["group_size"] = group_size
-    return _norm_of_rows(caller, t, *numbers, **formula)
+        place = "first" if gate_first else "last"
+    is_adaptive = scale is not None or shift is not None
+    if is_adaptive:
+        _checks.number(caller, "weight_offset", weight_offset)
+        vectors = (normalized_shape, scale, shift, weight_offset)
+        t, weight_offset = _adaptive(caller, t, *vectors)
+    formula = (False, weight_offset, None, place, group_size, is_adaptive)
+    return _norm_of_rows(caller, t, *numbers, *formula)
 
 
 def add_rms_norm(
@@ -367,8 +367,7 @@ def add_rms_norm(
     """
     t = Tensors(x, residual, weight, None, None, None, running_var, num_batches_tracked)
     numbers = (normalized_shape, momentum, eps, mode, autocast_output, backend)
-    formula: dict[str, Any] = {"centred": False, "weight_offset": weight_offset}
-    return _norm_of_rows("functional.add_rms_norm", t, *numbers, **formula)
+    return _norm_of_rows("functional.add_rms_norm", t, *numbers, False, weight_offset)
 
 
 def group_norm(
@@ -505,9 +504,10 @@ def _norm_of_rows(
     mode: ModeLike,
     autocast_output: str,
     backend: str,
-    **formula: Any,
+    centred: bool = True,
+    *formula: Any,
 ) -> Any:
-    """Run a norm of rows. formula: the fields of its spec that say what it computes."""
+    """Run a norm of rows. formula: the fields of its spec after `centred`."""
     variance = target_variance(mode)
     if type(shape) is not tuple:
         try:
@@ -520,11 +520,10 @@ def _norm_of_rows(
         momentum = as_number(momentum)
         eps = as_number(eps)
     # Autocast leaves torch's RMSNorm alone in some versions.
-    centred = formula.get("centred", True)
     is_cast = centred or RMS_NORM_AUTOCASTS or str(autocast_output) == "low"
     autocast = autocast_dtype(t.x) if is_cast else None
-    options = (autocast, autocast_output)
-    spec = LayerNormSpec(shape, momentum, eps, variance, *options, **formula)
+    options = (autocast, autocast_output, centred, *formula)
+    spec = LayerNormSpec(shape, momentum, eps, variance, *options)
     return call(caller, t, spec, backend)
 
 

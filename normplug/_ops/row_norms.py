@@ -42,9 +42,9 @@ class Vectors(NamedTuple):
 
     def sets(self, rows: int) -> int:
         """How many sets of rows there are whose gradients of weight and bias are sums."""
-        return {"sample": rows // max(self.inner, 1), "group": self.inner}.get(
-            self.kind, 1
-        )
+        if self.kind == "sample":
+            return rows // self.inner
+        return self.inner if self.kind == "group" else 1
 
     @property
     def spacings(self) -> tuple[Levels, ...]:
@@ -115,35 +115,38 @@ class LayerNormSpec(NamedTuple):
             return t
         return t.unflatten(-1, (self.groups, self.group_size))
 
-    def vectors(self, t: Tensors) -> Vectors | None:
-        """The rows that share a weight and a bias; None if these are not the rows of a sample."""
+    def vectors(self, t: Tensors) -> Vectors:
+        """The rows that share a weight and a bias, of a call that the kernels can run."""
         if self.groups > 1:
             return Vectors("group", self.groups, self.width)
-        vector = t.bias if t.weight is None else t.weight
-        if not self.adaptive or vector is None:
+        if not self.adaptive:
             return Vectors("all", 0, 0)
+        inner = self._rows_of_a_scale(t)
+        assert inner is not None
+        vector = _modulator(t)
+        step = row_spacing(vector.shape, vector.stride(), len(self.normalized_shape))
+        step = step if isinstance(step, int) else self.width  # of a copy: see `laid_out`
+        return Vectors("token", 0, step) if inner == 1 else Vectors("sample", inner, step)
+
+    def _rows_of_a_scale(self, t: Tensors) -> int | None:
+        """How many rows share a scale or a shift; None if these are not adjacent."""
+        x = t.x
         row_dims = len(self.normalized_shape)
-        outer = t.x.dim() - row_dims
+        sizes = spread(_modulator(t).shape, x.dim(), row_dims)
+        outer = x.dim() - row_dims
         inner = 1
-        sizes = spread(vector.shape, t.x.dim(), row_dims)[:outer]
         while outer > 0 and sizes[outer - 1] == 1:
             outer -= 1
-            inner *= t.x.shape[outer]
-        if sizes[:outer] != t.x.shape[:outer]:
-            return None
-        step = row_spacing(vector.shape, vector.stride(), row_dims)
-        kind = "token" if inner == 1 else "sample"
-        step = step if isinstance(step, int) else self.width  # of a copy: see `laid_out`
-        return Vectors(kind, 0 if inner == 1 else inner, step)
+            inner *= x.shape[outer]
+        return inner if sizes[:outer] == x.shape[:outer] else None
 
     def free_dims(self, t: Tensors) -> tuple[int, ...]:
         """Dimensions along which rows are independent; watched statistics describe one shard."""
         rows = range(t.x.dim() - len(self.normalized_shape))
-        vector = t.bias if t.weight is None else t.weight
-        if not self.adaptive or vector is None:
+        if not self.adaptive:
             return tuple(rows)
         # Each process has all scales and shifts, so those of its shard must be all of them.
-        sizes = spread(vector.shape, t.x.dim(), len(self.normalized_shape))
+        sizes = spread(_modulator(t).shape, t.x.dim(), len(self.normalized_shape))
         return tuple(dim for dim in rows if sizes[dim] == 1)
 
     def rounds_to(
@@ -274,7 +277,7 @@ class LayerNormSpec(NamedTuple):
 
         if not holds_sums(self.width, accumulator_of(t).itemsize):
             return f"a row of {self.width} values is too wide beside a gate, a scale or a group"
-        if self.vectors(t) is None:
+        if self.adaptive and self._rows_of_a_scale(t) is None:
             return (
                 "the scale or the shift is one of each token, but the same in each sample"
             )
@@ -285,7 +288,6 @@ class LayerNormSpec(NamedTuple):
     def laid_out(self, t: Tensors) -> Tensors:
         """The call with dense rows, where one launch can read the rows of x and of the residual."""
         vectors = self.vectors(t)
-        assert vectors is not None
         rows = len(self.normalized_shape), self.width
         x, residual, weight, bias = t.x, t.residual, t.weight, t.bias
         spacing = spacing_after(self.in_groups(x), *rows, *vectors.spacings)
@@ -464,6 +466,13 @@ def _row_statistics(
     dims = tuple(range(-row_dims, 0))
     var, mean = torch.var_mean(h.to(accumulator_dtype(h.dtype)), dim=dims, correction=0)
     return mean.mean(), var.mean()
+
+
+def _modulator(t: Tensors) -> Tensor:
+    """The scale of an adaptive call, or the shift, which has the same shape."""
+    vector = t.bias if t.weight is None else t.weight
+    assert vector is not None
+    return vector
 
 
 def _factor(gate: Tensor | None, dtype: torch.dtype) -> Tensor:
