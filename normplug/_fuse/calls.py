@@ -125,6 +125,21 @@ def add_norm(
     return norm(total), total
 
 
+def modulated_norm(norm: Any, x: Tensor, scale: Any, shift: Any) -> Tensor:
+    """Return norm(x) * scale + shift: an adaptive norm, with the one in its scale."""
+    y = None
+    if isinstance(scale, Tensor) and isinstance(shift, Tensor) and modulates(norm, x):
+        y = norm._fused_modulation(x, scale, shift)
+    return norm(x) * scale + shift if y is None else y
+
+
+def modulates(norm: Any, x: Any) -> bool:
+    """Whether a norm may run with a scale and a shift. Inductor fuses these without help."""
+    if torch.compiler.is_compiling() or not _may_run(norm, x, "modulation"):
+        return False
+    return can_run.has_kernels("fuse", norm.backend, x)
+
+
 def convolution_norm(
     norm: Any, convolution: Any, permute: Any, dims: tuple[int, ...], x: Tensor
 ) -> Tensor:

@@ -10,11 +10,17 @@ An edited forward is the original forward, except for statements of these patter
     y = self.act(self.norm(x))        x = self.norm(x)
                                       x = self.act(x)
 
+    y = self.norm(x) * (1 + a) + b    x = self.norm(x)
+                                      y = x * (1 + a) + b
+
+The last may also be a call of a function that returns such an expression: see `modulation`.
+
 Both statements must be in the same block. If an `if` separates them, one of them is first copied
-into its branches. Nothing with a side effect may run between the two, and nothing but the
-activation may read the norm's result. So an edited forward takes any arguments, and depends on
-nothing but the function that it was made from. Each call decides at run time whether the two run as
-one. A forward with a `try` or a `match` is not edited.
+into its branches; a scale and a shift must be in the very next statement. Nothing with a side
+effect may run between the two, and nothing but the activation, or the scale and the shift, may read
+the norm's result. So an edited forward takes any arguments, and depends on nothing but the function
+that it was made from. Each call decides at run time whether the two run as one. A forward with a
+`try` or a `match` is not edited.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from normplug import _activations
-from normplug._fuse import calls
+from normplug._fuse import calls, modulation
 from normplug._fuse.trace import SCOPES, Untraceable, compiled, definition, is_name
 from normplug._ops.guess import Fusion
 
@@ -41,23 +47,30 @@ REASON = "nothing to do: no plain addition or activation is next to it"
 _CALLED = {
     "_normplug_add_norm": calls.add_norm,
     "_normplug_norm_activation": calls.norm_add_activation,
+    "_normplug_modulated": calls.modulated_norm,
+    "_normplug_norm_function": modulation.norm_then_function,
 }
-_ADD_NORM, _NORM_ACTIVATION = _CALLED
+_ADD_NORM, _NORM_ACTIVATION, _MODULATED, _NORM_FUNCTION = _CALLED
 # The variable that holds a norm's result until a statement reads it.
 _RESULT = "_normplug_result"
 # After an exception, the second of two statements may not run. `except*` came with Python 3.11.
 _REFUSED = (ast.Try, getattr(ast, "TryStar", ast.Try), ast.Match)
 
 # (name, kind) of each child that `edit` needs. The kinds: "sum", a norm that may be fused with an
-# addition before it; "norm", a norm that may be fused with an activation after it; "activation".
+# addition before it; "rows", one that may also be fused with a scale and a shift after it; "norm",
+# one that may be fused with an activation after it; "activation".
 Children = tuple[tuple[str, str], ...]
+_SUMS = ("sum", "rows")
 
 
 class EditedCall(NamedTuple):
     """An edited call of a norm."""
 
-    activation: str  # the child after the norm; "" if an addition comes before the norm
+    activation: str  # the child after the norm; "" if there is none
     in_branch: bool  # of an `if`, so that it may not run
+    is_modulated: bool = (
+        False  # whether a scale and a shift come after it, not a sum before it
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +83,10 @@ class Edited:
 
     def fusion(self, norm: str, module: nn.Module) -> Fusion | None:
         """What the norm with this name is fused with; None if it is not fused."""
-        for activation, in_branch in self.calls.get(norm, ()):
+        for activation, in_branch, is_modulated in self.calls.get(norm, ()):
             where = " (in a branch)" if in_branch else ""
+            if is_modulated:
+                return Fusion(f"scale and shift after it{where}")
             if not activation:
                 return Fusion(f"add before it{where}", adds=True)
             child: Any = module._modules.get(activation)
@@ -93,7 +108,8 @@ def edit(cls: Any, forward: Any, children: Children) -> Edited:
     if not all(isinstance(function, types.FunctionType) for function in chain):
         raise Untraceable("its forward is not a plain function")
     written = chain[-1]
-    editor = _Editor(cls, dict(children), definition(written))
+    editor = _Editor(cls, dict(children), definition(written), written.__globals__)
+    editor.modulate(editor.definition.body)
     editor.edit(editor.definition.body)
     code = compiled(written, editor.definition, _CALLED)
     edited = _function(written, code, written.__closure__ or ())
@@ -109,6 +125,7 @@ class _Editor:
     cls: type[nn.Module]  # whose forward it is
     children: dict[str, str]  # name of a child -> its kind
     definition: ast.FunctionDef  # the forward's, which `edit` changes
+    globals: dict[str, Any]  # the forward's
     # Name of a norm -> its edited calls.
     calls: dict[str, list[EditedCall]] = field(default_factory=dict)
 
@@ -119,6 +136,9 @@ class _Editor:
         self.me = arguments[0].arg  # the forward's name for the module, usually "self"
         nodes = list(ast.walk(self.definition))[1:]
         self._has_scopes = any(isinstance(node, SCOPES) for node in nodes)
+        named = [node for node in nodes if isinstance(node, ast.Name)]
+        self._locals = {node.id for node in named if not isinstance(node.ctx, ast.Load)}
+        self._locals |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         for node in nodes:
             if is_name(node, {self.me}) and not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
                 raise Untraceable(f"its forward assigns to {self.me}")
@@ -144,6 +164,67 @@ class _Editor:
                 inner = getattr(statement, name, [])
                 self.edit(inner, in_branch or isinstance(statement, ast.If))
 
+    def modulate(self, body: list[ast.stmt], in_branch: bool = False) -> None:
+        """Edit the norms in statements that a scale and a shift follow; in_branch: as in `edit`.
+
+        This comes before `edit`, since it saves more than an addition before the norm.
+        """
+        for i, _ in enumerate(body):
+            statement = body[i]
+            for node in list(_expressions(statement)):
+                value, made = self._modulation(node)
+                name = self._child(value, "rows")
+                if name:
+                    self._record(name, "", in_branch, True)
+                    _replace(statement, node, made(value))
+            self._pair_modulation(body, i, in_branch)
+            if isinstance(statement, SCOPES):
+                continue
+            for name in ("body", "orelse"):
+                inner = getattr(statement, name, [])
+                self.modulate(inner, in_branch or isinstance(statement, ast.If))
+
+    def _pair_modulation(self, body: list[ast.stmt], i: int, in_branch: bool) -> None:
+        """Edit a statement that computes a norm, if the next one scales and shifts it."""
+        statement: Any = body[i]
+        target, value = _assigned(statement)
+        name = self._child(value, "rows")
+        following = body[i + 1 : i + 2]
+        node: Any = getattr(following[0], "value", None) if following else None
+        if not name or node is None:
+            return
+        if isinstance(node, ast.Call) and self._is_own(node.func) and node.args:
+            node = node.args[0] if self._modulation(node)[0] is None else node
+        inner, made = self._modulation(node)
+        if not is_name(inner, {target}) or len(_reads(following[0], target)) != 1:
+            return
+        is_last = _assigned(following[0])[0] == target
+        if not is_last and len(_reads(self.definition, target)) != 1:
+            return
+        self._record(name, "", in_branch, True)
+        statement.value = _located(made(value), statement)
+        _replace(following[0], node, ast.Name(target, ast.Load()))
+
+    def _modulation(self, node: Any) -> tuple[Any, Any]:
+        """What an expression scales and shifts, and what makes the call in its place; or Nones."""
+        parts = modulation.of_expression(node)
+        if parts is not None:
+            return parts.normalised, lambda call: _call(
+                _MODULATED, call.func, call.args[0], parts.scale, parts.shift
+            )
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            return None, None
+        known = node.func.id not in self._locals and not node.keywords
+        function = self.globals.get(node.func.id) if known else None
+        first, *rest = [*node.args, None]
+        if not all(map(modulation.is_view, rest[:-1])):
+            return None, None
+        if first is None or modulation.of_function(function) is None:
+            return None, None
+        return first, lambda call: _call(
+            _NORM_FUNCTION, node.func, call.func, call.args[0], *rest[:-1]
+        )
+
     def _into_branches(self, body: list[ast.stmt], i: int) -> None:
         """Move a sum or norm before an `if` into its branches, and what reads one after it."""
         if self._begins(body[i]) and self._may_follow(body[i], body[i + 1 : i + 2]):
@@ -157,7 +238,7 @@ class _Editor:
         for end, statement in enumerate(body[i + 1 :], i + 2):
             inner = statement.body[0] if isinstance(statement, ast.If) else statement
             first = self._first_effect(getattr(inner, "value", None))
-            begins_with_one = self._child(first, "activation", "sum")
+            begins_with_one = self._child(first, "activation", *_SUMS)
             if begins_with_one:
                 for block in (choice.body, choice.orelse):
                     block += copy.deepcopy(body[i + 1 : end])
@@ -192,7 +273,7 @@ class _Editor:
     def _nested(self, statement: ast.stmt, node: Any, in_branch: bool) -> None:
         """Edit a norm of a sum, or an activation of a norm."""
         inner: Any = node.args[0] if isinstance(node, ast.Call) and node.args else None
-        if (name := self._child(node, "sum")) and _is_sum(inner):
+        if (name := self._child(node, *_SUMS)) and _is_sum(inner):
             both = _call(_ADD_NORM, node.func, inner.left, inner.right)
             self._record(name, "", in_branch)
             _replace(statement, node, ast.Subscript(both, ast.Constant(0), ast.Load()))
@@ -236,8 +317,10 @@ class _Editor:
         statement.value = _located(made, statement)
         _replace(reader, activation, activation.args[0])
 
-    def _record(self, norm: str, activation: str, in_branch: bool) -> None:
-        call = EditedCall(activation, in_branch)
+    def _record(
+        self, norm: str, activation: str, in_branch: bool, is_modulated: bool = False
+    ) -> None:
+        call = EditedCall(activation, in_branch, is_modulated)
         self.calls.setdefault(norm, []).append(call)
 
     def _reader(
@@ -253,7 +336,7 @@ class _Editor:
         for statement in following:
             call = self._first_effect(getattr(statement, "value", None))
             if call is not None:
-                plain = bool(self._child(call, "sum")) and is_name(call.args[0], held)
+                plain = bool(self._child(call, *_SUMS)) and is_name(call.args[0], held)
                 reads = self._activates(statement, call, held) if activates else plain
                 return (call, statement) if reads else (None, None)
             target, value = _assigned(statement)

@@ -103,6 +103,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     - GroupNorm or InstanceNorm and the activation after it
     - a residual addition and the LayerNorm or RMSNorm after it
     - the bias of a convolution and the LayerNorm over its channels, moved last
+    - a LayerNorm or RMSNorm and the scale and shift after it: y * (1 + scale) + shift
 
     The activations are ReLU, LeakyReLU, ReLU6, SiLU, Hardswish and exact GELU. On CUDA the call is
     one kernel per direction, or two with max pooling or the forward of two norms, and saves less
@@ -431,7 +432,7 @@ def _children(module: nn.Module) -> Iterator[tuple[str, str]]:
         if isinstance(child, TargetVarianceNorm):
             sites = None if refusal(child) else child._fusion_sites
             if sites and "sum" in sites.before:
-                yield name, "sum"
+                yield name, "rows" if "modulation" in sites.after else "sum"
             elif sites and "activation" in sites.after:
                 yield name, "norm"
         elif child is not None and _activations.of_module(child) is not None:

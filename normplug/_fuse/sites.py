@@ -24,6 +24,7 @@ from normplug._fuse.calls import (
     add_norm,
     convolution_norm,
     isolated_norm,
+    modulated_norm,
     norm_add_activation,
     norm_max_pool,
 )
@@ -36,6 +37,12 @@ _ADDITIONS: dict[Any, Callable[[Any, Any], Any]] = {
     operator.add: operator.add, torch.add: operator.add, "add": operator.add,
     add_in_place: add_in_place, "add_": add_in_place,
 }  # fmt: skip
+_PRODUCTS = (operator.mul, torch.mul, "mul")
+_VIEWS = (operator.getitem, torch.unsqueeze, "unsqueeze")
+# What may run between a norm, and the scale and shift after it.
+_PURE = (
+    *_PRODUCTS, *_VIEWS, operator.add, torch.add, "add", torch.chunk, "chunk", torch.split, "split",
+)  # fmt: skip
 # Their output is a new tensor, which no other code can mutate.
 FRESH = {
     cls.forward
@@ -89,8 +96,11 @@ def find(graph: fx.Graph, root: nn.Module) -> list[Site]:
         declared: Any = norm._fusion_sites
         if times[norm] > 1 or not alone or refusal(norm):
             continue
-        before = (_BEFORE[name](traced, node) for name in declared.before)
-        site = next(filter(None, before), None)
+        # It saves more than a sum before the norm.
+        site = _modulation(traced, node) if "modulation" in declared.after else None
+        if site is None:
+            before = (_BEFORE[name](traced, node) for name in declared.before)
+            site = next(filter(None, before), None)
         if site is None and declared.after:
             site = _after(traced, node, declared)
         if site is None or not taken.isdisjoint(site.nodes):
@@ -226,6 +236,38 @@ def _may_run_late(
     amid = [n for n in traced.amid(node, add) if n not in between]
     harmless = fresh or all(n.op in ("get_attr", "placeholder") for n in amid)
     return harmless and not traced.calls(amid, node)
+
+
+def _modulation(traced: Forward, node: fx.Node) -> Site | None:
+    """The site of a norm and a scale and a shift after it, or None."""
+    product = reader(node)
+    if product is None or product.target not in _PRODUCTS or product.kwargs:
+        return None
+    total = reader(product)
+    if total is None or addition(total) is not operator.add:
+        return None
+    reads = product.args[0] is node and total.args[0] is product
+    if not reads or not _is_scale(product.args[1]):
+        return None
+    amid = traced.amid(node, total)
+    if not all(n.op in ("get_attr", "placeholder") or n.target in _PURE for n in amid):
+        return None
+
+    def arguments(module: Callable[[fx.Node], fx.Node]) -> tuple[Any, ...]:
+        return node.args[0], product.args[1], total.args[1]
+
+    nodes = (node, product, total)
+    fusion = Fusion("scale and shift after it")
+    return Site(node, nodes, modulated_norm, arguments, fusion=fusion)
+
+
+def _is_scale(node: Any) -> bool:
+    """Whether a node computes 1 + a tensor, or a view of that."""
+    while isinstance(node, fx.Node) and node.target in _VIEWS:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or _ADDITIONS.get(node.target) is not operator.add:
+        return False
+    return 1 in node.args and not node.kwargs and len(node.args) == 2
 
 
 def _add_before(traced: Forward, node: fx.Node) -> Site | None:
@@ -396,7 +438,10 @@ def rewrite(graph: fx.Graph, sites: list[Site]) -> None:
     """Replace each site by one call."""
     module_of = partial(attribute, graph)
     for site in sites:
-        with graph.inserting_before(site.add or site.nodes[0]):
+        # The scale and the shift may be computed after the norm.
+        is_late = site.function is modulated_norm
+        place = site.nodes[-1] if is_late else site.add or site.nodes[0]
+        with graph.inserting_before(place):
             norm, arguments = module_of(site.norm), site.arguments(module_of)
             call = graph.call_function(site.function, (norm, *arguments))
             if site.function is not add_norm:

@@ -158,8 +158,9 @@ class FusionSites(NamedTuple):
     # The methods of the forward, by name. A subclass that overrides one of them is not fused.
     methods: dict[str, Callable[..., Any]]
     # What `_fused` runs after the layer: any of "activation", "addition" (of a residual, before the
-    # activation) and "max_pool" (after relu); and "norm": `_fused_norms` runs a layer of the same
-    # kind, whose result is added.
+    # activation), "max_pool" (after relu), "modulation" (a scale and a shift of each sample or
+    # token, by `_fused_modulation`); and "norm": `_fused_norms` runs a layer of the same kind, whose
+    # result is added.
     after: tuple[str, ...] = ()
     # What runs before it: "sum" (of two tensors, by `_fused_add`), and "convolution_bias" (by
     # `_fused_bias`, for layers with a `normalized_shape`).

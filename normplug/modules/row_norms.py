@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 from normplug import reference
 from normplug._ops import subclasses
+from normplug._ops.call import call
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors, autocast_dtype
 from normplug._torch import RMS_NORM_AUTOCASTS
@@ -84,6 +85,34 @@ class RowNorm(WatchedRows):
         )
         return t, spec
 
+    def _fused_modulation(
+        self, input: Tensor, scale: Tensor, shift: Tensor
+    ) -> Tensor | None:
+        """Compute `forward(input) * scale + shift` in one call; None if no kernel can.
+
+        scale, shift: of each sample or token, with as many dimensions as the input.
+        """
+        t, spec = self._call(input, None, None)
+        weight, bias = t.weight, t.bias
+        shape = spec.normalized_shape
+        dtype = spec.output_dtype(input.dtype, None if weight is None else weight.dtype)
+        spec = spec._replace(weight_offset=0.0, rounding=None, adaptive=True)
+        is_of_input = scale.dim() == input.dim() and scale.shape[-len(shape) :] == shape
+        if not is_of_input or scale.shape != shift.shape:
+            return None
+        if not scale.dtype == shift.dtype == dtype == spec.output_dtype(input.dtype):
+            return None
+        if weight is not None:
+            acc = reference.accumulator_dtype(dtype)
+            factor = scale
+            scale = scale * (weight.to(acc) + self._weight_offset)
+            shift = shift if bias is None else factor * bias.to(acc) + shift
+        t = t._replace(weight=scale, bias=shift)
+        if spec.refusal(t) is not None:
+            return None
+        y: Tensor = call(self._function, t, spec, self._normplug.backend)
+        return y
+
     def _autocast(self, x: Tensor) -> torch.dtype | None:
         """The dtype that autocast has set, if it changes what the layer computes or returns."""
         if self._autocasts or self._normplug.autocast_output == "low":
@@ -91,7 +120,9 @@ class RowNorm(WatchedRows):
         return None
 
     _fusion_sites = FusionSites(
-        {"forward": forward, "_normalise": _normalise}, before=("sum",)
+        {"forward": forward, "_normalise": _normalise},
+        after=("modulation",),
+        before=("sum",),
     )
 
     def _row_dims(self) -> tuple[int, ...]:
