@@ -29,6 +29,7 @@ EVERY_NORM = "tests/functional/test_every_norm.py"
 FOLD = "tests/swap/test_fold.py"
 FREEZING = "tests/statistics/test_freezing.py"
 FROZEN_AND_TOOLS = "tests/statistics/test_frozen_and_tools.py"
+GATED = "tests/swap/test_gated_norms.py"
 GROUPS = "tests/statistics/test_groups.py"
 HANDWRITTEN = "tests/swap/test_handwritten.py"
 HOST_PATH = "tests/interpreted/test_host_path.py"
@@ -38,6 +39,7 @@ LAYER_NORM = "tests/functional/test_layer_norm.py"
 LAYER_NORM_KERNELS = "tests/interpreted/test_layer_norm_kernels.py"
 RUN = "tests/tools/test_run.py"
 MODULATED_KERNELS = "tests/interpreted/test_modulated_kernels.py"
+MODULATION = "tests/fuse/test_modulation.py"
 SAFE = "tests/statistics/test_safe.py"
 SHORTCUTS = "tests/fuse/test_shortcuts.py"
 SITES = "tests/fuse/test_sites.py"
@@ -1081,5 +1083,33 @@ MUTATIONS = (
         "            layer._set(by_run=True)\n",
         "            pass\n",
         tests_of(RUN, "test_torchscript_compiles_the_stock_layers"),
+    ),
+    Mutation(
+        "gated: a measured layer is measured with its gate",
+        "normplug/modules/row_norms.py",
+        "self._record(x, self._expected(x, self.training))",
+        "self._record(x, self._run(x, gate, None))",
+        tests_of(GATED, "test_what_is_measured_is_the_norm_without_its_gate"),
+    ),
+    Mutation(
+        "modulation: a norm's result that is read twice",
+        "normplug/_fuse/edit.py",
+        "if not is_last and len(_reads(self.definition, target)) != 1:",
+        "if not is_last and not _reads(self.definition, target):",
+        tests_of(MODULATION, "test_what_may_compute_something_else_is_left"),
+    ),
+    Mutation(
+        "modulation: the bias of the norm is not scaled",
+        "normplug/modules/row_norms.py",
+        "factor * bias.to(acc) + shift",
+        "bias.to(acc) + shift",
+        tests_of(MODULATION, "test_weight_and_bias_of_the_norm_count"),
+    ),
+    Mutation(
+        "modulation: what runs in between is ignored",
+        "normplug/_fuse/sites.py",
+        'if not all(n.op in ("get_attr", "placeholder") or n.target in _PURE for n in amid):',
+        "if not amid:",
+        tests_of(MODULATION, "test_what_may_compute_something_else_is_left"),
     ),
 )

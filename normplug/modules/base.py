@@ -380,10 +380,11 @@ class TargetVarianceNorm(nn.Module):
         """Run a call by `torch_way.guarded`, which C++ would skip: it stores no such call."""
         t, spec = self._call(*reading)
 
-        def run(t: Tensors) -> Any:
-            return call(self._function, t, spec, self._normplug.backend)
+        return torch_way.guarded(t, spec.momentum, lambda t: self._run_tensors(t, spec))
 
-        return torch_way.guarded(t, spec.momentum, run)
+    def _run_tensors(self, t: Tensors, spec: Any) -> Any:
+        """Run a call of other tensors than the layer's."""
+        return call(self._function, t, spec, self._normplug.backend)
 
     def _call(self, *reading: Any) -> tuple[Tensors, Any]:
         """The tensors and the spec of a call; `likely` asks with tensors on the meta device."""

@@ -9,7 +9,6 @@ from torch import Tensor, fx, nn
 
 from normplug import reference
 from normplug._ops import subclasses
-from normplug._ops.call import call
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors, autocast_dtype
 from normplug._torch import RMS_NORM_AUTOCASTS
@@ -108,9 +107,9 @@ class RowNorm(WatchedRows):
             scale = scale * (weight.to(acc) + self._weight_offset)
             shift = shift if bias is None else factor * bias.to(acc) + shift
         t = t._replace(weight=scale, bias=shift)
-        if spec.refusal(t) is not None:
+        if spec._refusal_of_modulated(t) is not None:
             return None
-        y: Tensor = call(self._function, t, spec, self._normplug.backend)
+        y: Tensor = self._run_tensors(t, spec)
         return y
 
     def _autocast(self, x: Tensor) -> torch.dtype | None:

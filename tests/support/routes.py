@@ -287,7 +287,8 @@ def watch_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def watched(caller: str, t: Tensors, spec: Any, *args: Any, **options: Any) -> Any:
         if isinstance(spec, LayerNormSpec):
-            made.extend(["add before"] * (t.residual is not None))
+            made.extend(["scale and shift"] * spec.adaptive)
+            made.extend(["add before"] * (t.residual is not None and spec.gate is None))
             made.extend(["bias before"] * (t.input_bias is not None))
         elif isinstance(spec, BatchNormSpec) and spec.pool is not None:
             made.append("relu, max pool")
