@@ -485,7 +485,7 @@ def test_a_fused_transformer_layer_computes_nested_tensors_unfused(calls):
         ("transformers", "llama", 2, 5),
         ("diffusers", "UNet2DModel", 17, 21),
         ("diffusers", "AutoencoderKL", 22, 24),
-        ("diffusers", "UNet2DConditionModel", 17, 33),
+        ("diffusers", "UNet2DConditionModel", 25, 33),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
