@@ -50,7 +50,7 @@ class Row(NamedTuple):
     norms: int = 0
     swapped: int = 0
     fused: int = 0
-    left: str = "-"
+    left: str = "none"
 
 
 class Run:
@@ -58,6 +58,7 @@ class Run:
 
     def __init__(self, options: Namespace) -> None:
         self.options = options
+        self.filters = {"include": options.include, "exclude": options.exclude}
         self.rows: dict[weakref.ref[nn.Module], Row] = {}
         self.unchecked: set[int] = set()  # ids of models
 
@@ -92,41 +93,31 @@ class Run:
 
     def take(self, model: Any, anywhere: bool = False) -> None:
         """Swap and fuse a model in place, if it is on a GPU, or anywhere."""
-        is_module = isinstance(model, nn.Module)
-        if (
-            not is_module
-            or isinstance(model, torch.jit.ScriptModule)
-            or get_worker_info()
-        ):
+        if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
             return
-        is_any = self.options.devices == "any"
-        if not any(
-            anywhere or p.is_cuda or (is_any and not p.is_meta)
-            for p in model.parameters()
-        ):
+        is_there = anywhere or any(map(self._is_on_device, model.parameters()))
+        if not is_there or get_worker_info() is not None:
             return
         model = unwrapped(model)
         row = self.rows.setdefault(weakref.ref(model), Row(type(model).__name__))
         with self._kept(model):
-            planned = plan(model, self.options.mode, **self._filters())
-            layers = [row.module for row in planned if row.becomes]
+            planned = plan(model, self.options.mode, **self.filters)
+            layers = [each.module for each in planned if each.becomes]
             swapped = [m for m in layers if isinstance(m, TargetVarianceNorm)]
-            left = Counter(
-                f"{row.kind} ({row.note})" for row in planned if not row.becomes
-            )
-            if swapped and len(swapped) == len(
-                layers
-            ):  # a copy, or a part of another model
-                return
-            row = row._replace(norms=len(planned), left=counts(left) if left else "-")
+            if swapped and len(swapped) == len(layers):
+                return  # a copy, or a part of another model
+            left = [f"{each.kind} ({each.note})" for each in planned if not each.becomes]
+            row = row._replace(norms=len(planned), left=counts(Counter(left)))
             if not all(layer._normplug.by_run for layer in swapped):
-                row = row._replace(left="the program swaps it itself")
+                row = row._replace(left="all: the program swaps it itself")
             elif layers:
                 row = self._swap(model, row)
             self.rows[weakref.ref(model)] = row
 
-    def _filters(self) -> dict[str, Any]:
-        return {"include": self.options.include, "exclude": self.options.exclude}
+    def _is_on_device(self, parameter: torch.Tensor) -> bool:
+        if self.options.devices == "any":
+            return not parameter.is_meta
+        return parameter.is_cuda
 
     def _swap(self, model: nn.Module, row: Row) -> Row:
         device = next(model.parameters()).device
@@ -134,7 +125,7 @@ class Run:
             _try_kernels(device)
         # As in PyTorch: no more buffers, and the same dtypes under autocast.
         same = {"track_running_stats": False, "autocast_output": "float32"}
-        swap(model, self.options.mode, **self._filters(), **same)  # type: ignore[arg-type]
+        swap(model, self.options.mode, **self.filters, **same)  # type: ignore[arg-type]
         layers = [layer for _, layer in normplug_layers(model)]
         for layer in layers:
             layer._set(by_run=True)
@@ -168,38 +159,40 @@ class Run:
                 layers = normplug_layers(model)
                 if all(layer._normplug.by_run for _, layer in layers):
                     unswap(model, fold=False)
-                row = self.rows[weakref.ref(model)]
-                self.rows[weakref.ref(model)] = row._replace(
-                    swapped=0, fused=0, left="an error"
-                )
-                why = " ".join(str(error).split())
-                print(
-                    f"normplug run: {row.model} stays as it was: {why}", file=sys.stderr
-                )
+                reference = weakref.ref(model)
+                row = self.rows[reference]
+                self.rows[reference] = Row(row.model, row.norms, left="all: an error")
+                why = " ".join(str(error).split()) or type(error).__name__
+                _say(f"normplug run: {row.model} stays as it was: {why}")
 
     def report(self, process: int) -> None:
         """Print the table: of the program's first process, and of others that have models."""
         is_first = os.environ.get("NORMPLUG_RUN_PID") == str(process)
-        if os.getpid() != process or not (
-            is_first or any(r.norms for r in self.rows.values())
-        ):
+        # A process that was forked from this one calls this, too.
+        if os.getpid() != process or not (is_first or self._done()):
             return
         if self.options.report:
             with open(self.options.report, "a", encoding="utf-8") as file:
                 print(self, file=file)
         elif os.environ.get("RANK", "0") == "0":
-            print(self, file=sys.stderr)
+            _say(str(self))
+
+    def _done(self) -> Counter[Row]:
+        return Counter(row for row in self.rows.values() if row != Row(row.model))
 
     def __str__(self) -> str:
-        rows = Counter(row for row in self.rows.values() if row.norms)
         head = f"normplug run, mode {self.options.mode}"
         if self.options.dry_run:
             head += ", dry run: nothing was swapped"
-        if not rows:
+        rows: list[tuple[str, ...]] = [("models", *Row._fields)]
+        rows += [(str(count), *map(str, row)) for row, count in self._done().items()]
+        if len(rows) == 1:
             return f"{head}: this process moved no model with norms to a GPU, and trained none"
-        lines: list[tuple[str, ...]] = [("models", *Row._fields)]
-        lines += [(str(count), *map(str, row)) for row, count in rows.items()]
-        return f"{head}\n{table(lines)}\nkinds of calls: {counts(kinds_of_calls())}"
+        return f"{head}\n{table(rows)}\nkinds of calls: {counts(kinds_of_calls())}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _children(module: nn.Module) -> list[nn.Module]:

@@ -119,7 +119,7 @@ def test_a_program_and_its_files_are_the_same_and_need_no_normplug(tmp_path):
     assert same.returncode == 0, same.stderr
     lines = report.read_text().splitlines()
     assert lines.count("normplug run, mode standard") == 2  # and of the spawned process
-    assert lines[2].split() == ["1", "Net", "2", "2", "1", "-"]
+    assert lines[2].split() == ["1", "Net", "2", "2", "1", "none"]
 
 
 LAUNCHED = """
@@ -217,7 +217,7 @@ def test_a_model_is_taken_once_and_so_is_a_part_that_is_added_later(net):
     run, expected = runner(), copy.deepcopy(net)(X)
     run.moved(net)
     assert torch.equal(net(X), expected)
-    assert row_of(run, net) == ("Net", 2, 2, 1, "-")
+    assert row_of(run, net) == ("Net", 2, 2, 1, "none")
     assert not list(net.buffers())[3:]  # no statistics are added
     net.norm = nn.SyncBatchNorm.convert_sync_batchnorm(net.norm)
     run.moved(net)
@@ -283,7 +283,7 @@ def test_a_model_that_its_program_swaps_is_left(net):
     run = runner()
     run.take(net)
     assert state(net) == before
-    assert row_of(run, net).left == "the program swaps it itself"
+    assert row_of(run, net).left == "all: the program swaps it itself"
     assert type(pickle.loads(pickle.dumps(net)).last) is LayerNorm
 
 
@@ -341,7 +341,7 @@ def test_kernels_run_on_a_gpu(tmp_path):
     done = python("-m", "normplug", "run", "--check", "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     cells = [line.split() for line in done.stderr.splitlines()]
-    assert ["1", "Sequential", "1", "1", "1", "-"] in cells
+    assert ["1", "Sequential", "1", "1", "1", "none"] in cells
     assert cells[-1][-2:] == ["in", "kernels"]
     load = "import torch; print(torch.load('model.pt', weights_only=False)[1])"
     loaded = run_code(load, directory=tmp_path, hidden=["normplug"])
