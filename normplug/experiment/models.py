@@ -37,7 +37,8 @@ def resnet(arch: str, *, num_classes: int, image_size: int) -> nn.Module:
     if image_size <= SMALL_IMAGE:
         conv = nn.Conv2d(3, net.conv1.out_channels, 3, stride=1, padding=1, bias=False)
         nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-        net.conv1, net.maxpool = conv, nn.Identity()
+        net.conv1 = conv
+        net.maxpool = nn.Identity()
     return net
 
 
@@ -61,9 +62,17 @@ def vit(
     if patch_size is None:
         divisors = [d for d in range(2, image_size + 1) if image_size % d == 0]
         patch_size = min(divisors, key=lambda d: abs(d - image_size / 8), default=1)
-    sizes = image_size, patch_size, depth, heads, hidden_dim, 2 * hidden_dim
-    dropouts = {"dropout": dropout, "attention_dropout": dropout}
-    net = VisionTransformer(*sizes, **dropouts, num_classes=num_classes)
+    net = VisionTransformer(
+        image_size=image_size,
+        patch_size=patch_size,
+        num_layers=depth,
+        num_heads=heads,
+        hidden_dim=hidden_dim,
+        mlp_dim=2 * hidden_dim,
+        dropout=dropout,
+        attention_dropout=dropout,
+        num_classes=num_classes,
+    )
     # torchvision initialises the head to zero, so no gradient would pass it in the first step.
     nn.init.trunc_normal_(net.heads.head.weight, std=0.02)
     return net
@@ -172,12 +181,14 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for writer in (
-            writer for block in blocks for writer in block.writers if scaled_init
-        ):
-            nn.init.normal_(
-                writer.get_parameter("weight"), std=0.02 / math.sqrt(2 * depth)
-            )
+        if scaled_init:
+            self._scale_writers(0.02 / math.sqrt(2 * depth))
+
+    def _scale_writers(self, std: float) -> None:
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            for writer in block.writers:
+                nn.init.normal_(writer.get_parameter("weight"), std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(N, L), int64, L <= block_size -> logits (N, L, vocabulary)."""

@@ -274,7 +274,9 @@ class Run:
     def _summary(self, trainer: Trainer, measure: Measure) -> str:
         r = self.result
         test_key, curve_key, speed_key = measure.keys
-        curve, step_ms, peak = r[curve_key], r["step_ms"], r["peak_memory_bytes"]
+        curve = r[curve_key]
+        step_ms = r["step_ms"]
+        peak = r["peak_memory_bytes"]
         speed = "not timed: too few steps"
         if step_ms:
             speed = f"{r[speed_key]:,.0f} {measure.items}/s ({step_ms:.2f} ms a step)"
@@ -363,16 +365,15 @@ class Run:
 def labels_of(cfg: DictConfig) -> dict[str, Any]:
     """What names a run, and what `normplug.compare --best` reads."""
     choices = HydraConfig.get().runtime.choices
+    value = functools.partial(value_of, cfg)
     data = str(choices.get("data"))
-    path_key = {"image_folder": "data.root", "text": "data.path"}.get(data)
-    path = value_of(cfg, path_key) if path_key else None
-    rate = value_of(cfg, "optimizer.lr")
-    mode, gamma0, tag = (value_of(cfg, key) for key in ("mode", "gamma0", "tag"))
-    name, arch = (value_of(cfg, key) for key in ("model.name", "model.arch"))
+    path = value("data.root" if data == "image_folder" else "data.path")
+    rate = value("optimizer.lr")
+    model = str(choices.get("model"))
     return {
-        "arm": arm_name(mode, gamma0, tag),
-        "seed": value_of(cfg, "seed"),
-        "model": model_name(str(choices.get("model")), name, arch),
+        "arm": arm_name(value("mode"), value("gamma0"), value("tag")),
+        "seed": value("seed"),
+        "model": model_name(model, value("model.name"), value("model.arch")),
         "data": Path(str(path)).name if path else data,
         "learning_rate": rate if isinstance(rate, (int, float)) else None,
         "overrides": list(HydraConfig.get().overrides.task),
