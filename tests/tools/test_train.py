@@ -15,7 +15,9 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import pandas as pd
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule
@@ -351,14 +353,19 @@ def test_a_study_goes_from_a_sweep_over_rates_to_its_page(trains, tmp_path):
     assert (tmp_path / "page/seeds_vit_tiny_fake.png").is_file()
 
 
-def test_the_sweep_over_modes_is_compared_once_at_its_end(trains, tmp_path, monkeypatch):
-    compared = []
-    speed = SimpleNamespace(compare_modes=compared.append)
+def test_the_sweep_over_modes_is_compared_once_at_its_end(
+    trains, refuses, tmp_path, monkeypatch
+):
+    counts = pd.DataFrame({"n_finished": [1, 1], "n_expected": [1, 1]})
+    speed = Mock(**{"compare_modes.return_value": counts})
     monkeypatch.setitem(sys.modules, "normplug.experiment.speed", speed)
     small = ["data=fake", *TINY_IMAGES, "data.batch_size=16", "trainer.max_epochs=1"]
-    trains("-m", "experiment=modes", *small, "mode=golden")
+    modes = ["-m", "experiment=modes", *small, "mode=golden"]
+    trains(*modes)
     assert {result["model"] for result in results(tmp_path)} == {"resnet18", "vit_tiny"}
-    assert compared == [Path("logs/sweeps/modes")]
+    speed.compare_modes.assert_called_once_with("logs/sweeps/modes")
+    counts.n_expected += 1
+    refuses(*modes)  # nothing is left to train, but a run is missing
 
 
 def test_an_experiment_of_the_study_is_one_command(trains, tmp_path):
