@@ -126,15 +126,24 @@ def _read(path: Path, source: Path) -> dict[str, Any]:
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:
     measure = Measure.of(record)
-    names = dict(zip(measure.keys, ("test_score", "curve", "items_per_s"), strict=True))
-    named = {names.get(key, key): value for key, value in record.items()}
+    test_key, curve_key, speed_key = measure.keys
+    values = record | {
+        "measure": measure,
+        "test_score": record.get(test_key),
+        "curve": record.get(curve_key, []),
+        "items_per_s": record.get(speed_key),
+    }
     logged = record.get("variances", {})
-    named |= {name: logged[name][-1] for name in QUANTITIES if name in logged}
-    row = vars(Result.model_validate(named | {"measure": measure}))
-    last = row["curve"][-1] if row["curve"] else math.nan
-    if drop := row["block_drop"]:
+    for name in QUANTITIES:
+        if name in logged:
+            values[name] = logged[name][-1]  # the last step
+    row = vars(Result.model_validate(values))
+    drop = row["block_drop"]
+    if drop:
         row["block_drop"] = [loss - drop["loss"] for loss in drop["loss_without"]]
-    return row | {"validation_score": last, "record": record}
+    row["validation_score"] = row["curve"][-1] if row["curve"] else math.nan
+    row["record"] = record
+    return row
 
 
 def collect(runs: pd.DataFrame, path: Path) -> None:
