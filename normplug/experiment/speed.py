@@ -75,7 +75,9 @@ def compare_modes(
     Each mode is built again from the configuration in its `result.json`: the model, its optimizer
     and a batch of its data, which all modes of a model share. A training step is a forward, a
     backward and an optimizer step with a learning rate of 0, as one process does them on the
-    device of the runs, without CUDA graphs. After a warm-up, each mode takes turns of some steps.
+    device of the runs, without the CUDA graphs of `graph=true`. A LightningModule of the user has
+    its own `training_step` and its first optimizer. After a warm-up, each mode takes turns of some
+    steps.
 
     Args:
         directory: searched at any depth for `result.json`. It gets `summary.md`, `summary.csv`
