@@ -33,9 +33,8 @@ class Beside:
     site: Site  # of the norm, which alone reads the convolution's result
     convolution: fx.Node
     shortcut: fx.Node | None  # what else reads its input, in a residual block
-    moves: (
-        bool  # whether the shortcut comes first, so that the convolution has to move up
-    )
+    # Whether the shortcut comes first, so that the convolution has to move up.
+    moves: bool
     refusal: str  # why PyTorch computes the gradients; "" if it does not
 
     @property
@@ -85,12 +84,13 @@ def find(graph: fx.Graph, root: nn.Module, sites: Iterable[Site]) -> Iterator[Be
         site = fused[node]
         shortcut = None
         moves = False
+        adds_bias = site.function is convolution_norm
         if not convolutions.is_depthwise(layer):
             shortcut = _shortcut(traced, node)
-            if shortcut is None or shortcut in taken:
+            if adds_bias or shortcut is None or shortcut in taken:
                 continue
             moves = traced.order[shortcut] < traced.order[node]
-        refusal = convolutions.refusal(layer, site.function is convolution_norm)
+        refusal = convolutions.refusal(layer, adds_bias)
         if not refusal:
             taken.add(node)
         yield Beside(site, node, shortcut, moves, refusal)

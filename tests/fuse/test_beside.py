@@ -130,6 +130,24 @@ def test_a_convolution_without_a_plain_shortcut_is_left(name, ran):
     assert ran == []
 
 
+class Rows(Parts):
+    def forward(self, x):
+        y = self.norm(self.conv(x).permute(0, 2, 3, 1))
+        return y.permute(0, 3, 1, 2) + x
+
+
+def test_a_convolution_whose_bias_a_layer_norm_adds_is_taken_if_it_is_depthwise(ran):
+    for conv, found in (
+        (nn.Conv2d(8, 8, 1), {}),
+        (depthwise(3, bias=True), {"norm": FLIP}),
+    ):
+        model, plain = twins(Rows(conv=conv, norm=nn.LayerNorm(8)))
+        assert notes(model) == found
+        assert [row.label for row in fusions(model)] == ["bias of Conv2d"]
+        assert_same_step(model, plain, X)
+        assert ran == []
+
+
 class Other(nn.Conv2d):
     pass
 
