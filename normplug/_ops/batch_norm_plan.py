@@ -212,7 +212,8 @@ class BatchNormPlan(Plan):
         results = ("dx", for_residual, "dweight", "dbias", "dinput_bias")
         if not any(wanted):
             return Program(given, copies=copies, empties={}, results=results)
-        shape = schedule.geometry(*self._shape, 2, *self._machine)
+        tensors = 2 + self._residual_norm  # which are read twice
+        shape = schedule.geometry(*self._shape, tensors, *self._machine)
         return Program(
             given,
             (self._backward(shape, wanted), {**self._renamed, "dstats": "dinput_bias"}),
