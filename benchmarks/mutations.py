@@ -40,6 +40,7 @@ LAYER_NORM_KERNELS = "tests/interpreted/test_layer_norm_kernels.py"
 RUN = "tests/tools/test_run.py"
 MODULATED_KERNELS = "tests/interpreted/test_modulated_kernels.py"
 MODULATION = "tests/fuse/test_modulation.py"
+RECOMPUTE = "tests/interpreted/test_recompute.py"
 SAFE = "tests/statistics/test_safe.py"
 SHORTCUTS = "tests/fuse/test_shortcuts.py"
 SITES = "tests/fuse/test_sites.py"
@@ -1111,5 +1112,16 @@ MUTATIONS = (
         'if not all(n.op in ("get_attr", "placeholder") or n.target in _PURE for n in amid):',
         "if not amid:",
         tests_of(MODULATION, "test_what_may_compute_something_else_is_left"),
+    ),
+    Mutation(
+        "recompute: the backward of normalised values divides by the deviation again",
+        "normplug/_kernels/layer_norm/rows.py",
+        "                factor = tl.full([T.r], 1.0, ACC)  # d * factor is the normalised value\n",
+        "                factor = rstd\n",
+        tests_of(
+            RECOMPUTE,
+            "test_under_autocast_gradients_from_normalised_values_are_as_exact",
+        ),
+        {"TRITON_INTERPRET": "1"},
     ),
 )

@@ -159,8 +159,8 @@ class FusionSites(NamedTuple):
     methods: dict[str, Callable[..., Any]]
     # What `_fused` runs after the layer: any of "activation", "addition" (of a residual, before the
     # activation), "max_pool" (after relu), "modulation" (a scale and a shift of each sample or
-    # token, by `_fused_modulation`); and "norm": `_fused_norms` runs a layer of the same kind, whose
-    # result is added.
+    # token, by `_fused_modulation`); and "norm": `_fused_norms` runs a layer of the same kind,
+    # whose result is added.
     after: tuple[str, ...] = ()
     # What runs before it: "sum" (of two tensors, by `_fused_add`), and "convolution_bias" (by
     # `_fused_bias`, for layers with a `normalized_shape`).

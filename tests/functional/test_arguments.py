@@ -223,7 +223,7 @@ INVALID = [
     (layer_norm, ValueError, {"weight": VAR[:1]}, r"weight must be .* \(6,\); got \(1,\)"),
     (layer_norm, ValueError, {"running_mean": VAR, "running_var": VAR[0]}, "a scalar tensor"),
     (layer_norm, ValueError, {"input_bias": X}, "input_bias must be of shape"),
-    (layer_norm, ValueError, {"scale": X[:3]}, r"\(B, 6\), \(B, 1, 6\) or of the input's .* \(3, 6\)"),
+    (layer_norm, ValueError, {"scale": X[:3]}, r"\(B, 6\), \(B, 1, 6\) or .* \(3, 6\)"),
     (layer_norm, ValueError, {"scale": X, "shift": X[0]}, r"\(4, 6\); got \(6,\)"),
     (layer_norm, ValueError, {"scale": X, "weight": X}, "weight must be of shape"),
     (rms_norm, ValueError, {"scale": X, "gate": X}, "exclude a gate"),
