@@ -102,6 +102,14 @@ def test_both_paths_give_two_norms_in_one_call_the_same_bits(case):
     both_ways(lambda: pair_cases.run(case, tensors, "triton"))
 
 
+def test_scales_and_shifts_that_lie_differently_are_copied():
+    options = {"outer": (2,), "vectors": "scale+shift", "centred": True}
+    case = modulated_cases.Case((2, 5, 24), **options)
+    tensors = modulated_cases.make(case)
+    tensors["shift"] = tensors["shift"].contiguous()
+    both_ways(lambda: modulated_cases.run(case, tensors, "triton"))
+
+
 @pytest.mark.parametrize(
     ("cases", "case"),
     [

@@ -86,6 +86,15 @@ def test_rows_may_have_any_layout(layout, options):
             assert found["y"].is_contiguous()
 
 
+def test_scales_and_shifts_that_lie_differently_are_copied():
+    case = Case((2, 5, 24), outer=(2,), vectors="scale+shift", centred=True)
+    tensors = make(case)
+    expected = run(case, tensors, "triton")
+    tensors["shift"] = tensors["shift"].contiguous()
+    assert tensors["scale"].stride() != tensors["shift"].stride()
+    assert_same_bits(run(case, tensors, "triton"), expected)
+
+
 def test_scales_that_change_within_samples_alone_are_left_to_torch():
     x, scale = torch.randn(2, 3, 8), torch.randn(1, 3, 8)
     options = {"normalized_shape": (8,), "scale": scale}
