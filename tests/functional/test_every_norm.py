@@ -1,6 +1,7 @@
 """What all norms have in common, by PyTorch's kernels."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from math import gcd
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import modulated_cases
 import normplug
 import oracle
 from accuracy import leaf
@@ -123,6 +125,14 @@ def test_gates_scales_and_shifts_match_the_reference(case, without_tokens):
     torch.testing.assert_close(y, expected)
     pairs = [torch.autograd.grad(each, [*leaves.values()], dy) for each in (y, expected)]
     torch.testing.assert_close(*pairs)
+
+
+@given(case=modulated_cases.any_case())
+def test_any_gate_scale_and_shift_matches_the_reference(case):
+    case = replace(case, dtype=DOUBLE, params=None, gate_dtype=None)
+    tensors = modulated_cases.make(case)
+    found = modulated_cases.run(case, tensors, "torch")
+    torch.testing.assert_close(found, modulated_cases.exact(case, tensors))
 
 
 @given(

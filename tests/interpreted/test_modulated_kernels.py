@@ -5,14 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import routes
 from accuracy import assert_same_bits
-from calls import DTYPES, INPUTS, saved_bytes
+from calls import INPUTS, saved_bytes
 from calls import Tensors as Inputs
-from modulated_cases import EVERY, NEEDS, Case, assert_accurate, call_of, make, run
+from modulated_cases import (
+    EVERY,
+    NEEDS,
+    Case,
+    any_case,
+    assert_accurate,
+    call_of,
+    make,
+    run,
+)
 from normplug import functional
 from normplug._kernels import power_of_2
 from normplug._kernels.layer_norm.schedule import Rows
@@ -167,46 +175,13 @@ def test_running_statistics_are_those_of_what_is_normalised(case):
     assert found[0]["running_var"] != 1
 
 
-LAYOUT = st.sampled_from(LAYOUTS)
-ANY = st.builds(
-    Case,
-    shape=st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple),
-    dtype=st.sampled_from(DTYPES),
-    gate=st.sampled_from(["", "first", "last"]),
-    layout=LAYOUT,
-    gate_layout=LAYOUT,
-    dy=LAYOUT,
-    gate_dtype=st.sampled_from([None, torch.float32]),
-    params=st.sampled_from([None, torch.float32]),
-    sliced=st.booleans(),
-    mode=st.just("golden") | st.floats(0.01, 10),
-    offset=st.sampled_from([0.0, 3.0]),
-    seed=st.integers(0, 2**31),
-)
-
-
-@given(
-    case=ANY,
-    width=st.integers(3, 40),
-    kind=st.sampled_from(["gate", "groups", "scale", "shift", "scale+shift"]),
-    depth=st.integers(0, 3),
-    groups=st.sampled_from([1, 2, 3]),
-    centred=st.booleans(),
-)
+@given(case=any_case())
 @settings(
     max_examples=settings.default.max_examples // 8,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
-def test_any_call_is_as_close_to_float64_as_torch(
-    case, width, kind, depth, groups, centred
-):
-    options = {"shape": (*case.shape, width)}
-    if kind == "groups":
-        options = {"shape": (*case.shape, width * groups), "group_size": width}
-    elif kind != "gate":
-        outer = case.shape[:depth]
-        options |= {"vectors": kind, "outer": outer, "gate": "", "centred": centred}
-    assert_accurate(replace(case, **options))
+def test_any_call_is_as_close_to_float64_as_torch(case):
+    assert_accurate(case)
 
 
 class Slots:

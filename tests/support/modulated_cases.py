@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor
 
 from accuracy import assert_no_worse
-from calls import describe, truncation
+from calls import DTYPES, describe, truncation
 from normplug import functional, reference, target_variance
 from normplug._layouts import spread
-from row_cases import laid_out
+from row_cases import LAYOUTS, laid_out
 
 GIVEN = ("weight", "bias", "gate", "scale", "shift")
 
@@ -207,6 +208,40 @@ def assert_accurate(case: Case, device: str = "cpu") -> dict[str, Tensor]:
         found = (value, theirs[name], truth[name], sums[name], truncation(value))
         assert_no_worse(name, *found)
     return ours
+
+
+_LAYOUT = st.sampled_from(LAYOUTS)
+_CASE = st.builds(
+    Case,
+    shape=st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple),
+    dtype=st.sampled_from(DTYPES),
+    gate=st.sampled_from(["", "first", "last"]),
+    layout=_LAYOUT,
+    gate_layout=_LAYOUT,
+    dy=_LAYOUT,
+    gate_dtype=st.sampled_from([None, torch.float32]),
+    params=st.sampled_from([None, torch.float32]),
+    sliced=st.booleans(),
+    mode=st.just("golden") | st.floats(0.01, 10),
+    offset=st.sampled_from([0.0, 3.0]),
+    seed=st.integers(0, 2**31),
+)
+
+
+@st.composite
+def any_case(draw: Any) -> Case:
+    """A strategy for small cases of every kind."""
+    case, width = draw(_CASE), draw(st.integers(3, 40))
+    shape = (*case.shape, width)
+    kind = draw(st.sampled_from(["gate", "groups", "scale", "shift", "scale+shift"]))
+    if kind == "gate":
+        return replace(case, shape=shape)
+    if kind == "groups":
+        whole = (*case.shape, width * draw(st.integers(1, 3)))
+        return replace(case, shape=whole, group_size=width)
+    outer = case.shape[: draw(st.integers(0, 3))]
+    centred = draw(st.booleans())
+    return replace(case, shape=shape, gate="", vectors=kind, outer=outer, centred=centred)
 
 
 HALF = torch.bfloat16
