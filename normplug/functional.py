@@ -285,7 +285,7 @@ def rms_norm(
     """Divide each row over its trailing `normalized_shape` by its root mean square.
 
         y = (weight + weight_offset) * sqrt(tv) * input / sqrt(mean(input^2) + eps)
-        y * silu(gate), if there is a gate; of input * silu(gate), if `gate_first`
+        y * silu(gate), if there is a gate; if it is first, y of input * silu(gate)
         y * (1 + scale) + shift, if there is a scale or a shift: see `layer_norm`
 
     The rows are not centred, so the target variance tv of `mode` is a target *second moment*: the
@@ -510,12 +510,7 @@ def _norm_of_rows(
     """Run a norm of rows. formula: the fields of its spec after `centred`."""
     variance = target_variance(mode)
     if type(shape) is not tuple:
-        try:
-            shape = tuple(shape)
-        except TypeError:
-            rule = "a sequence of integers, e.g. input.shape[-1:]"
-            got = _checks.described(shape)
-            raise TypeError(_checks.must(caller, "normalized_shape", rule, got)) from None
+        shape = _as_tuple(caller, shape)
     if type(momentum) is not float or not (eps is None or type(eps) is float):
         momentum = as_number(momentum)
         eps = as_number(eps)
@@ -525,6 +520,15 @@ def _norm_of_rows(
     options = (autocast, autocast_output, centred, *formula)
     spec = LayerNormSpec(shape, momentum, eps, variance, *options)
     return call(caller, t, spec, backend)
+
+
+def _as_tuple(caller: str, shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(shape)
+    except TypeError:
+        rule = "a sequence of integers, e.g. input.shape[-1:]"
+        got = _checks.described(shape)
+        raise TypeError(_checks.must(caller, "normalized_shape", rule, got)) from None
 
 
 def _adaptive(
@@ -541,10 +545,11 @@ def _adaptive(
     """
     weight, bias, offset = scale, shift, 1.0
     if t.weight is not None or t.bias is not None:
+        shape = _as_tuple(caller, shape)
         _checks.tensors(caller, *t)
         _checks.trailing(caller, t.x, shape, weight=t.weight, bias=t.bias)
         _checks.modulation(caller, t.x, shape, scale, shift)
-        acc = accumulator_of(t)
+        acc = accumulator_of(Tensors(t.x, scale, t.weight, t.bias, shift))
         like: Any = shift
         one = torch.ones_like(like, dtype=acc) if scale is None else scale.to(acc) + 1
         weight = one if t.weight is None else one * (t.weight.to(acc) + weight_offset)

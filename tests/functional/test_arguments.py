@@ -226,6 +226,7 @@ INVALID = [
     (layer_norm, ValueError, {"scale": X[:3]}, r"\(B, 6\), \(B, 1, 6\) or .* \(3, 6\)"),
     (layer_norm, ValueError, {"scale": X, "shift": X[0]}, r"\(4, 6\); got \(6,\)"),
     (layer_norm, ValueError, {"scale": X, "weight": X}, "weight must be of shape"),
+    (layer_norm, TypeError, {"scale": X, "weight": MEAN, "normalized_shape": 6}, "a sequence"),
     (rms_norm, ValueError, {"scale": X, "gate": X}, "exclude a gate"),
     (rms_norm, ValueError, {"scale": X, "group_size": 3}, "exclude a gate"),
     (rms_norm, ValueError, {"input": X[:, None], "normalized_shape": (1, 6), "group_size": 3},
