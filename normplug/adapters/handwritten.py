@@ -165,6 +165,7 @@ def _may_be_norm(cls: Any) -> bool:
     return inspect.isfunction(cls.forward) and len(_arguments(cls)) > 0
 
 
+@functools.cache
 def _arguments(cls: Any) -> list[inspect.Parameter]:
     """The parameters of a class's forward besides `self`."""
     return list(inspect.signature(cls.forward).parameters.values())[1:]
@@ -177,7 +178,7 @@ def _takes_tensors(cls: Any) -> bool:
     return len(arguments) < 3 and kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
-def _layer_of(module: nn.Module, cls: type[nn.Module]) -> Layer | Recognised | None:
+def _layer_of(module: nn.Module, cls: Any) -> Layer | Recognised | None:
     """What the forward of a module may read; None if it has no vectors of one length."""
     parameters = module._parameters.items()
     buffers = module._buffers.items()
@@ -190,9 +191,10 @@ def _layer_of(module: nn.Module, cls: type[nn.Module]) -> Layer | Recognised | N
     if vectors[-1].shape[0] != width or width < _NARROWEST:
         return None
     settings = []
-    for name, value in vars(module).items():
-        if name in _OF_MODULES or name.startswith("_normplug"):
+    for name in sorted(vars(module).keys() - _OF_MODULES):
+        if name.startswith("_normplug"):
             continue
+        value = vars(module)[name]
         parts = value if isinstance(value, tuple) else (value,)
         if not all(isinstance(part, CONSTANTS) for part in parts):
             return Recognised(
@@ -204,7 +206,7 @@ def _layer_of(module: nn.Module, cls: type[nn.Module]) -> Layer | Recognised | N
         tuple((name, t is not None) for name, t in parameters),
         tuple((name, t is not None) for name, t in buffers),
         width,
-        tuple(sorted(settings)),
+        tuple(settings),
         has_gate=len(_arguments(cls)) == 2,
     )
 
