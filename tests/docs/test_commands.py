@@ -9,6 +9,7 @@ import pytest
 
 import normplug.bench.__main__
 import normplug.native.__main__
+from normplug._run import command
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -17,6 +18,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 COMMANDS = {
+    "normplug": lambda words: command.main(words[1:]),
     "normplug.bench": normplug.bench.__main__.main,
     "normplug.native": normplug.native.__main__.main,
 }
