@@ -331,7 +331,8 @@ def test_a_gradient_is_changed_only_if_nothing_else_holds_it(made):
     assert_close(
         (x.grad, layer.weight.grad), gradients_of_pair(layer, x, dy, made(dskip)())
     )
-    assert "aten::addmm_" not in names  # a node in Python keeps a reference, too
+    # In newer versions of torch, a node in Python keeps a reference to the fresh one, too.
+    assert "aten::addmm_" not in names or made is fresh
 
 
 @pytest.mark.parametrize(
