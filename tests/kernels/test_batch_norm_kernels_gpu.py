@@ -5,11 +5,13 @@ import torch
 
 import kernel_cases
 import normplug
+import pair_cases
 import routes
 from accuracy import error
 from graphs import skip_below
 from kernel_cases import HALF, Case, run
 from normplug import functional
+from pair_cases import pair
 from pool_cases import PoolCase, assert_accurate
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +56,43 @@ def test_channel_stats_are_accurate_far_from_zero(layout):
     exact = x.double()
     assert error(mean, exact.mean((0, 2, 3))) < 1e-6
     assert error(var, exact.var((0, 2, 3), correction=0)) < 1e-4
+
+
+# With the norm of the residual: planes, small planes, own rows, items in phases, a slab alone.
+
+PAIRS = [
+    pair((32, 48, 40, 40), activation="relu", **HALF),
+    pair((64, 96, 7, 7), {"affine": ""}, activation="silu", offset=1e3),
+    pair((32, 128, 28, 28), activation="relu", layout="channels_last", **HALF),
+    pair((128, 128, 56, 56), activation="relu", layout="channels_last", **HALF),
+    pair(
+        (16, 64, 28, 28), {"momentum": None}, dtype=torch.float64, layout="channels_last"
+    ),
+    pair((512, 200), {"needs": ("weight",)}, dtype=torch.float16, activation="relu"),
+]
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_two_norms_in_one_call_are_as_close_to_float64_as_torch(case):
+    pair_cases.assert_accurate(case, GPU)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_the_shortcuts_normalised_tensor_is_not_allocated(layout):
+    case = pair((64, 64, 56, 56), activation="relu", layout=layout, **HALF)
+    one, other = pair_cases.make(case, GPU)
+    norm, shortcut = pair_cases.layers_of(case, (one, other))
+    x, residual = one.x.requires_grad_(), other.x.requires_grad_()
+    norm._fused_norms(x, residual, shortcut, "relu")  # allocates the workspaces
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = norm._fused_norms(x, residual, shortcut, "relu")
+    spare = 4 << 20  # what the allocator rounds up, and relu's mask
+    assert torch.cuda.max_memory_allocated() - before <= y.nbytes + spare
+    y.backward(torch.ones_like(y))
+    gradients = x.nbytes + residual.nbytes
+    assert torch.cuda.max_memory_allocated() - before <= 2 * y.nbytes + gradients + spare
 
 
 # With max pooling.

@@ -12,12 +12,14 @@ from torch import nn
 import group_kernel_cases
 import kernel_cases
 import normplug
+import pair_cases
 import pool_cases
 import routes
 import row_cases
 from calls import case_id
 from normplug import functional, native
 from operator_cases import OPERATORS
+from pair_cases import pair
 from pool_cases import PoolCase
 from routes import both_ways, is_cpp
 
@@ -46,6 +48,8 @@ CASES = [
         (kernel_cases, Batch(shape, layout=layout, residual=layout, activation="relu", **kind))
         for shape, kind, layout in itertools.product(IMAGES, KINDS, LAYOUTS)
     ),
+    (pair_cases, pair((16, 64, 28, 28), dtype=HALF, params=FLOAT, activation="relu")),
+    (pair_cases, pair((8, 32, 56, 56), {"momentum": None}, layout="channels_last")),
     (kernel_cases, Batch((1024, 1000), momentum=None)),
     (kernel_cases, Batch((16, 64, 28, 28), training=False, residual="channels_last")),
     (kernel_cases, Batch((16, 64, 28, 28), affine="", running=False, needs=("x",))),
