@@ -24,7 +24,9 @@ from programs import program as run_code
 SITE = str(ROOT / "normplug" / "_run" / "site")
 PROGRAM = """
 import copy, os, sys
-print(sys.argv, sys.path, __name__, __spec__, sys.flags.optimize, sys.stdin.read())
+# Torch 2.6 adds a new temporary folder.
+paths = [path for path in sys.path if not os.path.basename(path).startswith("tmp")]
+print(sys.argv, paths, __name__, __spec__, sys.flags.optimize, sys.stdin.read())
 
 import multiprocessing
 import torch
