@@ -473,6 +473,8 @@ class _Probe:
                 values[name] for name, is_tensor in self.layer.parameters if is_tensor
             ]
             y = function(inputs[0], values, *inputs[1:])
+            if not y.requires_grad:
+                raise UnlikeError("its result has no gradients")
             return torch.autograd.grad(y, [*inputs, *leaves], seed, allow_unused=True)
 
     def _compare_calls(self) -> None:

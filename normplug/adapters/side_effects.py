@@ -39,6 +39,8 @@ def side_effect(cls: Any) -> str | None:
             continue
         if not isinstance(function, FunctionType):
             return "its forward is not a Python function"
+        if hasattr(function, "__wrapped__"):
+            return f"its {function.__name__} is decorated"
         done.add(function)
         for name, value in _names(function, cls):
             if value is _STORED:

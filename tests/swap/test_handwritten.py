@@ -292,6 +292,18 @@ class Detached(LlamaNorm):
         return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt().detach()
 
 
+class WithoutGradients(LlamaNorm):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+class DecoratedNorm(LlamaNorm):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
 class Biased(LlamaNorm):
     def __init__(self):
         super().__init__()
@@ -387,6 +399,8 @@ OTHERS = [
     (Promoting, "it returns float32 for bfloat16 input with a bfloat16 weight"),
     (Squares, "it is less precise for rows far from zero"),
     (Detached, "its gradients are not those of its result"),
+    (WithoutGradients, "its result has no gradients"),
+    (DecoratedNorm, "its forward is decorated"),
     (Biased, "it adds a bias, and normplug's RMSNorm has none"),
     (Doubling, "its rows have the mean square 4, not 1"),
     (TrainsOtherwise, "it computes something else in training"),
