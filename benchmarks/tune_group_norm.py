@@ -23,7 +23,11 @@ import torch.nn.functional as F
 from normplug._files import stamp
 from normplug._kernels import ahead, power_of_2, unit_of
 from normplug._kernels.group_norm import schedule
-from normplug._kernels.group_norm.schedule import Columns, PlanesBackward, PlanesForward
+from normplug._kernels.group_norm.schedule import (
+    GroupColumns,
+    PlanesBackward,
+    PlanesForward,
+)
 from normplug._ops.group_norm import GroupNormSpec
 from normplug._ops.group_norm_plan import GroupNormPlan
 from normplug._ops.spec import Tensors
@@ -56,7 +60,7 @@ NEEDS = (True, False, True, True, False)  # gradients of x, weight and bias
 
 def lag_of(shape, kib, sms, itemsize):
     """The lag for `kib` KiB per multiprocessor on top of a unit."""
-    if isinstance(shape, Columns):
+    if isinstance(shape, GroupColumns):
         values = shape.rows_each * shape.bc
         at_once, most = shape.slabs * shape.k, shape.units * shape.k
     elif isinstance(shape, PlanesForward):
@@ -141,7 +145,7 @@ def variants(base, sms, itemsize):
     kinds = {
         PlanesForward: planes_forward,
         PlanesBackward: planes_backward,
-        Columns: columns,
+        GroupColumns: columns,
     }
     found = [base, *kinds[type(base)](base, sms, itemsize)]
     return [shape for i, shape in enumerate(found) if shape not in found[:i]]

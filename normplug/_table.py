@@ -21,7 +21,7 @@ _MOST = 8  # texts that an error or a warning lists
 
 
 @dataclass(frozen=True)
-class Rows(Generic[Row]):
+class Table(Generic[Row]):
     """The rows of a report; `print` them, or leave them at the end of a notebook's cell."""
 
     rows: tuple[Row, ...]

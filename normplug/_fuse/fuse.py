@@ -32,7 +32,7 @@ from normplug._fuse.sites import (
 from normplug._fuse.trace import Reads, Trace, Untraceable, read
 from normplug._ops import guess
 from normplug._ops import recompute as _recompute
-from normplug._table import Rows, counts, shown
+from normplug._table import Table, counts, shown
 from normplug._torch import has_hooks, is_patched
 from normplug.modules import TargetVarianceNorm
 
@@ -59,7 +59,7 @@ class Row(NamedTuple):
     note: str
 
 
-class Fusions(Rows[Row]):
+class Fusions(Table[Row]):
     """Every norm layer of a model, in order; `print` it for a table."""
 
     def columns(self) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from normplug._activations import kernel_code
 from normplug._kernels import processors
 from normplug._kernels.constants import Constants
 from normplug._kernels.group_norm import columns, planes, schedule
-from normplug._kernels.group_norm.schedule import Columns
+from normplug._kernels.group_norm.schedule import GroupColumns
 from normplug._kernels.launch import Launch, accumulator
 from normplug._layouts import lies_like
 from normplug._ops.group_norm import GroupNormSpec
@@ -58,7 +58,7 @@ class GroupNormPlan(Plan):
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         x = t.x
         shape = schedule.group_norm_forward(*self._shape, self._machine)
-        if isinstance(shape, Columns):
+        if isinstance(shape, GroupColumns):
             kernel = columns.group_norm_columns_forward
         elif shape.solo:
             kernel = planes.group_norm_planes_solo_forward
@@ -91,7 +91,7 @@ class GroupNormPlan(Plan):
             dbias=dbias,
         )
         shape = schedule.group_norm_backward(*self._shape, self._machine)
-        if isinstance(shape, Columns):
+        if isinstance(shape, GroupColumns):
             kernel = columns.group_norm_columns_backward
         else:
             kernel = planes.group_norm_planes_backward

@@ -16,7 +16,7 @@ from normplug._kernels import needs_int64, processors, shared_memory, unit_of
 from normplug._kernels.constants import Constants
 from normplug._kernels.launch import COOPERATIVE, TYPES, Launch, accumulator
 from normplug._kernels.layer_norm import rows, schedule, wide_rows
-from normplug._kernels.layer_norm.schedule import RowLayout, Rows, Wide
+from normplug._kernels.layer_norm.schedule import RowLayout, RowTiles, Wide
 from normplug._layouts import Levels, Spacing, lies_dense, row_spacing, spacing_after
 from normplug._ops.plans import (
     RUNNING,
@@ -197,7 +197,7 @@ class LayerNormPlan(Plan):
         sizes = (self._rows, self._width, unit, self._itemsize)
         shape = schedule.layer_norm_forward(*sizes, running, self._machine[0])
         if self._vectors.kind != "all":
-            assert isinstance(shape, Rows)
+            assert isinstance(shape, RowTiles)
             shape = replace(shape, keep=False)  # each row loads its own weight
         places, layout = self._layout(strides, "x", "residual")
         if isinstance(shape, Wide):
@@ -271,7 +271,7 @@ class LayerNormPlan(Plan):
         sets = self._vectors.sets(self._rows)
         shape = schedule.layer_norm_backward(*sizes, has_input_bias, *self._machine, sets)
         if self._vectors.kind == "token":
-            assert isinstance(shape, Rows)
+            assert isinstance(shape, RowTiles)
             shape = replace(shape, keep=False)
         places, layout = self._layout(strides, "x", "dy", "dtotal")
         constants = replace(

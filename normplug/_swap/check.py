@@ -18,7 +18,7 @@ from normplug._ops import subclasses
 from normplug._restore import duplicate, seeded
 from normplug._swap import record as _record
 from normplug._swap.swap import unswap
-from normplug._table import Rows, counts, shown
+from normplug._table import Table, counts, shown
 from normplug._torch import is_patched, tree_leaves
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
@@ -49,7 +49,7 @@ class CheckedLayer:
     tested: str
 
 
-class Verified(Rows[CheckedLayer]):
+class Verified(Table[CheckedLayer]):
     """The layers that `check` verified; `print` it for a table."""
 
     def columns(self) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from normplug import _checks, _convert
 from normplug._ops import exchange
 from normplug._swap.inventory import Filters, Inventory, has_tensors, matching, name_of
 from normplug._swap.layer_modes import ModesLike, Rule, assign, read
-from normplug._table import Rows, counts, shown
+from normplug._table import Table, counts, shown
 from normplug._torch import is_patched
 from normplug.modes import NormMode
 from normplug.modules import TargetVarianceNorm
@@ -49,7 +49,7 @@ class PlanRow:
         return name_of(self.module)
 
 
-class SwapPlan(Rows[PlanRow]):
+class SwapPlan(Table[PlanRow]):
     """Every norm layer of a model, in order; `print` it for a table."""
 
     def columns(self) -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ from normplug._ops import subclasses
 from normplug._ops.batch_norm import channel_stats
 from normplug._ops.exchange import group_to_join
 from normplug._swap.fold import write
-from normplug._table import Rows, shown
+from normplug._table import Table, shown
 from normplug._tools import runs
 from normplug._torch import InstanceNormBase
 
@@ -65,7 +65,7 @@ class Recalibrated(NamedTuple):
     variance: float
 
 
-class Recalibration(Rows[Recalibrated]):
+class Recalibration(Table[Recalibrated]):
     """The layers of a recalibrated model; `print` it for a table."""
 
     row_type = Recalibrated

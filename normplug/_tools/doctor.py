@@ -17,7 +17,7 @@ from normplug import _checks, _convert
 from normplug._batches import Reader, runnable
 from normplug._ops.exchange import group_to_join
 from normplug._restore import duplicate
-from normplug._table import Rows
+from normplug._table import Table
 from normplug._tools import groups, runs
 from normplug._tools.examination import (
     LINEAR,
@@ -93,7 +93,7 @@ class Finding(NamedTuple):
     fix: str  # a line of code, or what to change
 
 
-class Diagnosis(Rows[Finding]):
+class Diagnosis(Table[Finding]):
     """The findings of `doctor`; `print` it for a table."""
 
     row_type = Finding

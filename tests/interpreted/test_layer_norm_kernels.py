@@ -18,7 +18,7 @@ from accuracy import assert_same_bits, leaf
 from calls import DTYPES, HALVES, paired
 from normplug import functional, reference
 from normplug._kernels import power_of_2
-from normplug._kernels.layer_norm.schedule import Rows, Wide
+from normplug._kernels.layer_norm.schedule import RowTiles, Wide
 from normplug._ops.call import call as call_spec
 from normplug._ops.row_norms import LayerNormSpec
 from row_cases import (
@@ -48,7 +48,7 @@ def held(r, bc, programs, **rest):
             "k": 1,
         }
         rest_of_it = {"keep": False, "lanes": r, "finish": 8, **rest}
-        return Rows(shape.rows, shape.width, **{**cut, **rest_of_it})
+        return RowTiles(shape.rows, shape.width, **{**cut, **rest_of_it})
 
     return change
 

@@ -23,7 +23,7 @@ from modulated_cases import (
 )
 from normplug import functional
 from normplug._kernels import power_of_2
-from normplug._kernels.layer_norm.schedule import Rows
+from normplug._kernels.layer_norm.schedule import RowTiles
 from normplug._ops.call import call
 from normplug._ops.row_norms import PLAIN, LayerNormSpec
 from normplug._ops.spec import Tensors
@@ -54,7 +54,7 @@ def held(r, bc, each, **rest):
         cut = {"r": r, "u": -(-power_of_2(shape.width) // bc), "bc": bc, "lanes": r}
         sizes = {"programs": each * shape.sets, "sets": shape.sets, "warps": 1}
         given = {**cut, **sizes, "stages": 1, "finish": 8, "keep": True, **rest}
-        return Rows(shape.rows, shape.width, **given)
+        return RowTiles(shape.rows, shape.width, **given)
 
     return change
 

@@ -75,7 +75,7 @@ def shares_columns(shape, dtype):
     machine = (processors(device), shared_memory(device), COOPERATIVE)
     unit = unit_of(shape[-1])
     cut = schedule.layer_norm_backward(*shape, unit, dtype.itemsize, False, *machine)
-    return isinstance(cut, schedule.Rows) and cut.k > 1
+    return isinstance(cut, schedule.RowTiles) and cut.k > 1
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from normplug._kernels.batch_norm import schedule as bn
-from normplug._kernels.batch_norm.schedule import Columns, Planes
+from normplug._kernels.batch_norm.schedule import BatchColumns, Planes
 from normplug._kernels.group_norm import schedule as gn
 from normplug._kernels.layer_norm import schedule as ln
-from normplug._kernels.layer_norm.schedule import Rows, Wide
+from normplug._kernels.layer_norm.schedule import RowTiles, Wide
 
 # (N, C, HW), and whether channels are adjacent in memory.
 TINY = [(2, 1, 1), (1, 1, 2), (1, 64, 49), (33, 7, 1)]
@@ -41,7 +41,9 @@ GEOMETRIES = {
     for itemsize, tensors, (sms, together) in itertools.product(DTYPES, (1, 2), MACHINES)
 }
 PLANES = {key: shape for key, shape in GEOMETRIES.items() if isinstance(shape, Planes)}
-COLUMNS = {key: shape for key, shape in GEOMETRIES.items() if isinstance(shape, Columns)}
+COLUMNS = {
+    key: shape for key, shape in GEOMETRIES.items() if isinstance(shape, BatchColumns)
+}
 
 
 def is_power_of_2(n):
@@ -161,14 +163,14 @@ ROW_BACKWARD = {
     for input_bias in (False, True)
 }
 EVERY_ROW = (*ROW_FORWARD.items(), *ROW_BACKWARD.items())
-HELD = [(key, shape) for key, shape in EVERY_ROW if isinstance(shape, Rows)]
+HELD = [(key, shape) for key, shape in EVERY_ROW if isinstance(shape, RowTiles)]
 
 
 def test_tiles_of_rows_cover_all_fit_the_registers_and_are_written_after_their_row_was_read():
     for key, shape in EVERY_ROW:
         rows, width = key[:2]
         assert (shape.rows, shape.width) == (rows, width), key
-        if isinstance(shape, Rows):
+        if isinstance(shape, RowTiles):
             height, tiles, sizes = shape.r, shape.tiles, (shape.u, shape.bc)
         else:
             height, tiles, sizes = shape.rb, shape.blocks, (shape.cw,)
@@ -211,7 +213,7 @@ def test_launches_for_rows_fit_the_grid_and_only_sharing_programs_are_cooperativ
         else:
             work = shape.backward({}, layout, late=True, sums=3)
         assert 0 < work.grid < 2**31, key
-        assert work.cooperative == (isinstance(shape, Rows) and shape.k > 1), key
+        assert work.cooperative == (isinstance(shape, RowTiles) and shape.k > 1), key
 
 
 SET_CALLS = [
@@ -263,7 +265,7 @@ GROUP_CUTS = [
 
 def test_tiles_of_groups_cover_a_unit_and_are_written_after_all_of_it_was_read():
     for cut in GROUP_CUTS:
-        if isinstance(cut, gn.Columns):
+        if isinstance(cut, gn.GroupColumns):
             assert cut.slabs == 1 or not cut.solo, cut
             assert cut.c % cut.unit == cut.bc % cut.unit == 0, cut
             assert cut.k == 1 or cut.rows_each % (cut.u * cut.bt) == 0, cut

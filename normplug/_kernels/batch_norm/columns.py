@@ -4,7 +4,7 @@ The tensor is ROWS rows of W columns. A channel is HW adjacent columns: one for 
 channels_last; a whole plane for a contiguous tensor with small planes. A slab is CHANNELS adjacent
 channels. Its columns are padded to BC, of which the first LIVE exist. A tile of a slab is U * BT
 rows of BC columns: BT lanes, each of which takes every BT-th row, in U steps (see `tiles`).
-`schedule.Columns` explains the sizes, and `schedule.ColumnsTile` the tile T.
+`schedule.BatchColumns` explains the sizes, and `schedule.ColumnsTile` the tile T.
 
 The sums of a slab come from GATHERS items of ROWS_EACH rows, one program per item. The programs
 publish their parts. The last one to arrive merges them, in the order of the rows and in two levels

@@ -132,7 +132,7 @@ class ColumnsTile(KernelConstant):
 
 
 @dataclass
-class Columns:
+class BatchColumns:
     """`rows` rows of `c` channels of `hw` columns, in slabs of `channels`; see `columns`.
 
     A slab has `bc` columns with its padding; `unit` divides its width and the tensor's. A tile is
@@ -309,7 +309,7 @@ class Pixels:
         return Work(self.rows * slabs, self.warps, tile, sizes)
 
 
-Geometry = Planes | Columns
+Geometry = Planes | BatchColumns
 
 
 def geometry(
@@ -377,15 +377,15 @@ def _slab(rows: int, c: int, hw: int, itemsize: int) -> tuple[int, int]:
 
 def _columns(
     rows: int, c: int, hw: int, itemsize: int, tensors: int, sms: int, cooperative: bool
-) -> Columns:
+) -> BatchColumns:
     channels, bc = _slab(rows, c, hw, itemsize)
     unit = unit_of(c * hw, channels * hw)
     slabs = cdiv(c, channels)
     u = 4 if itemsize == 8 else 8
 
-    def cut(warps: int, stages: int, **rest: int) -> Columns:
+    def cut(warps: int, stages: int, **rest: int) -> BatchColumns:
         bt = at_once(warps, bc, itemsize, unit)
-        return Columns(rows, c, hw, unit, channels, bc, bt, u, warps, stages, **rest)
+        return BatchColumns(rows, c, hw, unit, channels, bc, bt, u, warps, stages, **rest)
 
     few = slabs < 8 * sms
     if hw == 1 and rows <= _FEW_ROWS:

@@ -253,7 +253,7 @@ class PlanesBackward(_Planes):
 
 
 @dataclass
-class Columns:
+class GroupColumns:
     """`n` samples of `s` rows in slabs of `bc` channels, in items of `rows_each` rows.
 
     A tile is `u` steps of `bt` rows, and `stages` tiles are in flight in a loop. An item is written
@@ -349,7 +349,7 @@ def group_norm_forward(
     channels_last: bool,
     itemsize: int,
     sms: int,
-) -> PlanesForward | Columns:
+) -> PlanesForward | GroupColumns:
     """Choose how the forward kernels cut (N, groups * channels, *space), of `space` values.
 
     itemsize: bytes of a value of the widest tensor. sms: the GPU's multiprocessors.
@@ -389,7 +389,7 @@ def group_norm_backward(
     channels_last: bool,
     itemsize: int,
     sms: int,
-) -> PlanesBackward | Columns:
+) -> PlanesBackward | GroupColumns:
     """Choose how the backward kernels cut x, from the arguments of `group_norm_forward`."""
     if channels_last:
         return _columns(n, groups, channels, space, itemsize, 2, sms)
@@ -449,7 +449,7 @@ def _tile_of_planes(channels: int, space: int, block: int) -> tuple[int, int]:
 
 def _columns(
     n: int, groups: int, channels: int, s: int, itemsize: int, tensors: int, sms: int
-) -> Columns:
+) -> GroupColumns:
     c = groups * channels
     bc = _slab(c, itemsize)
     cached = n * s * c * itemsize <= _CACHED_TENSOR
@@ -461,8 +461,10 @@ def _columns(
         u //= 2
     bt = at_once(warps, bc, itemsize, unit_of(c))
 
-    def cut(rows_each: int, lag: int) -> Columns:
-        return Columns(n, groups, channels, s, bc, bt, u, warps, stages, rows_each, lag)
+    def cut(rows_each: int, lag: int) -> GroupColumns:
+        return GroupColumns(
+            n, groups, channels, s, bc, bt, u, warps, stages, rows_each, lag
+        )
 
     slabs, tile = cdiv(c, bc), u * bt
     if slabs == 1 and (s <= tile or (n >= sms and s * bc * itemsize <= _SOLO_SAMPLE)):

@@ -89,7 +89,7 @@ class WideTile(RowLayout):
 
 
 @dataclass
-class Rows:
+class RowTiles:
     """Rows of `width` values that a program holds, `r` at a time in u * bc columns; see `rows`.
 
     `programs` programs take tiles in turn, `stages` of them in flight, and `k` programs share a
@@ -254,7 +254,7 @@ class Wide:
         return Work(self.blocks * self.k + lag + finishers, self.warps, tile, sizes)
 
 
-def _finishers(shape: Rows | Wide) -> int:
+def _finishers(shape: RowTiles | Wide) -> int:
     """Programs that add up the parts: at most about the square root of the number of parts."""
     parts, at_a_time = shape.parts, _FAN_IN * shape.warps
     times = cdiv(math.isqrt(parts), at_a_time)
@@ -263,7 +263,7 @@ def _finishers(shape: Rows | Wide) -> int:
 
 def layer_norm_forward(
     rows: int, width: int, unit: int, itemsize: int, running: bool, sms: int
-) -> Rows | Wide:
+) -> RowTiles | Wide:
     """Choose how the forward kernels cut `rows` rows of `width` values.
 
     unit: a divisor of width and strides. itemsize: bytes of a value of the widest tensor that has
@@ -308,7 +308,7 @@ def layer_norm_backward(
     shared: int,
     cooperative: bool,
     sets: int = 1,
-) -> Rows | Wide:
+) -> RowTiles | Wide:
     """Choose how the backward kernels cut rows; `layer_norm_forward` has the other arguments.
 
     input_bias: there is one, whose gradient is a third sum over the rows. shared: bytes of shared
@@ -349,7 +349,7 @@ def layer_norm_backward(
             vector = min(16 // itemsize, unit)
             at_a_time = share.warps * 32 * vector
             bc = min(at_a_time, share.width)
-            return Rows(
+            return RowTiles(
                 rows=rows,
                 width=width,
                 r=share.r,
@@ -369,7 +369,7 @@ def layer_norm_backward(
     return Wide(rows, width, rb=rb, cw=cw, warps=4, lag=lag)
 
 
-def _in_sets(shape: Rows, sets: int, slots: int, most: int) -> Rows:
+def _in_sets(shape: RowTiles, sets: int, slots: int, most: int) -> RowTiles:
     """The tiles and programs for sets of rows: at most `most` programs for each.
 
     `slots` programs run at once. What a program does besides its tiles takes as long as a few of
@@ -406,7 +406,7 @@ class _Share(NamedTuple):
 
 def _row_tile(
     rows: int, width: int, unit: int, itemsize: int, warps: int, needed: int, values: int
-) -> Rows:
+) -> RowTiles:
     """Tiles of rows, with one program per tile, up to the most programs that there may be.
 
     A row is spread over at most `needed` warps, with about `values` values per thread.
@@ -419,7 +419,7 @@ def _row_tile(
     r = side_by_side * max(values // (vector * u), 1)
     programs = min(cdiv(rows, r), _MOST_PROGRAMS)
     vector = min(vector, bc)
-    return Rows(
+    return RowTiles(
         rows=rows,
         width=width,
         r=r,
