@@ -277,6 +277,11 @@ def test_the_first_batch_is_checked(net, monkeypatch):
     for _ in range(2):
         run.check(net, (X,), {})
     assert batches == [(net, X)]
+    folded = Net()
+    run.take(folded)
+    folded.norm = folded.last = nn.Identity()
+    run.check(folded, (X,), {})
+    assert len(batches) == 1
 
 
 def test_a_model_that_its_program_swaps_is_left(net):
