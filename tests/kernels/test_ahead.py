@@ -143,7 +143,8 @@ def test_a_job_is_the_kernel_that_triton_compiles_for_the_call(dtype, monkeypatc
         dtypes = [given.get(name, dtype) for name in made.pointers]
         names = [str(each).removeprefix("torch.") for each in dtypes]
         tensors = [triton.MockTensor(getattr(tl, name), [16]) for name in names]
-        kernel.warmup(*tensors, *made._numbers, grid=(1,), **made._constants)
+        numbers = (*made._absent, *made._numbers)
+        kernel.warmup(*tensors, *numbers, grid=(1,), **made._constants)
         job = made.job(dtypes)
         assert hashes(ASTSource(*job[:4]), job.options) == wanted[-1]
     assert len(kernels) == 14
