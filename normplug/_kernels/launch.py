@@ -185,10 +185,11 @@ class Launch:
             signature[name] = (
                 "fp32" if isinstance(value, float) else "i64" if wide else "i32"
             )
-        constants = {
+        # In the order of the arguments, on which Triton's hash depends.
+        constants = {(count + i,): None for i in range(absent)}
+        constants |= {
             (i,): self._constants[n] for i, n in enumerate(names) if n in self._constants
         }
-        constants |= {(count + i,): None for i in range(absent)}
         options = {k: v for k, v in self._constants.items() if k not in names}
         attributes: dict[tuple[int], list[list[Any]]]
         attributes = {(i,): [["tt.divisibility", 16]] for i in range(count)}
