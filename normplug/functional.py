@@ -209,11 +209,16 @@ def layer_norm(
     """
     caller = "functional.layer_norm"
     statistics = (running_mean, running_var, num_batches_tracked)
-    t = Tensors(input, None, weight, bias, input_bias, *statistics)
     numbers = (normalized_shape, momentum, eps, mode, autocast_output, backend)
     if scale is None and shift is None:
+        t = Tensors(input, None, weight, bias, input_bias, *statistics)
         return _norm_of_rows(caller, t, *numbers)
-    t, offset = _adaptive(caller, t, normalized_shape, scale, shift, 0.0)
+    offset = 1.0
+    if weight is None and bias is None:
+        t = Tensors(input, None, scale, shift, input_bias, *statistics)
+    else:
+        t = Tensors(input, None, weight, bias, input_bias, *statistics)
+        t, offset = _adaptive(caller, t, normalized_shape, scale, shift, 0.0)
     return _norm_of_rows(caller, t, *numbers, True, offset, None, None, None, True)
 
 

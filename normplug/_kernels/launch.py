@@ -186,7 +186,7 @@ class Launch:
                 "fp32" if isinstance(value, float) else "i64" if wide else "i32"
             )
         # In the order of the arguments, on which Triton's hash depends.
-        constants = {(count + i,): None for i in range(absent)}
+        constants: dict[tuple[int], Any] = {(count + i,): None for i in range(absent)}
         constants |= {
             (i,): self._constants[n] for i, n in enumerate(names) if n in self._constants
         }
