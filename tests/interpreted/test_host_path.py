@@ -700,8 +700,8 @@ class Gated(nn.Module):
         self.scale = nn.Parameter(torch.randn(6))
 
     def forward(self, x, gate=None):
-        h = x if gate is None else x * nn.functional.silu(gate.float()).to(x.dtype)
-        h = h.float().unflatten(-1, (-1, 2))
+        h = x.float() if gate is None else x.float() * nn.functional.silu(gate.float())
+        h = h.unflatten(-1, (-1, 2))
         h = h * (h.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         return (self.scale.float() * h.flatten(-2)).to(x.dtype)
 
