@@ -38,6 +38,7 @@ _ROUNDINGS = ("output", None, "input", "weight")
 _AUTOCAST = [F.layer_norm, torch.layer_norm, torch.native_layer_norm]
 if RMS_NORM_AUTOCASTS:
     _AUTOCAST += [F.rms_norm, torch.rms_norm]
+_DEVICES = ("cpu", "cuda")  # for which a forward may switch autocast off
 # The share of half-precision results that may differ: float32 results that differ in the last bit
 # seldom lie on two sides of a rounding boundary.
 _SHARE = 0.01
@@ -153,7 +154,7 @@ class Layer(NamedTuple):
         has_hooks = any(t._backward_hooks for t in now.values() if t is not None)
         if _identities(layer) != before or not is_unchanged or has_hooks:
             raise ImpureError("its forward changes the layer")
-        if not all(map(torch.equal, copies, inputs)):
+        if not all(map(_same_values, copies, inputs)):
             raise ImpureError("its forward changes its input")
         if not isinstance(y, Tensor) or y.shape != inputs[0].shape:
             raise NotANormError
@@ -405,27 +406,36 @@ class _Probe:
         return self._spec(gate=kind).by_formula(x, t)[0]
 
     def _compare_values(self) -> None:
-        """The results for rows of each scale, and far from zero."""
-        single = {name: value.float() for name, value in self.values.items()}
+        """The results for rows of each scale, far from zero, with an outlier, and with nan."""
         zeros = torch.cat((self.x[:1], torch.zeros_like(self.x[:1])))
-        far = "it is less precise for rows far from zero"
-        for x, difference in (
-            (self.x, _OTHER_EPS),
-            (self.x * self.scale, _OTHER_EPS),
-            (zeros, _OTHER_EPS),
-            (self.x + 3, far),
-            (self.x + 100, far),
-        ):
-            expected = self._formula(x.double(), self.vectors)
-            y = self._run(x, self.values)
-            if y.dtype != self.x.dtype:
-                raise UnlikeError(
-                    f"it returns {_name(y.dtype)} for {_name(x.dtype)} input"
-                )
-            # It may compute in float32.
-            allowed = 4 * _distance(self._formula(x.float(), single), expected) + 1e-6
-            if _distance(y, expected) > allowed:
-                raise UnlikeError(difference)
+        for x in (self.x, self.x * self.scale, zeros):
+            self._compare(x, self.values, _OTHER_EPS)
+        for mean in (3, 100):
+            far = "it is less precise for rows far from zero"
+            self._compare(self.x + mean, self.values, far)
+        outlier = self.x.clone()
+        outlier[..., 0] = 1000
+        large = {name: 1000 * value for name, value in self.values.items()}
+        self._compare(outlier, large, "it limits its weight or its result")
+        one = "it computes something else for one row"
+        self._compare(self.x[:1, :1, :1], self.values, one)
+        outlier[..., 0] = torch.nan
+        y = self._run(outlier, self.values)[..., : self.width]
+        if not y.isnan().all():
+            raise UnlikeError("it replaces nan by numbers")
+
+    def _compare(self, x: Tensor, values: _Values, difference: str) -> None:
+        """Compare a result in the dtype of x; `difference` says what differs."""
+        double = {name: value.double() for name, value in values.items()}
+        single = {name: value.float() for name, value in values.items()}
+        expected = self._formula(x.double(), double)
+        y = self._run(x, values)
+        if y.dtype != x.dtype:
+            raise UnlikeError(f"it returns {_name(y.dtype)} for {_name(x.dtype)} input")
+        # It may compute in float32.
+        rounding = _distance(self._formula(x.float(), single), expected)
+        if _distance(y, expected) > 4 * rounding + 1e-6:
+            raise UnlikeError(difference)
 
     def _find_gate(self) -> None:
         """Where silu of the gate is multiplied, and that nothing is without a gate."""
@@ -520,9 +530,12 @@ class _Probe:
             values = {name: value.to(of_weight) for name, value in self.vectors.items()}
             # One of 20,000 results differs between ways to compute a LayerNorm of 16-bit rows.
             rows = self._random_rows(_MANY) if of_x in _HALF else self.rows
-            # Rows far from zero, as far as the dtype has digits for them.
-            for mean in (3, 100) if of_x == of_weight == torch.float32 else (3,):
-                x = (rows + mean).to(of_x)
+            # Rows far from zero, as far as the dtype has digits for them; and of the size of eps.
+            inputs = [rows + 3, self.rows * self.scale]
+            if of_x == of_weight == torch.float32:
+                inputs.append(rows + 100)
+            for x in inputs:
+                x = x.to(of_x)
                 gate = self._random(*x.shape).to(of_x) if self.layer.has_gate else None
                 try:
                     yield _Result(x, gate, values, self._run(x, values, gate))
@@ -558,18 +571,29 @@ class _Probe:
 
     def _autocasts(self) -> bool:
         half = {name: value.bfloat16() for name, value in self.vectors.items()}
-        with _CudaAutocast():
-            return self._run(self.x.bfloat16(), half).dtype == torch.float32
+        before = {device: torch.is_autocast_enabled(device) for device in _DEVICES}
+        for device in _DEVICES:
+            torch.set_autocast_enabled(device, True)
+        try:
+            with _CudaAutocast():
+                y = self._run(self.x.bfloat16(), half)
+        finally:
+            for device, was_enabled in before.items():
+                torch.set_autocast_enabled(device, was_enabled)
+        return y.dtype == torch.float32
 
 
 class _CudaAutocast(TorchFunctionMode):
-    """Has torch's norms of rows compute and return float32, as autocast does on CUDA."""
+    """Has torch's norms of rows compute and return float32, as autocast does on CUDA.
+
+    A forward may switch autocast off, for CUDA or for the device of its input.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run a function of torch."""
-        if func in _AUTOCAST:
+        if func in _AUTOCAST and all(map(torch.is_autocast_enabled, _DEVICES)):
             args = [_float(value) for value in args]
             kwargs = {name: _float(value) for name, value in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
@@ -577,6 +601,10 @@ class _CudaAutocast(TorchFunctionMode):
 
 def _float(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) else value
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

@@ -63,7 +63,7 @@ class AnyNorm(RowNorm):
     def _leave(cls, module: nn.Module) -> None:
         super()._leave(module)
         if cls._formula.eps_name is None:
-            del module.eps
+            vars(module).pop("eps", None)
 
     def _affine_shape(self) -> tuple[int, ...]:
         weight: Tensor = getattr(self, self._formula.weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
+import sys
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -23,7 +24,10 @@ CONSTANTS = (
 )  # fmt: skip
 _STORES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+# Attributes of tensors by which a forward does something else on a GPU.
+_OF_GPU = ("is_cuda",)
 _STORED = object()  # in place of the value of a name that a function sets
+_UNKNOWN = object()
 
 
 def side_effect(cls: Any) -> str | None:
@@ -59,17 +63,37 @@ def _names(function: FunctionType, cls: type) -> Iterator[tuple[str, Any]]:
     """The names that a function reads or sets outside itself, with their values."""
     cells = function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-        yield name, cell.cell_contents
-    values = {**vars(builtins), **function.__globals__}
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # no value yet
+            yield name, _UNKNOWN
     for code in _codes(function.__code__):
-        for instruction in dis.get_instructions(code):
-            name = instruction.argval
-            if instruction.opname in _STORES:
-                yield name, _STORED
-            elif instruction.opname == "LOAD_GLOBAL":
-                yield name, values.get(name)
-            elif instruction.opname in _ATTRIBUTES:
-                yield name, inspect.getattr_static(cls, name, None)
+        yield from _names_in(code, function, cls)
+
+
+def _names_in(
+    code: CodeType, function: FunctionType, cls: type
+) -> Iterator[tuple[str, Any]]:
+    """The names outside a function that its code reads or sets, with their values."""
+    values = {**vars(builtins), **function.__globals__}
+    module: Any = None  # whose attribute the next instruction may read
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        value: Any = None
+        if instruction.opname in _STORES:
+            value = _STORED
+        elif instruction.opname == "IMPORT_NAME":
+            value = sys.modules.get(name, _UNKNOWN)
+        elif instruction.opname == "LOAD_GLOBAL":
+            value = values.get(name)
+        elif instruction.opname in _ATTRIBUTES and module is not None:
+            value = getattr(module, name, None)
+        elif instruction.opname in _ATTRIBUTES:
+            value = _UNKNOWN if name in _OF_GPU else None
+            value = inspect.getattr_static(cls, name, value)
+        if value is not None:
+            yield name, value
+        module = value if isinstance(value, ModuleType) else None
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -96,6 +120,10 @@ def _is_harmless(value: Any, cls: type) -> bool:
 
 def _is_of_library(value: Any) -> bool:
     """Whether a module, class or function is of a library that only computes."""
+    if isinstance(value, (torch.Tensor, torch.nn.Module, torch.Generator)):
+        return False  # a call may change it
+    if value is torch.save:
+        return False
     is_module = isinstance(value, ModuleType)
     home = value.__name__ if is_module else getattr(value, "__module__", None)
     # Sums over processes would not show in a probe.

@@ -114,6 +114,20 @@ class ImageNorm(nn.Module):
         return x.permute(0, 3, 1, 2) if self.layout == "channels_first" else x
 
 
+class ReadOnlyEps(LlamaNorm):
+    eps = property(lambda self: 1e-5)
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+
+class WithoutAutocast(Unnamed):
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x)
+
+
 class TorchNorm(nn.Module):
     def __init__(self, eps=None):
         super().__init__()
@@ -134,6 +148,7 @@ KNOWN = [
     (ClipNorm, {}, "a LayerNorm"),
     (ImageNorm, {}, "a LayerNorm, bit for bit"),
     (ImageNorm, {"layout": "last"}, "a LayerNorm, bit for bit"),
+    (ReadOnlyEps, {}, "an RMSNorm, bit for bit"),
     (TorchNorm, {}, "an RMSNorm, bit for bit"),
     (TorchNorm, {"eps": 1e-4}, "an RMSNorm, bit for bit"),
 ]
@@ -240,7 +255,8 @@ def test_fuse_adds_the_residual_in_the_same_call(cls):
 
 
 @pytest.mark.parametrize(
-    ("cls", "autocasts"), [(Unnamed, True), (ClipNorm, False), (LlamaNorm, False)]
+    ("cls", "autocasts"),
+    [(Unnamed, True), (ClipNorm, False), (LlamaNorm, False), (WithoutAutocast, False)],
 )
 def test_torchs_layer_norm_returns_float32_under_autocast_unless_it_is_cast(
     cls, autocasts
@@ -390,7 +406,78 @@ class FailingNorm(LlamaNorm):
         raise RuntimeError("no")
 
 
+class NanToZeroNorm(LlamaNorm):
+    def forward(self, x):
+        return super().forward(x).nan_to_num()
+
+
+class LimitedNorm(LlamaNorm):
+    def forward(self, x):
+        return super().forward(x).clamp(-20, 20)
+
+
+class HalfEpsNorm(WithWeight):
+    def forward(self, x):
+        eps = 1e-4 if x.dtype == torch.float16 else self.eps
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+        return h.type_as(x) * self.weight
+
+
+class OneRowNorm(LlamaNorm):
+    def forward(self, x):
+        return super().forward(x) * (2 if x.shape[0] == 1 else 1)
+
+
+class OnGpuNorm(LlamaNorm):
+    def forward(self, x):
+        return super().forward(x) * (2 if x.is_cuda else 1)
+
+
+class ImportingNorm(LlamaNorm):
+    def forward(self, x):
+        import random
+
+        random.random()
+        return super().forward(x)
+
+
+class DistributedNorm(LlamaNorm):
+    def forward(self, x):
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(x)
+        return super().forward(x)
+
+
+TOTAL = torch.zeros(1)
+
+
+class TotalNorm(LlamaNorm):
+    def forward(self, x):
+        TOTAL.add_(1)
+        return super().forward(x)
+
+
+def with_an_empty_cell():
+    class EmptyCellNorm(LlamaNorm):
+        def forward(self, x):
+            return later(super().forward(x))
+
+    if CALLS:
+        later = torch.relu  # never: the variable of the closure has no value
+    return EmptyCellNorm
+
+
 OTHERS = [
+    (NanToZeroNorm, "it replaces nan by numbers"),
+    (LimitedNorm, "it limits its weight or its result"),
+    (HalfEpsNorm, "it rounds between its steps for float16 input with a float16 weight"),
+    (OneRowNorm, "it computes something else for one row"),
+    (OnGpuNorm, "its forward uses is_cuda, which may do more than compute"),
+    (ImportingNorm, "its forward uses random, which may do more than compute"),
+    (DistributedNorm, "its forward uses distributed, which may do more than compute"),
+    (TotalNorm, "its forward uses TOTAL, which may do more than compute"),
+    (with_an_empty_cell(), "its forward uses later, which may do more than compute"),
     (Unbiased, "it divides the sum of squares by n - 1, not by n"),
     (OuterEps, "its eps is not added to the variance inside the root"),
     (Bounded, "it adds no eps to the variance"),
