@@ -111,6 +111,7 @@ class Layer(NamedTuple):
         width: the length of all its tensors.
         settings: its other attributes, by name: values that no call can change.
         has_gate: whether its forward takes a second input.
+        constants: the constants outside it that its forward reads, by name.
     """
 
     cls: type[nn.Module]
@@ -119,6 +120,7 @@ class Layer(NamedTuple):
     width: int
     settings: tuple[tuple[str, Any], ...]
     has_gate: bool
+    constants: tuple[tuple[str, Any], ...] = ()
 
     def names(self) -> list[str]:
         """The names of its tensors."""

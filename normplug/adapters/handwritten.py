@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from normplug import _checks
 from normplug._torch import interposed, is_class_patched
 from normplug.adapters import ChannelsFirst, behaviour, class_for
 from normplug.adapters.behaviour import Formula, Layer
-from normplug.adapters.side_effects import CONSTANTS, side_effect
+from normplug.adapters.side_effects import CONSTANTS, constants_read, side_effect
 from normplug.modules import TargetVarianceNorm
 from normplug.modules.base import eps_property
 from normplug.modules.row_norms import RowNorm, _GatedRMSNorm, _LayerNorm, _RMSNorm
@@ -65,6 +66,17 @@ class AnyNorm(RowNorm):
         if cls._formula.eps_name is None:
             vars(module).pop("eps", None)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        before = vars(self).get(name, value)
+        is_known = name in _OF_MODULES or name == self._eps_name or name.startswith("_")
+        if not is_known and isinstance(before, CONSTANTS) and before != value:
+            _checks.warn(
+                f"normplug: {name} of a {type(self).__name__} is now {value!r}, and was {before!r} "
+                "when the layer was recognised by what it computes. It has no effect now. Call "
+                "normplug.unswap(model), change it, and swap again."
+            )
+        super().__setattr__(name, value)
+
     def _affine_shape(self) -> tuple[int, ...]:
         weight: Tensor = getattr(self, self._formula.weight)
         return tuple(weight.shape)
@@ -88,7 +100,6 @@ class AnyGatedRMSNorm(AnyNorm, _GatedRMSNorm):
     """An RMSNorm of any class, whose forward takes a gate."""
 
     forward = _GatedRMSNorm.forward
-    _call = _GatedRMSNorm._call
     _fusion_sites = None
 
 
@@ -141,20 +152,22 @@ def recognise(module: nn.Module, cls: Any) -> Recognised | None:
     layer = _layer_of(module, cls)
     if not isinstance(layer, Layer):
         return layer
-    if layer not in _known:
+    # 1, 1.0 and True are equal, but not alike.
+    key = (layer, tuple(type(value) for _, value in layer.settings))
+    if key not in _known:
         if interposed():
             return Recognised(
                 None, "a tracer or a mode is active: leave it, then swap", False
             )
-        _known[layer] = _probed(layer)
-    known = _known[layer]
+        _known[key] = _probed(layer)
+    known = _known[key]
     if known is not None and known.ours is not None and is_class_patched(cls):
         text = "the forward of its class was replaced by other code: undo that, then swap"
         return Recognised(None, text, True)
     return known
 
 
-_known: dict[Layer, Recognised | None] = {}
+_known: dict[tuple[Layer, tuple[type, ...]], Recognised | None] = {}
 
 
 @functools.cache
@@ -208,6 +221,7 @@ def _layer_of(module: nn.Module, cls: Any) -> Layer | Recognised | None:
         width,
         tuple(settings),
         has_gate=len(_arguments(cls)) == 2,
+        constants=constants_read(cls),
     )
 
 

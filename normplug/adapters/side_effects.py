@@ -59,6 +59,30 @@ def side_effect(cls: Any) -> str | None:
     return None
 
 
+def constants_read(cls: Any) -> tuple[tuple[str, Any], ...]:
+    """The constants outside a layer that the forward of a class reads, by name.
+
+    They are those that `side_effect` passes: of modules, of the class, and of enclosing functions.
+    """
+    todo: list[Any] = [cls.forward]
+    done = set()
+    constants = []
+    while todo:
+        function = todo.pop()
+        if not isinstance(function, FunctionType) or function in done:
+            continue
+        if _is_of_library(function):
+            continue
+        done.add(function)
+        for name, value in _names(function, cls):
+            value = getattr(value, "__func__", value)  # of a static method
+            if isinstance(value, FunctionType):
+                todo.append(value)
+            elif isinstance(value, CONSTANTS):
+                constants.append((name, value))
+    return tuple(constants)
+
+
 def _names(function: FunctionType, cls: type) -> Iterator[tuple[str, Any]]:
     """The names that a function reads or sets outside itself, with their values."""
     cells = function.__closure__ or ()

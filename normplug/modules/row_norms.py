@@ -25,6 +25,10 @@ class RowNorm(WatchedRows):
     normalized_shape: tuple[int, ...]
     # Where an RMSNorm rounds: see `LayerNormSpec.rounding`.
     _rounding: ClassVar[str | None] = None
+    # Where an RMSNorm multiplies a gate, which takes the place of the residual: "first" or "last".
+    _gate: ClassVar[str | None] = None
+    # How many adjacent values of a row are normalised together; None for the whole row.
+    _group_size: ClassVar[int | None] = None
     # Whether autocast has the stock layer compute and return float32.
     _autocasts: ClassVar[bool] = True
 
@@ -80,6 +84,8 @@ class RowNorm(WatchedRows):
             self._measure == "variance",
             self._weight_offset,
             self._rounding,
+            gate=None if residual is None else self._gate,
+            group_size=self._group_size,
             saves_normalised=saves_normalised,
         )
         return t, spec
@@ -225,10 +231,6 @@ class _GatedRMSNorm(_RMSNorm):
     the gate: `_measure` is a group's.
     """
 
-    # "first" or "last": see `LayerNormSpec.gate`.
-    _gate: ClassVar[str]
-    # How many adjacent values of a row are normalised together; None for the whole row.
-    _group_size: ClassVar[int | None] = None
     _fusion_sites = None  # type: ignore[assignment]
 
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -248,17 +250,6 @@ class _GatedRMSNorm(_RMSNorm):
         if gate is not None and self._gate == "first":
             x = x * nn.functional.silu(gate.to(reference.accumulator_dtype(x.dtype)))
         self._record(x, self._expected(x, self.training))
-
-    def _call(
-        self,
-        input: Tensor,
-        residual: Tensor | None,
-        input_bias: Tensor | None,
-        saves_normalised: bool = False,
-    ) -> tuple[Tensors, LayerNormSpec]:
-        t, spec = super()._call(input, residual, input_bias, saves_normalised)
-        gate = None if residual is None else self._gate
-        return t, spec._replace(gate=gate, group_size=self._group_size)
 
     def _expected(self, x: Tensor, training: bool) -> Tensor:
         weight, _ = self._affine()
