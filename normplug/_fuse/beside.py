@@ -50,7 +50,7 @@ class Beside:
 
     @property
     def left(self) -> str:
-        """Why the norm is left alone: it is not."""
+        """As of a `Site`: these norms are fused, so there is no reason."""
         return ""
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -35,26 +36,15 @@ def side_effect(cls: Any) -> str | None:
 
     All functions and methods that it calls are read, up to those of the libraries.
     """
-    todo: list[Any] = [base.forward for base in cls.__mro__ if "forward" in vars(base)]
-    done = set()
-    while todo:
-        function = todo.pop()
-        if function in done or _is_of_library(function):
-            continue
+    for function in _functions(cls):
         if not isinstance(function, FunctionType):
             return "its forward is not a Python function"
         if hasattr(function, "__wrapped__"):
             return f"its {function.__name__} is decorated"
-        done.add(function)
         for name, value in _names(function, cls):
             if value is _STORED:
                 return f"its forward sets {name}"
-            if isinstance(value, property):
-                value = value.fget
-            value = getattr(value, "__func__", value)  # of a static method
-            if isinstance(value, FunctionType):
-                todo.append(value)
-            elif not _is_harmless(value, cls):
+            if not isinstance(value, FunctionType) and not _is_harmless(value, cls):
                 return f"its forward uses {name}, which may do more than compute"
     return None
 
@@ -64,27 +54,35 @@ def constants_read(cls: Any) -> tuple[tuple[str, Any], ...]:
 
     They are those that `side_effect` passes: of modules, of the class, and of enclosing functions.
     """
-    todo: list[Any] = [cls.forward]
-    done = set()
     constants = []
-    while todo:
-        function = todo.pop()
-        if not isinstance(function, FunctionType) or function in done:
-            continue
-        if _is_of_library(function):
-            continue
-        done.add(function)
-        for name, value in _names(function, cls):
-            value = getattr(value, "__func__", value)  # of a static method
-            if isinstance(value, FunctionType):
-                todo.append(value)
-            elif isinstance(value, CONSTANTS):
-                constants.append((name, value))
+    for function in _functions(cls):
+        if isinstance(function, FunctionType):
+            for name, value in _names(function, cls):
+                if isinstance(value, CONSTANTS):
+                    constants.append((name, value))
     return tuple(constants)
 
 
+def _functions(cls: Any) -> Iterator[Any]:
+    """The forwards of a class and its bases, and what they call, up to the libraries."""
+    todo: list[Any] = [base.forward for base in cls.__mro__ if "forward" in vars(base)]
+    done = set()
+    while todo:
+        function = todo.pop()
+        if function in done or _is_of_library(function):
+            continue
+        done.add(function)
+        yield function
+        if isinstance(function, FunctionType):
+            values = [value for _, value in _names(function, cls)]
+            todo += [value for value in values if isinstance(value, FunctionType)]
+
+
 def _names(function: FunctionType, cls: type) -> Iterator[tuple[str, Any]]:
-    """The names that a function reads or sets outside itself, with their values."""
+    """The names that a function reads or sets outside itself, with their values.
+
+    The value of a property is its function.
+    """
     cells = function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
         try:
@@ -92,7 +90,10 @@ def _names(function: FunctionType, cls: type) -> Iterator[tuple[str, Any]]:
         except ValueError:  # no value yet
             yield name, _UNKNOWN
     for code in _codes(function.__code__):
-        yield from _names_in(code, function, cls)
+        for name, value in _names_in(code, function, cls):
+            if isinstance(value, property):
+                value = value.fget
+            yield name, getattr(value, "__func__", value)  # of a static method
 
 
 def _names_in(
@@ -101,7 +102,7 @@ def _names_in(
     """The names outside a function that its code reads or sets, with their values."""
     values = {**vars(builtins), **function.__globals__}
     module: Any = None  # whose attribute the next instruction may read
-    for instruction in dis.get_instructions(code):
+    for instruction in _instructions(code):
         name = instruction.argval
         value: Any = None
         if instruction.opname in _STORES:
@@ -118,6 +119,11 @@ def _names_in(
         if value is not None:
             yield name, value
         module = value if isinstance(value, ModuleType) else None
+
+
+@functools.cache
+def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
+    return tuple(dis.get_instructions(code))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

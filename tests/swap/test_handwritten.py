@@ -610,8 +610,12 @@ class GlobalEpsNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(8))
         self.factor = 1.0
 
+    @property
+    def epsilon(self):
+        return EPSILON
+
     def forward(self, x):
-        y = x.float() * torch.rsqrt(x.float().square().mean(-1, True) + EPSILON)
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, True) + self.epsilon)
         return self.weight * y.type_as(x) * self.factor
 
 
