@@ -72,7 +72,10 @@ def with_shortcuts_apart(net: nn.Module) -> nn.Module:
     return net
 
 
-ARMS = models.usual_arms(MODE) | {
+_USUAL = models.usual_arms(MODE)
+ARMS = _USUAL | {
+    "eager+graph": _USUAL["eager"],
+    "swap+fuse+graph": _USUAL["swap+fuse"],
     "plain-convolutions": plain_convolutions,
     "plain-convolutions+compile": plain_convolutions_compiled,
     "swap+fuse+recompute": lambda net: normplug.fuse(

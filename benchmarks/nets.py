@@ -137,6 +137,22 @@ def _unet2d(batch: int, size: int = 64, **sizes: Any) -> Target:
     return *laid_out(net, data, "channels_last"), loss
 
 
+def _dit_b_2(batch: int, **sizes: Any) -> Target:
+    """A DiT-B/2 of diffusers (Peebles and Xie 2022, arXiv:2212.09748), on latents of 32 x 32."""
+    chosen = {"num_attention_heads": 12, "attention_head_dim": 64, "num_layers": 12}
+    net = import_module("diffusers").DiTTransformer2DModel(**chosen | sizes)
+    latents, noise = torch.randn(2, batch, 4, 32, 32)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        latents, times, labels, noise = batch
+        made = model(latents, timestep=times, class_labels=labels).sample
+        return F.mse_loss(made, noise)
+
+    times = torch.randint(1000, (batch,))
+    labels = torch.randint(1000, (batch,))
+    return net, (latents, times, labels, noise), loss
+
+
 class UNet3d(nn.Module):
     """A plain U-Net for volumes, like nnU-Net's (Isensee et al. 2021, arXiv:1904.08128).
 
@@ -251,6 +267,23 @@ _QWEN3 = {
     "attn_implementation": "sdpa",
 }
 _qwen3 = partial(text, "Qwen3ForCausalLM", "Qwen3Config", length=2048, **_QWEN3)
+_QWEN3_NEXT = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "num_hidden_layers": 4,
+    "mlp_only_layers": [0, 1, 2, 3],  # no experts
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 8,
+    "head_dim": 128,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "vocab_size": 32000,
+    "use_cache": False,
+    "attn_implementation": "sdpa",
+}
+_qwen3_next = partial(
+    text, "Qwen3NextForCausalLM", "Qwen3NextConfig", length=512, **_QWEN3_NEXT
+)
 _t5 = partial(text, "T5ForConditionalGeneration", "T5Config", length=512, target=128)
 NETS = {
     "resnet50": Net(partial(images, "resnet50"), (256, 32)),
@@ -271,6 +304,8 @@ NETS = {
     "unet2d": Net(_unet2d, (16,)),
     "nnunet3d": Net(_nnunet3d, (2,)),
     "qwen3": Net(_qwen3, (8,)),
+    "qwen3_next": Net(_qwen3_next, (16,)),
+    "dit_b_2": Net(_dit_b_2, (256, 64)),
     "deit3_small": Net(
         partial(timm_images, "deit3_small_patch16_224", channels_last=False), (256,)
     ),

@@ -93,6 +93,15 @@ def _quack(*tensors: Tensor, **named: Any) -> Any:
     return import_module("quack.rmsnorm").rmsnorm(*tensors, **named)
 
 
+def _cudnn_layer_norm(norm: Any, x: Tensor) -> Tensor:
+    shape = norm.normalized_shape
+    return _cudnn("layer_norm")(x, shape, norm.weight, norm.bias, norm.eps)
+
+
+def _cudnn(name: str) -> Any:
+    return getattr(import_module("cudnn.ops.norm"), name)
+
+
 def _apex(name: str) -> Any:
     return getattr(import_module("apex.normalization.fused_layer_norm"), name)
 
@@ -124,6 +133,10 @@ _RIVALS: dict[str, dict[str, Callable[..., Any]]] = {
         "add_rms_norm": lambda norm, x, residual: _quack(
             x, norm.weight, residual=residual, eps=norm.eps, prenorm=True
         ),
+    },
+    "cudnn": {  # of the package nvidia-cudnn-frontend
+        "layer_norm": _cudnn_layer_norm,
+        "rms_norm": lambda norm, x: _cudnn("rms_norm")(x, norm.weight, eps=norm.eps),
     },
     "apex": {
         "layer_norm": lambda norm, x: _apex("fused_layer_norm_affine")(

@@ -34,6 +34,7 @@ Target = tuple[nn.Module, Any, Loss | None]
 IMAGE = 224  # pixels, unless the model says otherwise
 WARM_UPS = 4  # steps after the first
 ROUNDS = 10
+GRAPH = "+graph"  # ends the name of an arm whose step is one CUDA graph
 COLUMNS = (
     *("arm", "ms", "ms_p20", "ms_p80", "over_eager", "over_compile"),
     *("gpu_ms", "peak_gib", "first_step_s"),
@@ -77,11 +78,13 @@ def measure(
         mode: the mode to swap in.
         autocast: the dtype of autocast in the forward; None for no autocast.
         rounds: how many turns each arm gets.
-        arms: arm -> what it does to a copy of the model; None for the usual arms.
+        arms: arm -> what it does to a copy of the model; None for the usual arms. The whole step
+            of an arm whose name ends in `+graph` is captured once and replayed, as one CUDA graph.
 
     Returns:
         A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, the peak
-        memory, and the seconds of the first step. An arm that fails is left out.
+        memory, and the seconds of the first step. An arm that fails is left out. The arms of CUDA
+        graphs have no peak memory: a graph keeps the memory of its step.
 
     Raises:
         RuntimeError: the model does not take the batch.
@@ -170,6 +173,37 @@ def make_step(
     return step, net
 
 
+def captured(step: timing.Call) -> timing.Call:
+    """A training step that replays one CUDA graph of `step`: the GPU does not wait for the host.
+
+    As in `torch.cuda.graph`'s documentation, some steps run on a stream of their own first.
+
+    Raises:
+        RuntimeError: there is no GPU, or the step waits for a result of the GPU, which cannot be
+            captured.
+    """
+    if not torch.cuda.is_initialized():
+        raise RuntimeError(
+            f"normplug.bench.measure: an arm whose name ends in {GRAPH} needs a model on a CUDA "
+            "device."
+        )
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return value
+
+    return replay
+
+
 def _autocast(model: nn.Module, dtype: torch.dtype | None) -> Any:
     """Autocast to a dtype on the model's device; None for no autocast."""
     if dtype is None:
@@ -191,7 +225,10 @@ def _warmed(
     facts: Row = {"first_step_s": timing.at_rest() - start}
     for _ in range(WARM_UPS):
         value = step()
-    if gpu:
+    if name.endswith(GRAPH):
+        step = captured(step)
+        value = step()
+    elif gpu:
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()

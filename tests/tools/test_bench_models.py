@@ -103,6 +103,15 @@ def test_an_arm_that_fails_says_why_and_the_others_are_measured(net, monkeypatch
     assert re.fullmatch(r"fuse: \d+\.\d\d times eager", rows.notes[-2])
 
 
+def test_a_cuda_graph_needs_a_gpu(net, capsys):
+    arms = {name: models.usual_arms("standard")["eager"] for name in ("eager", "x+graph")}
+    rows = measure(net, torch.randn(2, 3, 6, 6), arms=arms, rounds=1)
+    assert [row["arm"] for row in rows] == ["eager"]
+    said = capsys.readouterr().err
+    assert "x+graph is left out: RuntimeError" in said
+    assert "needs a model on a CUDA device" in said
+
+
 def test_a_step_without_a_finite_loss_that_has_gradients_is_refused(net):
     with pytest.raises(
         ValueError, match="the loss is nan, which would make the step faster"
@@ -190,6 +199,23 @@ def test_the_step_gets_the_whole_batch_as_tensors():
     measure(Two(), batch, step, rounds=1, arms={"eager": lambda model: model})
     assert seen[0]["label"].tolist() == [0, 1, 2, 3]
     assert isinstance(batch["x"], np.ndarray)
+
+
+@pytest.mark.gpu
+def test_a_step_as_one_cuda_graph_trains_as_the_step_does(net):
+    def counted(model):
+        nets.append(model)
+        return model
+
+    nets = []
+    arms = {"eager": counted, "eager+graph": counted}
+    eager, graph = measure(net.cuda(), torch.randn(2, 3, 6, 6), arms=arms, rounds=1)
+    assert graph["loss"] == pytest.approx(eager["loss"], rel=1e-5)
+    assert "peak_gib" in eager
+    assert "peak_gib" not in graph
+    # A replay runs the whole step: a BatchNorm has seen the batches of all turns.
+    seen = [net[1].num_batches_tracked.item() for net in nets]
+    assert seen[1] > 2 * models.WARM_UPS + 2
 
 
 @pytest.mark.gpu
