@@ -196,12 +196,13 @@ def captured(step: timing.Call) -> timing.Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         value = step()
+    return partial(_replay, graph, value, step)
 
-    def replay() -> Tensor:
-        graph.replay()
-        return value
 
-    return replay
+def _replay(graph: torch.cuda.CUDAGraph, value: Tensor, step: timing.Call) -> Tensor:
+    """Replay a graph of `step`, whose model and optimizer must live as long as the graph."""
+    graph.replay()
+    return value
 
 
 def _autocast(model: nn.Module, dtype: torch.dtype | None) -> Any:
