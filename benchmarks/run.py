@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from nets import NETS, Net, Target
+from nets import NETS, Net, Target, laid_out
 
 WARM_UPS = 10
 
@@ -46,9 +46,15 @@ def _yolo(batch: int, size: int = 640) -> Target:
     return model, data, loss
 
 
+def _nnunet3d(batch: int) -> Target:
+    """The U-Net of `nets.py` in the contiguous layout, in which nnU-Net trains."""
+    model, data, loss = NETS["nnunet3d"].make(batch=batch)
+    return *laid_out(model, data, "contiguous"), loss
+
+
 PROGRAMS = {
     "yolov8n": Net(_yolo, (64,)),
-    "nnunet3d": NETS["nnunet3d"],
+    "nnunet3d": Net(_nnunet3d, (2,)),
     "resnet50": NETS["resnet50"],
 }
 
