@@ -26,6 +26,9 @@ def main(words: Sequence[str]) -> None:
     """Run the program. This function does not return."""
     parser = _parser()
     options = parser.parse_args(words)
+    arguments = options.arguments
+    if words[-1 - len(arguments)] == "--":  # which argparse takes for its own
+        arguments = ["--", *arguments]
     if sys.flags.ignore_environment or sys.flags.no_site:
         parser.error(
             "the program would not see normplug: leave out Python's -E, -I and -S"
@@ -34,7 +37,7 @@ def main(words: Sequence[str]) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ["NORMPLUG_RUN"] = json.dumps(chosen(words))
     os.environ["NORMPLUG_RUN_PID"] = str(os.getpid())
-    command = [*_start(options), *options.arguments]
+    command = [*_start(options), *arguments]
     if os.name == "nt":  # where `execv` starts another process, and does not wait for it
         sys.exit(subprocess.call(command))
     try:

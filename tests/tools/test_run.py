@@ -160,6 +160,24 @@ def test_a_command_a_module_and_a_chained_sitecustomize(tmp_path):
         assert done.stdout.splitlines() == expected, done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["x.py", "--", "-m"],
+        ["x.py", "--"],
+        ["--", "x.py", "a", "--"],
+        ["x.py", "--", "--"],
+    ],
+)
+def test_the_dashes_of_a_program_stay(words, monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "execv", lambda *call: started.append(call))
+    command.main(words)
+    ((_, made),) = started
+    assert made[-len(words) + words.index("x.py") :] == words[words.index("x.py") :]
+
+
 @pytest.mark.parametrize("words", [["--mode", "big", "x"], ["--when", "x", "y"], []])
 def test_a_wrong_command_line_starts_nothing(words, monkeypatch, capsys):
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
