@@ -173,8 +173,11 @@ class Run:
         if os.getpid() != process or not (is_first or self._done()):
             return
         if self.options.report:
-            with open(self.options.report, "a", encoding="utf-8") as file:
-                print(self, file=file)
+            try:
+                with open(self.options.report, "a", encoding="utf-8") as file:
+                    print(self, file=file)
+            except OSError as error:
+                _say(f"normplug run: no report: {error}")
         elif os.environ.get("RANK", "0") == "0":
             _say(str(self))
 
@@ -193,7 +196,9 @@ class Run:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    # `sys.stderr` may be None, closed, or a broken pipe.
+    with suppress(AttributeError, OSError, ValueError):
+        sys.stderr.write(f"{text}\n")
 
 
 def _children(module: nn.Module) -> list[nn.Module]:

@@ -200,6 +200,19 @@ def test_a_signal_ends_the_program_itself(tmp_path):
         assert time.monotonic() - start < 50
 
 
+def test_what_cannot_be_reported_harms_nothing(tmp_path):
+    script = tmp_path / "script.py"
+    code = "import sys, torch; torch.nn.LayerNorm(2).to('cpu'); print('done')\n"
+    script.write_text(code)
+    done = python(*RUN, "--report", tmp_path, script)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert done.stderr.startswith("normplug run: no report: ")
+    assert done.stderr.count("\n") == 1
+    script.write_text(code + "sys.stderr = None")
+    done = python(*RUN, script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
 # --- A model, in this process ---
 
 
