@@ -213,6 +213,26 @@ def test_what_cannot_be_reported_harms_nothing(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
+QUANTIZED = """
+import torch
+from torch import nn
+from torch.ao.quantization import fuse_modules, fuse_modules_qat
+net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()).to("cpu")
+print(type(net[1]).__module__)
+names = ["0", "1", "2"]
+print(type(fuse_modules_qat(net, names)[0]).__name__)
+print(type(torch.quantization.fuse_modules(net.eval(), names)[0]).__name__)
+"""
+
+
+def test_a_program_may_fuse_layers_for_quantization(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(QUANTIZED)
+    done = python("-W", "ignore", *RUN, script)
+    ours = "normplug.modules.batch_norm"
+    assert done.stdout.split() == [ours, "ConvBnReLU2d", "ConvReLU2d"], done.stderr
+
+
 # --- A model, in this process ---
 
 
