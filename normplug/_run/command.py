@@ -7,6 +7,7 @@ that it starts. Everything else is as without normplug: the command, the process
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import shutil
@@ -43,6 +44,8 @@ def main(words: Sequence[str]) -> None:
     try:
         os.execv(command[0], command)
     except OSError as error:
+        if error.errno == errno.ENOEXEC:  # a script that names no interpreter
+            os.execv(sys.executable, [*_python(), *command])
         parser.error(f"{command[0]}: {error.strerror}")
 
 
@@ -97,8 +100,12 @@ def _start(options: argparse.Namespace) -> list[str]:
     found = shutil.which(options.program)
     if found and not options.module and not found.endswith(".py"):
         return [found]
-    # The options of Python itself stand before `-m normplug`.
+    kind = ["-m"] if options.module else []
+    return [*_python(), *kind, options.program]
+
+
+def _python() -> list[str]:
+    """Python, with its own options, which stand before `-m normplug`."""
     own = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
     flags = own[:-2] if own[-2:] == ["-m", "normplug"] else []
-    kind = ["-m"] if options.module else []
-    return [sys.executable, *flags, *kind, options.program]
+    return [sys.executable, *flags]
