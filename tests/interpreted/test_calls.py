@@ -450,3 +450,23 @@ def test_a_stored_call_keeps_no_tensor_alive(pool, monkeypatch):
     gc.collect()
     tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor)
     assert [each is x for each in tensors if each.shape == x.shape] == [True]
+
+
+def gated(x, weight):
+    gate = torch.tanh(x) * weight
+    return functional.rms_norm(x * 2, (6,), weight, backend="triton", gate=gate)
+
+
+@pytest.mark.parametrize("norm", [batch_norm, layer_norm, add_layer_norm, gated])
+def test_derivatives_of_a_weight_that_an_earlier_norm_has_too(norm):
+    leaves = torch.randn(4, 6).double().requires_grad_(), (1 + torch.rand(6)).double()
+    leaves[1].requires_grad_()
+    dy = torch.randn(4, 6).double()
+
+    def derivatives(**how):
+        x, weight = leaves
+        y = norm(torch.tanh(norm(x, weight)), weight)
+        return torch.autograd.grad(y, leaves, dy, **how)
+
+    for one, two in zip(derivatives(), derivatives(create_graph=True), strict=True):
+        torch.testing.assert_close(one, two)
