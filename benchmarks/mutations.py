@@ -899,8 +899,8 @@ MUTATIONS = (
     Mutation(
         "native: others may write to a compiled file",
         "normplug/native/building.py",
-        "part.touch(mode=0o644)",
-        "part.touch()",
+        "umask=0o022",
+        "umask=0",
         tests_of(BUILDING, "test_a_library_that_others_can_write_to_is_not_loaded"),
     ),
     Mutation(
@@ -920,8 +920,8 @@ MUTATIONS = (
     Mutation(
         "native: the headers are not part of the file's name",
         "normplug/native/building.py",
-        'for pattern in ("*.cpp", "*.h"):',
-        'for pattern in ("*.cpp",):',
+        'glob("*.[ch]*")',
+        'glob("*.cpp")',
         tests_of(BUILDING, "test_another_torch_python_or_source_means_another_file"),
     ),
     # The comparison of runs.

@@ -24,10 +24,9 @@ import torch
 _log = logging.getLogger("normplug")
 SOURCE = Path(__file__).with_name("host_path.cpp")
 _NAME = "normplug_host_path"
-_COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 # "$@" is the compiler. The shell outlives this process, and renames only a complete file.
-_SCRIPT = 'umask 022; "$@" && sync "$PART" && mv -f "$PART" "$TARGET" || { rm -f "$PART"; exit 1; }'
+_SCRIPT = '"$@" && sync "$PART" && mv -f "$PART" "$TARGET" || { rm -f "$PART"; exit 1; }'
 
 
 @cache
@@ -40,49 +39,41 @@ def library() -> Path:
     # SOABI names Python's version and the machine type.
     builder = (torch.__version__, sysconfig.get_config_var("SOABI"), *_FLAGS)
     digest = hashlib.sha256(repr(builder).encode())
-    for pattern in ("*.cpp", "*.h"):
-        for path in sorted(SOURCE.parent.glob(pattern)):
-            digest.update(path.read_bytes())
+    for path in sorted(SOURCE.parent.glob("*.[ch]*")):
+        digest.update(path.read_bytes())
     return Path(folder, f"{_NAME}-{digest.hexdigest()[:12]}.so")
 
 
 def compile_to(target: Path) -> None:
-    """Compile the host path to this path; a RuntimeError says why that fails.
+    """Compile the host path to this path.
 
-    The compiler writes to a temporary name, so several processes may compile at once.
+    The compiler writes to a temporary name, so several processes may compile at once. It runs in a
+    session of its own, where Ctrl-C does not reach it.
+
+    Raises:
+        OSError: the folder cannot be made.
+        RuntimeError: there is no compiler, or it fails.
     """
+    target.parent.mkdir(0o700, parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{uuid4().hex}.part")
-    words = ["sh", "-c", _SCRIPT, "sh", *command(part)]
     variables = {"LC_ALL": "C", "PART": str(part), "TARGET": str(target)}
-    try:
-        target.parent.mkdir(0o700, parents=True, exist_ok=True)
-        _check_owner(target.parent)
-        part.touch(mode=0o644)
-    except OSError as error:
-        raise RuntimeError(f"{target.parent} cannot be written to: {error}") from error
-    with tempfile.TemporaryFile() as log:
-        # In a session of its own, the compiler is not reached by Ctrl-C.
+    # A pipe would close with this process, and the compiler's next warning would end it.
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
         shell = subprocess.run(
-            words,
+            ["sh", "-c", _SCRIPT, "sh", *command(part)],
             env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            umask=0o022,
             start_new_session=True,
         )
         log.seek(0)
-        output = log.read().decode(errors="replace")
-    if shell.returncode < 0:
-        raise RuntimeError("the compiler was stopped")
-    if shell.returncode > 0:
+        output = log.read()
+    if shell.returncode != 0:
         _log.debug("normplug: the compiler's output:\n%s", output)
-        raise RuntimeError(f"the compiler failed: {_first_error(output)}")
-
-
-def _first_error(output: str) -> str:
-    """The first line of a compiler's output that mentions an error."""
-    lines = output.strip().splitlines() or ["it printed nothing"]
-    return next((line for line in lines if "error" in line.lower()), lines[0]).strip()
+        lines = output.splitlines() or ["it printed nothing"]
+        reason = next((line for line in lines if "error" in line.lower()), lines[0])
+        raise RuntimeError(f"the compiler failed: {reason.strip()}")
 
 
 def load(path: Path) -> ModuleType:
@@ -110,13 +101,10 @@ def _import(path: Path) -> ModuleType:
 
 
 def command(output: Path) -> list[str]:
-    """The compiler's command line: `CXX`, or the first of `_COMPILERS` that is installed."""
-    wanted = os.environ.get("CXX", "").strip()
-    installed = list(filter(shutil.which, _COMPILERS))
-    compiler = shlex.split(wanted) or installed[:1]
-    if not compiler or not shutil.which(compiler[0]):
-        tried = f"CXX is {wanted}" if wanted else ", ".join(_COMPILERS)
-        raise RuntimeError(f"no C++ compiler was found ({tried})")
+    """The command line of the compiler, `CXX` or `c++`, which writes the library to `output`."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    if not shutil.which(compiler[0]):
+        raise RuntimeError(f"no C++ compiler was found: {compiler[0]}; set CXX to one")
     root = Path(torch.__file__).parent
     return [
         *compiler,
@@ -137,9 +125,9 @@ def command(output: Path) -> list[str]:
 def _check_owner(path: Path) -> None:
     """Refuse what other users can write to, since loading a library runs its code."""
     status = path.stat()
-    if status.st_uid not in (os.getuid(), 0):
-        raise RuntimeError(f"{path} belongs to another user; set NORMPLUG_CACHE_DIR")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    belongs_to_another = status.st_uid not in (os.getuid(), 0)
+    if belongs_to_another or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise RuntimeError(
-            f"others can write to {path}; run `chmod go-w` on it, or set NORMPLUG_CACHE_DIR"
+            f"others can write to {path}; run `chmod go-w` on it if it is yours, or set "
+            "NORMPLUG_CACHE_DIR"
         )
