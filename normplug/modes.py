@@ -84,10 +84,12 @@ def target_variance(mode: ModeLike) -> float:
         if mode in _NAMED:
             return _NAMED[mode]
     elif isinstance(mode, float) or (isinstance(mode, numbers.Real) and mode is not True):
-        with suppress(OverflowError):  # of an integer that no float can hold
+        try:
             value = float(mode)
-            if 0.0 < value < math.inf:
-                return value
+        except OverflowError:  # an integer that no float can hold
+            value = math.inf
+        if 0.0 < value < math.inf:
+            return value
     hint = ""
     with suppress(ValueError):
         if isinstance(mode, str) and 0.0 < float(mode) < math.inf:

@@ -94,7 +94,7 @@ class LayerNormSpec(NamedTuple):
         """The activation through which a backward reads the gate."""
         return None if self.gate is None else "silu"
 
-    @property
+    # A method: Dynamo of torch 2.6 and 2.7 reads no properties beside an eps that changes.
     def is_modulated(self) -> bool:
         """Whether there are a gate, groups, or a scale and a shift."""
         return self.adaptive or self.gate is not None or self.group_size is not None
@@ -215,7 +215,7 @@ class LayerNormSpec(NamedTuple):
     # PyTorch's kernels.
 
     def by_torch(self, t: Tensors) -> Any:
-        if self.is_modulated:
+        if self.is_modulated():
             y, mean, var, _ = self.by_formula(t.x, t)
             self._update_running(t, mean, var)
             return y
@@ -268,7 +268,7 @@ class LayerNormSpec(NamedTuple):
         why = can_run.refusal_of(t, strided=self.adaptive)
         if why is None and can_run.is_too_long(self.width, t.x.numel() // self.width):
             why = "a row has nearly 2^31 values or more, or there are as many rows"
-        if why is None and self.is_modulated:
+        if why is None and self.is_modulated():
             why = self._refusal_of_modulated(t)
         return why
 

@@ -18,6 +18,7 @@ from accuracy import leaf
 from batch_norm_cases import DTYPES, LAYOUTS, compare, make
 from calls import check_one_graph
 from normplug import _activations, functional, reference, target_variance
+from swap_cases import NEEDS_GUARDS, one_graph
 
 HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 X, ONES = torch.randn(4, 6), torch.ones(6)
@@ -361,3 +362,14 @@ def test_one_compiled_graph_serves_every_batch_size(cls, size):
     check_one_graph(
         layer, eager, [torch.randn(rows, 5, 16) for rows in (3, 8, 6)], "aot_eager"
     )
+
+
+@NEEDS_GUARDS
+@pytest.mark.parametrize("options", [{"mode": 0.5}, {"gate": X}, {"scale": X}])
+def test_a_compiled_function_follows_its_eps(options):
+    def norm(x, eps):
+        return functional.rms_norm(x, (6,), eps=eps, **options)
+
+    compiled = one_graph(norm)
+    for eps in (1e-5, 1.0, 2.0):
+        torch.testing.assert_close(compiled(X, eps), norm(X, eps))
