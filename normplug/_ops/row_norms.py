@@ -94,7 +94,7 @@ class LayerNormSpec(NamedTuple):
         """The activation through which a backward reads the gate."""
         return None if self.gate is None else "silu"
 
-    # A method: Dynamo of torch 2.6 and 2.7 reads no properties beside an eps that changes.
+    # A method: Dynamo of torch 2.6 to 2.8 reads no properties beside an eps that changes.
     def is_modulated(self) -> bool:
         """Whether there are a gate, groups, or a scale and a shift."""
         return self.adaptive or self.gate is not None or self.group_size is not None

@@ -142,8 +142,8 @@ def test_a_launcher_starts_it_and_the_first_process_reports(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = python(*RUN, *torchrun, script)
     assert done.returncode == 0, done.stderr
-    # Two processes may write their lines at once.
-    assert done.stdout.replace("\n", "") == str(normplug.BatchNorm2d) * 2
+    # Two processes may write their lines at once, beside lines of gloo in torch 2.8.
+    assert done.stdout.count(str(normplug.BatchNorm2d)) == 2
     assert done.stderr.count("models  model") == 1
 
 
