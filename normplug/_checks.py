@@ -15,15 +15,19 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from normplug import _activations, _layouts
+from normplug._choices import AutocastOutput, Backend, Statistics
 
-BACKENDS = ("auto", "triton", "torch")
-_CHOICES = {"autocast_output": ("low", "float32"), "statistics": ("torch", "safe")}
+BACKENDS = get_args(Backend)
+_CHOICES = {
+    "autocast_output": get_args(AutocastOutput),
+    "statistics": get_args(Statistics),
+}
 _LAYOUTS = (torch.strided, torch.jagged)
 # The tensors of a call after its input, in order: see `_ops.spec.Tensors`.
 _OTHERS = (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from normplug import _checks
 from normplug._checks import as_number
+from normplug._choices import AutocastOutput, Backend
 from normplug._ops.batch_norm import BatchNormSpec
 from normplug._ops.batch_norm import channel_stats as _channel_stats
 from normplug._ops.call import call
@@ -40,7 +41,7 @@ def batch_norm(
     residual: Tensor | None = None,
     activation: str | tuple[str, float] | None = None,
     num_batches_tracked: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Normalise each channel over batch and space to the target variance of `mode`.
 
@@ -146,8 +147,8 @@ def layer_norm(
     running_var: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
     momentum: float | None = 0.1,
-    autocast_output: str = "float32",
-    backend: str = "auto",
+    autocast_output: AutocastOutput = "float32",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Normalise each row over its trailing `normalized_shape` to the target variance of `mode`.
 
@@ -235,8 +236,8 @@ def add_layer_norm(
     running_var: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
     momentum: float | None = 0.1,
-    autocast_output: str = "float32",
-    backend: str = "auto",
+    autocast_output: AutocastOutput = "float32",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Add, then normalise: the step between two blocks of a pre-norm transformer.
 
@@ -284,8 +285,8 @@ def rms_norm(
     running_var: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
     momentum: float | None = 0.1,
-    autocast_output: str = "float32",
-    backend: str = "auto",
+    autocast_output: AutocastOutput = "float32",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Divide each row over its trailing `normalized_shape` by its root mean square.
 
@@ -355,8 +356,8 @@ def add_rms_norm(
     running_var: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
     momentum: float | None = 0.1,
-    autocast_output: str = "float32",
-    backend: str = "auto",
+    autocast_output: AutocastOutput = "float32",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Add, then normalise: the step between two blocks of a pre-norm transformer.
 
@@ -384,8 +385,8 @@ def group_norm(
     *,
     mode: ModeLike = "standard",
     activation: str | tuple[str, float] | None = None,
-    autocast_output: str = "float32",
-    backend: str = "auto",
+    autocast_output: AutocastOutput = "float32",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Normalise each group of channels of each sample to the target variance of `mode`.
 
@@ -450,7 +451,7 @@ def instance_norm(
     *,
     mode: ModeLike = "standard",
     activation: str | tuple[str, float] | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Normalise each channel of each sample over space to the target variance of `mode`.
 

@@ -7,9 +7,10 @@ import numbers
 import reprlib
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
-ModeLike: TypeAlias = "str | float | NormMode"
+ModeName: TypeAlias = Literal["golden", "standard"]
+ModeLike: TypeAlias = "ModeName | float | NormMode"
 
 
 @dataclass(frozen=True, init=False)

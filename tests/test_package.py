@@ -29,7 +29,16 @@ UNIX_ONLY = {
 }
 # The floors: a package or module may import itself and those of the floors before its own.
 LAYERS = [
-    {"_activations", "_layouts", "_files", "_torch", "modes", "native", "reference"},
+    {
+        "_activations",
+        "_choices",
+        "_layouts",
+        "_files",
+        "_torch",
+        "modes",
+        "native",
+        "reference",
+    },
     {"_checks", "_kernels", "_restore"},
     {"_batches", "_ops", "_table", "compare"},
     {"_status", "functional", "modules"},

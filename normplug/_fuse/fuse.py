@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from normplug import _activations, _checks, _convert
+from normplug._choices import Model
 from normplug._convert import (
     FORWARDS,
     fused_modules,
@@ -92,7 +93,7 @@ def _note(row: Row) -> str:
     return "; ".join(filter(None, [f"in {shown(row.owner)}", row.note]))
 
 
-def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
+def fuse(model: Model, *, recompute: bool = False) -> Model:
     """Run normplug's layers together with the operations next to them, where that is safe.
 
     Each of these becomes one call:
@@ -185,7 +186,7 @@ def fuse(model: nn.Module, *, recompute: bool = False) -> nn.Module:
     return model
 
 
-def unfuse(model: nn.Module) -> nn.Module:
+def unfuse(model: Model) -> Model:
     """Undo `fuse`: every module gets back the class and the forward that it had.
 
     A wrapper that other code has put on an instance since stays, and so does a class that it has

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from normplug import _activations, _checks, native
 from normplug._activations import ActivationLike
+from normplug._choices import Backend
 from normplug._layouts import dense, is_channels_last, laid_out_like
 from normplug._ops import can_run, collectives, exchange, torch_way
 from normplug._ops.call import Way, key_of, made_once
@@ -399,7 +400,7 @@ PLAIN, POOLED = (
 _plain, _pooled = PLAIN.differentiable, POOLED.differentiable
 
 
-def channel_stats(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+def channel_stats(x: Tensor, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
     """`functional.channel_stats` of a checked x. A kernel reads x once, without gradients."""
     differentiates = x.requires_grad and torch.is_grad_enabled()
     if can_run.is_asked_for(backend, x) and not (

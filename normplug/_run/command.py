@@ -90,7 +90,7 @@ _WHEN = (
 
 def mode(text: str) -> str | float:
     """Read a mode; a number is returned as one."""
-    value = text if text.isalpha() else float(text)
+    value: Any = text if text.isalpha() else float(text)
     NormMode(value)
     return value
 

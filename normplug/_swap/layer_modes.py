@@ -8,7 +8,7 @@ import string
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from normplug._table import shown, some
 from normplug.modes import ModeLike, NormMode
 
 Schedule: TypeAlias = Callable[[int, int], float]
+ScheduleName: TypeAlias = Literal["1/l", "reversed"]
 
 SCHEDULES: dict[str, Schedule] = {
     "1/l": lambda block, blocks: 1.0 / block,
@@ -93,7 +94,7 @@ def assign(
     return {module: modes[module] for module in taken}
 
 
-def by_depth(schedule: str | Schedule) -> ByDepth:
+def by_depth(schedule: ScheduleName | Schedule) -> ByDepth:
     """Set each layer's mode by the depth of its block, in `swap`, `plan`, `set_mode` and `swapped`.
 
     Depth counts blocks, not norms: all norms of block l of L have the same target variance.

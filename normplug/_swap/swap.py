@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import nn
 
 from normplug import _checks, _convert
+from normplug._choices import AutocastOutput, Backend, Model, Statistics
 from normplug._swap import fold as _fold
 from normplug._swap import plan as _plan
 from normplug._swap import record as _record
@@ -22,6 +23,9 @@ from normplug._swap.layer_modes import ModesLike, assign, read
 from normplug._table import counts, shown, some
 from normplug._torch import is_patched
 from normplug.modules import TargetVarianceNorm
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing since Python 3.11
 
 # Module of a tool -> the names of its registries, which map a class to what the tool does with its
 # layers. For a tool that is imported later, the next swap adds the entries.
@@ -36,8 +40,21 @@ _REGISTRIES = {
 }
 
 
+class SwapOptions(TypedDict, total=False):
+    """The options of `swap` after the mode, for functions that hand them on."""
+
+    include: Filters
+    exclude: Filters
+    track_running_stats: bool | None
+    preserve_output: bool | None
+    sync: bool
+    statistics: Statistics
+    autocast_output: AutocastOutput
+    backend: Backend
+
+
 def swap(
-    model: nn.Module,
+    model: Model,
     mode: ModesLike = "standard",
     *,
     include: Filters = None,
@@ -45,10 +62,10 @@ def swap(
     track_running_stats: bool | None = None,
     preserve_output: bool | None = None,
     sync: bool = False,
-    statistics: str = "torch",
-    autocast_output: str = "low",
-    backend: str = "auto",
-) -> nn.Module:
+    statistics: Statistics = "torch",
+    autocast_output: AutocastOutput = "low",
+    backend: Backend = "auto",
+) -> Model:
     """Replace a model's norms by normplug's: the same function in mode standard, but faster.
 
     Other modes set the target variance that the norms normalise to.
@@ -172,7 +189,7 @@ def swap(
     return model
 
 
-def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
+def unswap(model: Model, *, fold: bool = True) -> Model:
     """Turn every normplug layer back into its stock layer, in place, with the same outputs.
 
     Each weight is multiplied by sqrt(tv), so the model computes what it did before. It can then be
@@ -234,8 +251,8 @@ def unswap(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
 @contextmanager
 def swapped(
-    model: nn.Module, mode: ModesLike = "standard", **options: Any
-) -> Iterator[nn.Module]:
+    model: Model, mode: ModesLike = "standard", **options: Unpack[SwapOptions]
+) -> Iterator[Model]:
     """Swap inside a `with` block, and restore every layer after it.
 
     After the block, even after an exception, each layer has its former class, attributes and
@@ -290,7 +307,7 @@ def swapped(
         _convert.release(module for module in now_fused if module not in fused)
 
 
-def set_mode(model: nn.Module, mode: ModesLike) -> nn.Module:
+def set_mode(model: Model, mode: ModesLike) -> Model:
     """Set the mode of every normplug layer of a model; weights stay as they are.
 
     Args:

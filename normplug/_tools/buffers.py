@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from normplug import _checks
 from normplug._batches import Reader
+from normplug._choices import Model
 from normplug._ops import subclasses
 from normplug._ops.batch_norm import channel_stats
 from normplug._ops.exchange import group_to_join
@@ -248,7 +249,7 @@ def _merge_processes(moments: list[_Moments]) -> None:
             m.add(part[0], *part[1:].chunk(2))
 
 
-def sync_buffers(model: nn.Module) -> nn.Module:
+def sync_buffers(model: Model) -> Model:
     """Merge the running statistics of all processes, by their counts of batches.
 
         mean = sum_r w_r * mean_r        var = sum_r w_r * (var_r + (mean_r - mean)^2)

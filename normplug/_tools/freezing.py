@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from normplug import _checks, _convert
+from normplug._choices import Model
 from normplug._swap.inventory import Filters, Inventory, matching
 from normplug._table import shown, some
 from normplug._tools.runs import is_frozen, running_layers
@@ -28,11 +29,11 @@ class _StayInEvaluation:
 
 
 def freeze(
-    model: nn.Module,
+    model: Model,
     include: Filters = None,
     exclude: Filters = None,
     affine: bool = True,
-) -> nn.Module:
+) -> Model:
     """Keep norms on their running statistics, unchanged, whatever `model.train()` says.
 
     It takes BatchNorms and InstanceNorms with running statistics, swapped or stock, in place,
@@ -92,7 +93,7 @@ def freeze(
     return model
 
 
-def thaw(model: nn.Module) -> nn.Module:
+def thaw(model: Model) -> Model:
     """Undo `normplug.freeze`: layers follow `train()` again, and their weights train.
 
     Each layer gets the mode that it would have without the freeze: that of the last `train()`,

@@ -25,7 +25,7 @@ from typing_extensions import (  # pydantic cannot read Python's before 3.12
 )
 
 import normplug
-from normplug._swap.layer_modes import ByDepth, Schedule
+from normplug._swap.layer_modes import ByDepth, Schedule, ScheduleName
 from normplug.compare.measure import BASELINE
 from normplug.experiment.errors import WHO, UserError, broken_rule, rule_of
 
@@ -46,7 +46,7 @@ ARGUMENTS = ConfigDict(strict=True, arbitrary_types_allowed=True)
 checked = validate_call(config=ARGUMENTS)
 
 # A value of `mode` that sets a target variance per block -> the schedule of `by_depth`.
-BY_DEPTH: dict[str, str | Schedule] = {
+BY_DEPTH: dict[str, ScheduleName | Schedule] = {
     "inverse_depth": "1/l",
     "reversed_depth": "reversed",
     "mean_inverse_depth": lambda _, blocks: (
@@ -202,16 +202,14 @@ def _check_types(group: str, node: Any, hints: dict[str, Any]) -> None:
             ) from None
 
 
-def mode_of(mode: str | float) -> normplug.NormMode | ByDepth:
-    """Convert a value of the key `mode` to a mode of `normplug.swap`."""
+def mode_of(mode: Any) -> normplug.NormMode | ByDepth:
+    """Convert a value of the key `mode`, a name or a number, to a mode of `normplug.swap`."""
     if isinstance(mode, str) and mode in BY_DEPTH:
         return normplug.by_depth(BY_DEPTH[mode])
     return normplug.NormMode(mode)
 
 
-def arm_name(
-    mode: str | float, gamma0: float | str | None = None, tag: str | None = None
-) -> str:
+def arm_name(mode: Any, gamma0: float | str | None = None, tag: str | None = None) -> str:
     """Return the arm's name in directories, results and tables, as `standard-gamma0_0.786-tag`."""
     parts: list[Any] = [mode]
     with contextlib.suppress(TypeError, ValueError):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
@@ -16,13 +15,12 @@ from normplug._fuse.fuse import fuse as fuse_norms
 from normplug._swap import record
 from normplug._swap.check import refuse
 from normplug._swap.layer_modes import ModesLike, read
-from normplug._swap.swap import swap
+from normplug._swap.swap import SwapOptions, swap
 
-_OPTIONS = [
-    p.name
-    for p in inspect.signature(swap).parameters.values()
-    if p.kind is p.KEYWORD_ONLY
-]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing since Python 3.11
+
+_OPTIONS = [*SwapOptions.__annotations__]
 
 
 class SwapNorms(Callback):
@@ -61,7 +59,7 @@ class SwapNorms(Callback):
         fuse: bool = False,
         recompute: bool = False,
         warm_up: bool | None = None,
-        **options: Any,
+        **options: Unpack[SwapOptions],
     ) -> None:
         self.mode = read(mode)
         unknown = [name for name in options if name not in _OPTIONS]

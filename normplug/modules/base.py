@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normplug import _checks, native
+from normplug._choices import Backend
 from normplug._ops import can_run, subclasses, torch_way
 from normplug._ops.call import call
 from normplug._ops.spec import Tensors
@@ -212,7 +213,7 @@ class TargetVarianceNorm(nn.Module):
         self,
         *args: Any,
         mode: ModeLike = "standard",
-        backend: str = "auto",
+        backend: Backend = "auto",
         **kwargs: Any,
     ) -> None:
         caller = type(self).__name__

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from normplug import _checks
+from normplug._choices import AutocastOutput, Backend
 from normplug._ops.subclasses import is_sharded
 from normplug._torch import transforms_active
 from normplug.modes import ModeLike
@@ -41,10 +42,10 @@ class WatchedRows(TargetVarianceNorm):
         self,
         *args: Any,
         mode: ModeLike = "standard",
-        backend: str = "auto",
+        backend: Backend = "auto",
         track_running_stats: bool | None = None,
         momentum: float | None = 0.1,
-        autocast_output: str = "float32",
+        autocast_output: AutocastOutput = "float32",
         **kwargs: Any,
     ) -> None:
         caller, momentum = type(self).__name__, _checks.as_number(momentum)
