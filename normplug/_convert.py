@@ -117,7 +117,19 @@ def is_revertible(module: nn.Module) -> bool:
 
 
 def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of each normplug layer, and of each layer that a swap can convert."""
+    """Yield (path, module) of each normplug layer, and of each layer that a swap can convert.
+
+    Args:
+        model: any module.
+
+    Yields:
+        Pairs in the order of `model.named_modules()`. A layer with several paths comes once, by its
+        first.
+
+    Examples:
+        >>> [path for path, _ in norm_layers(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))]
+        ['1']
+    """
     for path, module in model.named_modules():
         if isinstance(module, TargetVarianceNorm) or replacement(module) is not None:
             yield path, module

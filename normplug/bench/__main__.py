@@ -34,7 +34,12 @@ def _model(a: Namespace) -> None:
     if a.channels_last:
         model = model.to(memory_format=torch.channels_last)
     name = a.autocast or ("bfloat16" if a.device.type == "cuda" else "none")
-    how = {"mode": a.mode, "autocast": getattr(torch, name, None), "rounds": a.rounds}
+    how = {
+        "mode": a.mode,
+        "autocast": getattr(torch, name, None),
+        "rounds": a.rounds,
+        "verbose": True,
+    }
     measured = models.measure(model.to(a.device), batch, step, **how)
     print(measured)
     add_to_file(a.json, [{"model": a.target, "batch": size, **row} for row in measured])

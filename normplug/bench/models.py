@@ -23,6 +23,7 @@ import normplug
 from normplug import _torch
 from normplug._batches import Reader
 from normplug._files import stamp
+from normplug._swap.layer_modes import ModesLike
 from normplug._table import counts
 from normplug.bench import timing
 from normplug.bench.rows import ORIGIN, Row, Rows
@@ -58,10 +59,11 @@ def measure(
     batch: Any,
     step: Loss | None = None,
     *,
-    mode: Any = "standard",
+    mode: ModesLike = "standard",
     autocast: torch.dtype | None = None,
     rounds: int = ROUNDS,
     arms: Mapping[str, Change] | None = None,
+    verbose: bool = False,
 ) -> Rows:
     """Time training steps of a model: eager, compiled, swapped, fused, and fused and compiled.
 
@@ -75,11 +77,12 @@ def measure(
         step: returns the loss of a model for the batch, with the labels in it; by default the
             `loss` of the model's output if it has one, and otherwise the mean square of all
             floating-point outputs.
-        mode: the mode to swap in.
+        mode: the mode to swap in, as for `normplug.swap`.
         autocast: the dtype of autocast in the forward; None for no autocast.
-        rounds: how many turns each arm gets.
+        rounds: how many turns each arm gets; 10 by default.
         arms: arm -> what it does to a copy of the model; None for the usual arms. The whole step
             of an arm whose name ends in `+graph` is captured once and replayed, as one CUDA graph.
+        verbose: say on stderr which arm is being prepared, and how long its first step took.
 
     Returns:
         A row for each arm: the median `ms` of a step, `gpu_ms` in which the GPU is busy, the peak
@@ -111,12 +114,16 @@ def measure(
     }
     steps: dict[str, timing.Call] = {}
     rows: dict[str, Row] = {}
+    say = _say if verbose else _say_nothing
     for name, change in (usual_arms(mode) if arms is None else arms).items():
+        say(f"{name}: first steps")
         make_arm = partial(make, change)
         warmed = timing.attempt(name, partial(_warmed, name, make_arm, batch))
         if warmed is not None:
             steps[name], first = warmed
             rows[name] = {"arm": name, **facts, **first}
+            say(f"{name}: the first took {first['first_step_s']:.3g} s")
+    say(f"{rounds} rounds of {', '.join(steps)}")
     turns = {name: timing.back_to_back(step, 1e3) for name, step in steps.items()}
     for name, timed in timing.in_turns("ms", turns, rounds).items():
         rows[name] |= timed
@@ -203,6 +210,15 @@ def _replay(graph: torch.cuda.CUDAGraph, value: Tensor, step: timing.Call) -> Te
     """Replay a graph of `step`, whose model and optimizer must live as long as the graph."""
     graph.replay()
     return value
+
+
+def _say(text: str) -> None:
+    """Say on stderr what `measure` does."""
+    print(f"normplug.bench: {text}", file=sys.stderr, flush=True)
+
+
+def _say_nothing(text: str) -> None:
+    pass
 
 
 def _autocast(model: nn.Module, dtype: torch.dtype | None) -> Any:

@@ -31,6 +31,11 @@ class Rows(list[Row]):
     """Rows of results; `print` them, or leave them at the end of a notebook's cell, for a table.
 
     The table shows those of the `columns` that have a value; below it are the `notes`, sentences.
+
+    Args:
+        rows: a dictionary from column to value for each row.
+        columns: the columns of the table, in order.
+        notes: sentences below the table.
     """
 
     def __init__(

@@ -15,12 +15,19 @@ from normplug.compare.runs import find_runs, group_runs, label
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `compare`."""
+    """The result of `compare`.
 
-    table: pd.DataFrame  # of summary.csv: a row for each (model, data, arm)
-    markdown: str  # the report
-    paths: list[Path]  # the files written
-    complete: bool  # whether every arm has a finished run of every seed that any arm has
+    Attributes:
+        table: the table of `summary.csv`: a row for each (model, data, arm).
+        markdown: the report.
+        paths: the files written.
+        complete: whether every arm has a finished run of every seed that any arm has.
+    """
+
+    table: pd.DataFrame
+    markdown: str
+    paths: list[Path]
+    complete: bool
 
 
 def compare(
@@ -50,6 +57,9 @@ def compare(
             rate of an arm that has several is an arm of its own.
         rate: compare only the runs with this learning rate.
         plots: also draw each group of runs: its seeds, its curves, and what else it has.
+
+    Returns:
+        The table and the report, and the paths of what was written.
 
     Raises:
         OSError: a source cannot be read.

@@ -114,6 +114,19 @@ def test_a_cuda_graph_needs_a_gpu(net, capsys):
     assert "needs a model on a CUDA device" in said
 
 
+def test_verbose_says_each_arm_as_it_goes(net, capsys):
+    arms = {"eager": lambda model: model, "swap": normplug.swap}
+    measure(net, torch.randn(2, 3, 6, 6), rounds=2, arms=arms, verbose=True)
+    told = capsys.readouterr().err
+    words = [
+        "eager: first steps", r"eager: the first took \S+ s",
+        "swap: first steps", r"swap: the first took \S+ s", "2 rounds of eager, swap",
+    ]  # fmt: skip
+    assert re.fullmatch("".join(f"normplug.bench: {each}\n" for each in words), told)
+    measure(net, torch.randn(2, 3, 6, 6), rounds=1, arms=arms)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_step_without_a_finite_loss_that_has_gradients_is_refused(net):
     with pytest.raises(
         ValueError, match="the loss is nan, which would make the step faster"
