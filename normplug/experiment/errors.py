@@ -27,10 +27,8 @@ SEE_HELP = "`python train.py --help` lists the keys."
 PLACES = Path(__file__).with_name("configs"), Path(__file__).parents[2] / "configs"
 CONFIGS = str(next(filter(Path.is_dir, PLACES)))
 
-UNWRITABLE = {  # full, over a limit, no permission, or no place for a directory
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
-    errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR,
-}  # fmt: skip
+# A full disk, or a file over a limit: a write that fails may not name its file.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PLUGINS = {  # of Hydra -> the extra that brings it
     "hydra/sweeper/optuna": "optuna",
     "hydra/launcher/joblib": "sweep",
@@ -62,11 +60,12 @@ def user_sentence(error: BaseException, restoring: Path | None = None) -> str | 
     if isinstance(error, InstantiationException):
         return _not_built(error)
     for cause in shown:
-        if isinstance(cause, OSError) and cause.errno in UNWRITABLE:
-            path = Path(cause.filename or "a file of the run").absolute()
+        if isinstance(cause, OSError) and (cause.filename or cause.errno in FULL):
+            name = cause.filename and Path(cause.filename).absolute()
             return (
-                f"{WHO}: {path} cannot be written: {cause.strerror}. Free up space or make "
-                f"it writable, or choose another directory: {PLACE}."
+                f"{WHO}: {name or 'a file of the run'} cannot be read or written: "
+                f"{cause.strerror}. Free up space or make it accessible, or choose another "
+                f"directory: {PLACE}."
             )
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return _not_composed(error)

@@ -234,20 +234,22 @@ def test_a_result_that_is_damaged_or_not_a_runs_stays(refuses, tmp_path, text):
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("single", [True, False])
-def test_a_disk_that_cannot_be_written_is_one_line(
-    refuses, tmp_path, monkeypatch, single
+@pytest.mark.parametrize("sweep", [[], ["-m"]])
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOENT, errno.EPERM])
+def test_a_directory_that_cannot_be_made_is_one_line(
+    refuses, tmp_path, monkeypatch, number, sweep
 ):
     real = os.mkdir
 
     def mkdir(path, *arguments, **options):
         if "logs" in str(path):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            raise OSError(number, os.strerror(number), str(path))
         real(path, *arguments, **options)
 
     monkeypatch.setattr(os, "mkdir", mkdir)
-    output = refuses(*SMALL, *([] if single else ["-m"]))
+    output = refuses(*SMALL, *sweep)
     line = output.splitlines()[-1]
     assert line.startswith(f"normplug.experiment: {tmp_path}/logs")
-    assert "cannot be written: Read-only file system. Free up space or make it" in line
+    why = f"cannot be read or written: {os.strerror(number)}. Free up space or make it"
+    assert why in line
     assert not list(tmp_path.iterdir())
