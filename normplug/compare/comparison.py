@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from normplug._files import write_file
+from normplug.compare.plots import draw
 from normplug.compare.report import render
 from normplug.compare.runs import find_runs, group_runs, label
 
@@ -98,7 +99,5 @@ def compare(
     write_file(written[0], markdown)
     write_file(written[1], table.to_csv(index=False))
     if plots:
-        from normplug.compare.plots import draw  # slow to import
-
         written += draw(groups, target)
     return Comparison(table, markdown, written, complete)

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from normplug._files import replace_file
-from normplug.compare.measure import Measure
+from normplug._measure import Measure
 from normplug.compare.report import about_reference, count_of, p_text
 from normplug.compare.runs import Group, far_off, intervals, label
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from tabulate import tabulate
 
-from normplug.compare.measure import ACCURACY, Measure
+from normplug._measure import ACCURACY, Measure
 from normplug.compare.runs import Group, intervals, label
 
 NOTHING = "-"
@@ -244,13 +245,28 @@ def best_rates(runs: pd.DataFrame) -> tuple[str, list[list[str]]]:
     return "\n".join(tables), chosen
 
 
-def table_text(cells: pd.DataFrame, left: int = 1, **options: Any) -> str:
-    """A table of texts without its empty columns; from column `left` on, aligned to the right."""
+def table_text(
+    cells: pd.DataFrame,
+    left: int = 1,
+    style: str = "pipe",
+    widths: list[int] | None = None,
+) -> str:
+    """A table of texts without its empty columns; from column `left` on, aligned to the right.
+
+    `style` is a `tablefmt` of tabulate, and `widths` the most characters of the first columns.
+    """
     cells = cells.astype(object).replace(["", NOTHING], np.nan).dropna(axis=1, how="all")
     cells = cells.fillna(NOTHING).map(lambda cell: cell.replace("|", "/"))
-    align = ["left"] * left + ["right"] * (cells.shape[1] - left)
-    options |= {"index": False, "colalign": align, "disable_numparse": True}
-    return f"{cells.to_markdown(**options)}\n"
+    text = tabulate(
+        cells,
+        headers="keys",
+        tablefmt=style,
+        showindex=False,
+        disable_numparse=True,
+        colalign=["left"] * left + ["right"] * (cells.shape[1] - left),
+        maxcolwidths=widths,
+    )
+    return f"{text}\n"
 
 
 def count_of(number: int, what: str) -> str:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, TypeAdapter
 from scipy import stats
 
 from normplug._files import write_file
-from normplug.compare.measure import ACCURACY, REFERENCES, RESULT, VARIANCE, Measure
+from normplug._measure import ACCURACY, REFERENCES, RESULT, VARIANCE, Measure
 
 SCORES = ["test_score", "test_bits_per_character", "validation_score"]
 QUANTITIES = ["target_variance", "input_variance", "output_variance", "affine_variance"]

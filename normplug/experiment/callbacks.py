@@ -22,7 +22,7 @@ from rich.progress import (
 from torch import Tensor
 
 from normplug._files import replace_file
-from normplug.compare.measure import Measure
+from normplug._measure import Measure
 from normplug.experiment.errors import WHO, UserError
 from normplug.experiment.models import GPT, Block
 from normplug.lightning import VarianceLogger

@@ -25,8 +25,8 @@ from typing_extensions import (  # pydantic cannot read Python's before 3.12
 )
 
 import normplug
+from normplug._measure import BASELINE
 from normplug._swap.layer_modes import ByDepth, Schedule, ScheduleName
-from normplug.compare.measure import BASELINE
 from normplug.experiment.errors import WHO, UserError, broken_rule, rule_of
 
 CHOICES = "hydra:runtime.choices."  # before the name of a group of configs/, in an interpolation

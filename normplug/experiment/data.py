@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision import datasets
 from typing_extensions import TypedDict  # pydantic cannot read Python's before 3.12
 
-from normplug.compare.measure import ACCURACY, Measure
+from normplug._measure import ACCURACY, Measure
 from normplug.experiment.callbacks import save
 from normplug.experiment.config import Seed
 from normplug.experiment.errors import WHO, UserError

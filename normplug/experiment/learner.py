@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
+from normplug._measure import ACCURACY, Measure
 from normplug._swap.inventory import Inventory
-from normplug.compare.measure import ACCURACY, Measure
 from normplug.experiment.callbacks import is_logged, variance_loggers
 from normplug.experiment.data import MODEL, Batch, stream_seed
 from normplug.experiment.errors import WHO, UserError

@@ -17,7 +17,7 @@ from torchvision.models import VisionTransformer, get_model
 
 import normplug
 from normplug._checks import needs
-from normplug.compare.measure import BASELINE
+from normplug._measure import BASELINE
 from normplug.experiment.config import Fraction, checked, mode_of
 from normplug.experiment.errors import WHO, UserError
 

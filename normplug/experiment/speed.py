@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from normplug._files import stamp, write_file
+from normplug._measure import BASELINE, Measure
 from normplug.bench import timing
-from normplug.compare.measure import BASELINE, Measure
 from normplug.compare.plots import save, speeds_figure
 from normplug.compare.report import (
     NOTHING,
@@ -207,12 +207,10 @@ def _loss(module: LightningModule, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def report(table: pd.DataFrame, style: str = "pipe") -> str:
     """The table of `summary.csv` in words: as Markdown ("pipe"), or for a terminal ("simple")."""
-    options: dict[str, Any] = {"tablefmt": style}
-    if style == "simple":
-        options["maxcolwidths"] = [WIDEST, WIDEST]
+    widths = [WIDEST, WIDEST] if style == "simple" else None
     by_measure = table.groupby(MEASURE, sort=False)
     parts = [
-        table_text(_cells(Measure(*fields), rows), left=2, **options)
+        table_text(_cells(Measure(*fields), rows), left=2, style=style, widths=widths)
         for fields, rows in by_measure
     ]
     parts += [

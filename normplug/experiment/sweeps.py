@@ -12,7 +12,7 @@ from hydra.experimental.callback import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from normplug.compare.measure import RESULT, Measure
+from normplug._measure import RESULT, Measure
 from normplug.experiment.config import CHOICES, unnamed_keys
 from normplug.experiment.errors import WHO
 from normplug.experiment.task import validation_of
@@ -39,7 +39,7 @@ class CompareArms(Callback):
 
     @rank_zero_only
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        from normplug.compare import main  # which training need not import
+        from normplug.compare.__main__ import main  # which training need not import
 
         if code := main([str(config.hydra.sweep.dir)]):
             sys.exit(code)

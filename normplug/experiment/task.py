@@ -33,7 +33,7 @@ from rich.tree import Tree
 import normplug
 from normplug import _convert
 from normplug._files import stamp, write_file
-from normplug.compare.measure import METRICS, RESULT, VARIANCE, Measure
+from normplug._measure import METRICS, RESULT, VARIANCE, Measure
 from normplug.experiment.callbacks import (
     BlockDrop,
     Diverged,

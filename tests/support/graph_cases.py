@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_cases
 import sync_cases
 from normplug import fuse, swap
-from normplug.compare.measure import ACCURACY
+from normplug._measure import ACCURACY
 from normplug.experiment.learner import Learner
 from normplug.lightning import SyncNorms, VarianceLogger
 from recompute_cases import Residual

@@ -11,7 +11,8 @@ from itertools import product
 
 import pandas as pd
 
-from normplug.compare import compare, main
+from normplug.compare import compare
+from normplug.compare.__main__ import main
 from programs import ROOT
 
 

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from normplug.compare.measure import ACCURACY, Measure
+from normplug._measure import ACCURACY, Measure
 from normplug.compare.plots import VARIANCES, arm_styles, figures
 from normplug.compare.runs import Result, group_runs
 

@@ -27,7 +27,7 @@ from torch import nn
 import normplug
 import train
 from normplug._ops import recompute
-from normplug.compare import main as compare_arms
+from normplug.compare.__main__ import main as compare_arms
 from normplug.experiment.callbacks import StepTimer
 from normplug.experiment.config import BY_DEPTH, mode_of
 from normplug.experiment.errors import CONFIGS, UserError

@@ -164,9 +164,7 @@ def test_a_disk_that_fills_leaves_the_former_checkpoint_and_one_line(
         output = refuses(*SMALL, PLAIN, *more)
     finally:
         limits.setrlimit(limits.RLIMIT_FSIZE, (soft, hard))
-    assert (
-        "cannot be read or written: File too large. Free up space or make it" in output
-    )
+    assert "cannot be read or written: File too large. Free up space or make it" in output
     assert "Traceback" not in output
     assert (run / LAST).read_bytes() == before
     assert result_of(run)["status"] == "failed"
