@@ -12,7 +12,7 @@ from hydra.experimental.callback import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from normplug._measure import RESULT, Measure
+from normplug._measure import RESULT
 from normplug.experiment.config import CHOICES, unnamed_keys
 from normplug.experiment.errors import WHO
 from normplug.experiment.task import validation_of
@@ -58,28 +58,16 @@ class CompareModes(CompareArms):
 
 
 class ReportSearch(Callback):
-    """Say at the end of a search how its trials ended, and which one is the best."""
+    """Say at the end of a search how its trials ended; Optuna names the best options."""
 
     @rank_zero_only
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         directory = Path(config.hydra.sweep.dir)
-        paths = sorted(directory.rglob(RESULT), key=lambda path: path.stat().st_mtime)
-        results = [json.loads(path.read_bytes()) for path in paths]
+        results = [json.loads(path.read_bytes()) for path in directory.rglob(RESULT)]
         statuses = Counter(result["status"] for result in results)
         counts = [f"{count} {status}" for status, count in sorted(statuses.items())]
         print(f"{directory}: {', '.join(counts)}")
-
-        scored: list[tuple[float, str, Measure]] = []
-        for path, result in zip(paths, results, strict=True):
-            validation = validation_of(result)
-            if validation is not None:
-                trial = path.parent.relative_to(directory).as_posix()
-                scored.append((validation, trial, Measure.of(result)))
-        if scored:
-            best = max if config.hydra.sweeper.direction == "maximize" else min
-            score, trial, measure = best(scored, key=lambda each: each[0])
-            print(f"best: {trial}, validation {measure.name} {measure.text(score)}")
-        else:
+        if all(validation_of(result) is None for result in results):
             print(
                 f"{WHO}: no trial has a validation score, so best_params in "
                 f"{directory}/optimization_results.yaml means nothing. Search over other options."

@@ -245,9 +245,8 @@ class Run:
             **drop,
             **facts,
         )
-        scores = {f"hp/{key}": self.result[key] for key in self.result if key == test_key}
         for logger in trainer.loggers:
-            logger.log_metrics(scores)
+            logger.log_metrics({f"hp/{test_key}": score})
             logger.finalize("success")
         say(self._summary(trainer, measure))
 

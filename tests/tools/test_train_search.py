@@ -35,7 +35,7 @@ def best_of(tmp_path):
     return found["best_params"], found["best_value"]
 
 
-def test_a_search_minimises_a_loss_and_names_the_best_trial(trains, tmp_path):
+def test_a_search_minimises_a_loss(trains, tmp_path):
     output = trains(*TEXT, *over("1e-6, 1e-2"))
     losses = {
         result["learning_rate"]: result["loss_by_epoch"][-1]
@@ -44,8 +44,7 @@ def test_a_search_minimises_a_loss_and_names_the_best_trial(trains, tmp_path):
     assert losses[1e-2] < losses[1e-6]
     params, value = best_of(tmp_path)
     assert (params["optimizer.lr"], value) == (1e-2, losses[1e-2])
-    assert "logs/sweeps/optuna: 2 finished\nbest: trial_" in output
-    assert f", validation loss {losses[1e-2]:.4f} nats/byte" in output
+    assert output.endswith("logs/sweeps/optuna: 2 finished\n")
 
 
 def test_a_search_maximises_an_accuracy_and_goes_on_after_a_trial_that_diverges(
@@ -60,7 +59,7 @@ def test_a_search_maximises_an_accuracy_and_goes_on_after_a_trial_that_diverges(
     }
     params, value = best_of(tmp_path)
     assert (params["optimizer.lr"], value) == (1e-2, score)
-    assert ": 1 diverged, 1 finished\nbest: trial_" in output
+    assert ": 1 diverged, 1 finished\n" in output
 
 
 @pytest.mark.parametrize(("options", "worst"), [(IMAGES, -math.inf), (TEXT, math.inf)])
