@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 import torch
@@ -129,25 +130,42 @@ def check(cfg: DictConfig, fuses: bool) -> None:
     except TypeError as error:
         raise UserError(f"{WHO}: swap.*: normplug.swap {error}. Change swap.*.") from None
     _check_mode(cfg.mode)
-    _check_trainer(values["trainer"], cfg.mode)
-    if not cfg.train and cfg.ckpt_path is None:
-        raise UserError(
-            f"{WHO}: train=false only tests a checkpoint. Set ckpt_path=FILE."
-        )
-    if cfg.recompute and cfg.mode != BASELINE and (cfg.compile or not fuses):
-        raise UserError(
-            f"{WHO}: recompute=true is for fused norms (fuse=true, or null on a GPU) without "
-            "compile=true: the compiler decides by itself what to recompute."
-        )
-    if cfg.extras.enforce_tags and not cfg.tags:
-        raise UserError(
-            f"{WHO}: extras.enforce_tags=true needs tags; got none. Set 'tags=[NAME]'."
-        )
+    for mistake in _mistakes(cfg, fuses):
+        raise UserError(f"{WHO}: {mistake}")
+    _check_arguments("trainer", values["trainer"])
     _check_arguments("optimizer", cfg.optimizer)
     matrix = torch.nn.Parameter(torch.zeros(1, 1))
     bias = torch.nn.Parameter(torch.zeros(1))
     groups = [{"params": [matrix]}, {"params": [bias], "weight_decay": 0.0}]
     instantiate(cfg.optimizer, groups, _convert_="all", _partial_=False)
+
+
+def _mistakes(cfg: DictConfig, fuses: bool) -> Iterator[str]:
+    """Yield the rules between several keys that the configuration breaks, with a way out."""
+    trainer = cfg.trainer
+    for group in ("callbacks", "logger"):
+        if group in trainer:
+            yield f"trainer.{group} comes from a group of its own. Leave it out."
+    if trainer.get("sync_batchnorm") and cfg.mode != BASELINE:
+        yield (
+            "trainer.sync_batchnorm=true rebuilds every BatchNorm as a stock SyncBatchNorm, which "
+            f"would drop mode={cfg.mode}. Use instead "
+            "'+trainer.plugins=[{_target_: normplug.lightning.SyncNorms}]'."
+        )
+    if trainer.get("limit_test_batches") == 0:
+        yield (
+            "trainer.limit_test_batches=0 leaves a run without its test score, by which arms are "
+            "compared. Set it to 1 or more."
+        )
+    if not cfg.train and cfg.ckpt_path is None:
+        yield "train=false only tests a checkpoint. Set ckpt_path=FILE."
+    if cfg.recompute and cfg.mode != BASELINE and (cfg.compile or not fuses):
+        yield (
+            "recompute=true is for fused norms (fuse=true, or null on a GPU) without compile=true: "
+            "the compiler decides by itself what to recompute."
+        )
+    if cfg.extras.enforce_tags and not cfg.tags:
+        yield "extras.enforce_tags=true needs tags; got none. Set 'tags=[NAME]'."
 
 
 def _check_mode(mode: Any) -> None:
@@ -159,26 +177,6 @@ def _check_mode(mode: Any) -> None:
         raise UserError(
             f"{error} Or mode=baseline, which swaps nothing. {by_depth}"
         ) from None
-
-
-def _check_trainer(trainer: dict[str, Any], mode: Any) -> None:
-    groups = {"callbacks", "logger"} & trainer.keys()
-    if groups:
-        raise UserError(
-            f"{WHO}: trainer.{min(groups)} comes from a group of its own. Leave it out."
-        )
-    if trainer.get("sync_batchnorm") and mode != BASELINE:
-        raise UserError(
-            f"{WHO}: trainer.sync_batchnorm=true rebuilds every BatchNorm as a stock "
-            f"SyncBatchNorm, which would drop mode={mode}. Use instead "
-            "'+trainer.plugins=[{_target_: normplug.lightning.SyncNorms}]'."
-        )
-    if trainer.get("limit_test_batches") == 0:
-        raise UserError(
-            f"{WHO}: trainer.limit_test_batches=0 leaves a run without its test score, by "
-            "which arms are compared. Set it to 1 or more."
-        )
-    _check_arguments("trainer", trainer)
 
 
 def _check_arguments(group: str, node: Any) -> None:
