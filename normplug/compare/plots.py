@@ -257,11 +257,8 @@ def _gap(group: Group, styles: Styles) -> Figure | None:
     measure = group.measure
     gaps = {arm: measure.scale * gap for arm, gap in group.gaps().items()}
     what = f"validation {measure.name}, same seed, median over seeds; {measure.better} is better"
-    figure = _lines(group.title, styles, {what: gaps}, "epoch, 1 = first")
-    if figure is not None:
-        minus = f"minus {label(group.reference or '')} ({measure.difference_unit})"
-        figure.axes[0].set_ylabel(minus)
-    return figure
+    minus = f"minus {label(group.reference or '')} ({measure.difference_unit})"
+    return _lines(group.title, styles, {what: gaps}, "epoch, 1 = first", minus)
 
 
 def _rates(group: Group, styles: Styles) -> Figure | None:
@@ -273,10 +270,10 @@ def _rates(group: Group, styles: Styles) -> Figure | None:
     by_arm = {arm: scores[arm] for arm in scores.columns.unique("plain_arm")}
     title = f"{group.model} on {group.data}"
     what = f"median over seeds; {measure.better} is better"
-    figure = _lines(title, styles, {what: by_arm}, "learning rate")
+    score = f"validation {measure.name} ({measure.unit})"
+    figure = _lines(title, styles, {what: by_arm}, "learning rate", score)
     if figure is not None:
         (axes,) = figure.axes
-        axes.set_ylabel(f"validation {measure.name} ({measure.unit})")
         axes.set_ylim(_possible(measure, axes.get_ylim()))
         _log_x(axes, scores.columns.unique("learning_rate"))
     return figure
@@ -286,19 +283,16 @@ def _blocks(group: Group, styles: Styles) -> Figure | None:
     """What dropping each block of a GPT adds to the loss."""
     what = f"test {group.measure.name} without a block minus the whole model's, median over seeds"
     panels = {what: group.lists("block_drop")}
-    figure = _lines(group.title, styles, panels, "block, 1 = first", log=True)
-    if figure is not None:
-        figure.axes[0].set_ylabel(f"added {group.measure.unit}")
-    return figure
+    added = f"added {group.measure.unit}"
+    return _lines(group.title, styles, panels, "block, 1 = first", added, log=True)
 
 
 def _variances(group: Group, styles: Styles) -> Figure | None:
     """The variance of the input and the output of each norm, by depth."""
     panels = {title: group.lists(name) for name, title in VARIANCES.items()}
     targets = group.lists("target_variance")
-    figure = _lines(group.title, styles, panels, "norm, 1 = first", log=True)
+    figure = _lines(group.title, styles, panels, "norm, 1 = first", "variance", log=True)
     for axes in [] if figure is None else figure.axes:
-        axes.set_ylabel("variance")
         if axes.get_title("left") != VARIANCES["output_variance"]:
             continue
         for arm, table in targets.items():
@@ -312,6 +306,7 @@ def _lines(
     styles: Styles,
     panels: Mapping[str, Mapping[str, pd.DataFrame]],
     x: str,
+    y: str,
     log: bool = False,
 ) -> Figure | None:
     """Draw a panel for each title: for each arm, the median over its seeds.
@@ -336,6 +331,7 @@ def _lines(
         if log:
             _log_y(axes, np.concatenate([np.ravel(table) for table in lines.values()]))
         axes.set_title(what, loc="left", fontsize="medium")
+        axes.set_ylabel(y)
     panes[-1].set_xlabel(x)
     _add_legend(figure, *panes[0].get_legend_handles_labels())
     return figure
