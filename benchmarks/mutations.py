@@ -358,8 +358,9 @@ MUTATIONS = (
     Mutation(
         "operator: running variance over n",
         "normplug/_ops/batch_norm.py",
-        "unbiased = var * (values / (values - 1))",
-        "unbiased = var",
+        "unbiased = var * (values / (values - 1))\n"
+        "            torch_way.update_running(t, self.momentum, stats",
+        "unbiased = var\n            torch_way.update_running(t, self.momentum, stats",
         tests_of(CALLS, "test_the_operators_give_the_same_bits_as_eager_calls"),
         INTERPRETER,
     ),
@@ -906,8 +907,8 @@ MUTATIONS = (
     Mutation(
         "native: others may write to the library",
         "normplug/native/building.py",
-        "if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):",
-        "if status.st_mode & stat.S_IWOTH:",
+        "status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)",
+        "status.st_mode & stat.S_IWOTH",
         tests_of(BUILDING, "test_a_library_that_others_can_write_to_is_not_loaded"),
     ),
     Mutation(
