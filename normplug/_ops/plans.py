@@ -361,7 +361,8 @@ class Plan:
         """The gradients by PyTorch's kernels, which autograd can differentiate again."""
         t, spec, dy = self.composed(saved, dy)
         # Views: if x depends on the weight or the residual, their gradients leave that path out.
-        t = Tensors(*(None if a is None else a.view_as(a) for a in t))
+        views: Any = (None if a is None else a.view_as(a) for a in t)
+        t = Tensors(*views)
         wanted = [
             need and a is not None for need, a in zip(needs, t[:_INPUTS], strict=True)
         ]
