@@ -604,7 +604,10 @@ def test_norms_and_the_head_have_factors_of_their_own(mode):
     assert len(found) == len(list(net.parameters()))
 
 
-def test_a_target_of_a_quarter_is_the_arm_of_biases_and_head():
+@pytest.mark.parametrize(
+    ("target", "equal"), [("quarter", "bias_and_head"), ("golden", "golden_equal")]
+)
+def test_a_target_is_its_arm_of_biases_and_head(target, equal):
     torch.manual_seed(0)
     stock = resnet("resnet18", num_classes=5, image_size=8).double()
     for norm in (
@@ -613,7 +616,7 @@ def test_a_target_of_a_quarter_is_the_arm_of_biases_and_head():
         norm.eps = 1e-12
     images, labels = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(5, (8,))
     logits = {}
-    for arm in ("quarter", "bias_and_head", "head"):
+    for arm in (target, equal, "head"):
         net, cfg = copy.deepcopy(stock), composed(f"arm={arm}")
         apply_arm(net, cfg, fuses=False)
         optimizer = make_optimizer(net, cfg)
@@ -622,8 +625,8 @@ def test_a_target_of_a_quarter_is_the_arm_of_biases_and_head():
             nn.functional.cross_entropy(net(images), labels).backward()
             optimizer.step()
         logits[arm] = net(images)
-    torch.testing.assert_close(logits["quarter"], logits["bias_and_head"])
-    assert (logits["quarter"] - logits["head"]).abs().max() > 1e-3
+    torch.testing.assert_close(logits[target], logits[equal])
+    assert (logits[target] - logits["head"]).abs().max() > 1e-3
 
 
 def over_steps(name, steps, *schedule):

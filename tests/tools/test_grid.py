@@ -1,0 +1,67 @@
+"""The grid of E8: what its table and its picture hold."""
+
+import pytest
+
+pytest.importorskip("normplug.compare")
+
+import json
+import math
+from itertools import product
+
+import grid
+from normplug.compare.runs import find_runs
+
+FACTORS = (1.0, 4.0, 16.0)
+RATES = (0.1, 0.8)
+
+
+def a_run(factor, rate, seed):
+    """A record of a run; with the factor 16 and the rate 0.8, the last seed diverged."""
+    diverged = (factor, rate, seed) == (16.0, 0.8, 2)
+    return {
+        "arm": f"standard-bias_{factor}",
+        "model": "resnet18",
+        "data": "cifar10-jpeg",
+        "seed": seed,
+        "status": "diverged" if diverged else "finished",
+        "learning_rate": rate,
+        "accuracy_by_epoch": [0.1, (50 + factor + 10 * rate + seed) / 100],
+        "test_accuracy": 0.2,
+    }
+
+
+@pytest.fixture
+def file(tmp_path):
+    runs = [a_run(*cell) for cell in product(FACTORS, RATES, range(3))]
+    path = tmp_path / "e8.json"
+    path.write_text(json.dumps(runs))
+    return path
+
+
+def test_a_cell_is_the_mean_of_the_last_validation_over_seeds(file):
+    found = grid.grid_of(find_runs([file])[0])
+    assert (found.index.tolist(), found.columns.tolist()) == ([*FACTORS], [*RATES])
+    assert found.loc[4.0, 0.8] == pytest.approx(50 + 4 + 8 + 1)
+    assert math.isnan(found.loc[16.0, 0.8])
+    assert found.isna().to_numpy().sum() == 1
+
+
+def test_the_picture_has_each_value_and_says_what_diverged(file, tmp_path, capsys):
+    (axes, _) = grid.draw(grid.grid_of(find_runs([file])[0])).axes
+    assert [text.get_text() for text in axes.texts] == [
+        *("53.0", "60.0"),
+        *("56.0", "63.0"),
+        *("68.0", "diverged"),
+    ]
+    assert axes.get_yticklabels()[1].get_text() == "4\n(0.25)"
+    out = tmp_path / "grid.png"
+    grid.main([str(file), "--out", str(out)])
+    assert "63.00" in capsys.readouterr().out
+    assert out.stat().st_size > 10_000
+
+
+def test_other_runs_are_refused(tmp_path):
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps([a_run(1.0, 0.1, 0) | {"arm": "golden"}]))
+    with pytest.raises(ValueError, match="no run is of an arm like standard-bias_4"):
+        grid.grid_of(find_runs([path])[0])
