@@ -20,6 +20,8 @@ os.environ.setdefault(
     "NORMPLUG_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "native")
 )
 
+collect_ignore = ["support/typed_uses.py"]  # for type checkers: nothing runs it
+
 # A shell starts a job in the background with SIGINT ignored, and processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
