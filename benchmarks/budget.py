@@ -39,8 +39,10 @@ class Block(nn.Module):
 
     def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.norm1, self.norm2 = norm(8), norm(8)
-        self.linear1, self.linear2 = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm1 = norm(8)
+        self.norm2 = norm(8)
+        self.linear1 = nn.Linear(8, 8)
+        self.linear2 = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         """Two residual additions, each before a norm."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -185,9 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "device" in a:
         gpu = torch.cuda.is_available()
         if not gpu and a.device is None:
-            print(
-                "normplug.bench: no CUDA device, so it runs on the CPU", file=sys.stderr
-            )
+            timing.say("no CUDA device, so it runs on the CPU")
         elif not gpu and a.device.startswith("cuda"):
             raise SystemExit(
                 f"normplug.bench: --device {a.device}, but there is no CUDA device."

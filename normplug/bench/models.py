@@ -114,7 +114,7 @@ def measure(
     }
     steps: dict[str, timing.Call] = {}
     rows: dict[str, Row] = {}
-    say = _say if verbose else _say_nothing
+    say = timing.say if verbose else lambda text: None
     for name, change in (usual_arms(mode) if arms is None else arms).items():
         say(f"{name}: first steps")
         make_arm = partial(make, change)
@@ -210,15 +210,6 @@ def _replay(graph: torch.cuda.CUDAGraph, value: Tensor, step: timing.Call) -> Te
     """Replay a graph of `step`, whose model and optimizer must live as long as the graph."""
     graph.replay()
     return value
-
-
-def _say(text: str) -> None:
-    """Say on stderr what `measure` does."""
-    print(f"normplug.bench: {text}", file=sys.stderr, flush=True)
-
-
-def _say_nothing(text: str) -> None:
-    pass
 
 
 def _autocast(model: nn.Module, dtype: torch.dtype | None) -> Any:

@@ -124,6 +124,11 @@ def copy_gbps(device: torch.device) -> float:
     return 2 * COPY_BYTES / median(turn()) / 1e3
 
 
+def say(text: str) -> None:
+    """Say on stderr what a measurement does."""
+    print(f"normplug.bench: {text}", file=sys.stderr, flush=True)
+
+
 def attempt(what: str, call: Callable[[], Any]) -> Any:
     """The result of `call()`; if it raises, why is printed, and the result is None."""
     try:
@@ -133,7 +138,7 @@ def attempt(what: str, call: Callable[[], Any]) -> Any:
     ) as error:  # of any kind, such as no compiler: measure the others anyway
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     # Not in the except block: the traceback there keeps tensors alive.
-    print(f"normplug.bench: {what} is left out: {why}", file=sys.stderr, flush=True)
+    say(f"{what} is left out: {why}")
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     return None

@@ -76,9 +76,8 @@ def test_a_row_of_the_study_is_what_its_runs_give(cells, tmp_path):
     assert cells[5] == str(row.n_diverged)
     if cells[0] in PRIMARY:
         assert cells[4] == p_text(p_of_one_test(row))
-    elif (
-        study != "E1"
-    ):  # its five secondary contrasts are adjusted together, in the appendix
+    elif study != "E1":
+        # E1's five secondary contrasts are adjusted together, in the appendix.
         assert cells[4] == p_text(row.difference_to_reference_p_holm)
 
 
