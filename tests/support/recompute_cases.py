@@ -74,6 +74,18 @@ def check_same(ours, plain, x, low=None, steps=1):
         assert_same_bits(outcome(ours, x, **how), outcome(plain, x, **how))
 
 
+def check_as_exact(ours, plain, exact, x, low):
+    """Assert the plain step's outputs, and gradients as close to float64's as the plain ones.
+
+    exact: what `outcome` returns for the stock model and x in float64.
+    """
+    results = [outcome(model, x, training=True, low=low) for model in (ours, plain)]
+    assert torch.equal(results[0]["y"], results[1]["y"])
+    for name, truth in exact.items():
+        errors = [(result[name].double() - truth).norm() for result in results]
+        assert errors[0] <= 1.5 * errors[1] + 1e-6 * truth.norm(), name
+
+
 def kept(model, x, low=None):
     """The convolutions and linear layers whose input is still in memory after the forward."""
     inputs, handles = {}, []
