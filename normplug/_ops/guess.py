@@ -71,7 +71,8 @@ def jobs_after(plan: Any, t: Tensors, keep: bool) -> list[Job]:
     dtype = t.x.dtype
     if t.residual is not None:
         dtype = torch.promote_types(dtype, t.residual.dtype)
-    kind = (type(plan.spec), dtype, keep)
+    # An attention may return another memory layout, which has kernels of its own.
+    kind = (type(plan.spec), dtype, keep, t.x.is_contiguous())
     for reference in _layers.keyrefs():
         layer = reference()
         if layer is None or kind in _layers[layer][1]:

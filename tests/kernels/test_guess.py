@@ -79,6 +79,9 @@ def step(model, x, fuse=True, training=True):
         y.sum().backward()
 
 
+FEATURES = torch.empty(16, 64, 64, 64, dtype=torch.bfloat16, device="meta")
+
+
 def images(batch):
     x = torch.empty(batch, 3, 224, 224, dtype=torch.bfloat16, device="meta")
     return x.to(memory_format=torch.channels_last)
@@ -161,6 +164,24 @@ def test_every_family_predicts_its_kernels(kernels, name):
     step(make(), images(16) if is_image else torch.empty(64, 128, 256, device="meta"))
     asked, launched = map(set, kernels)
     assert [len(launched & asked), len(launched - asked), len(asked - launched)] == counts
+
+
+class ChannelsLast(nn.Module):
+    """Passes an image on in channels_last, as the attention of a diffusion model does."""
+
+    def forward(self, x):
+        return x.contiguous(memory_format=torch.channels_last)
+
+
+def test_the_first_call_in_another_layout_requests_the_kernels_of_that_layout(kernels):
+    norms = nn.GroupNorm(8, 64), nn.GroupNorm(8, 64)
+    small = nn.AvgPool2d(4), nn.GroupNorm(16, 64)
+    model = nn.Sequential(norms[0], ChannelsLast(), norms[1], *small)
+    step(model, FEATURES, fuse=False)
+    asked, launched = kernels
+    forwards = [key for key in launched if "columns_forward" in key]
+    assert len(forwards) == 2
+    assert forwards[1] in asked
 
 
 def test_an_evaluation_that_comes_first_requests_its_forwards_only(kernels):
