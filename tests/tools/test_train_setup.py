@@ -166,7 +166,7 @@ def runs_of(overrides):
 
 
 # The sweeps over rates in the docs.
-STUDY = (ROOT / "docs/experiments.md").read_text().replace("\\\n", "")
+STUDY = (ROOT / "docs/reproduce.md").read_text().replace("\\\n", "")
 STUDY = re.findall(r"^python train.py -m ('experiment=\[.*)", STUDY, re.MULTILINE)
 
 
