@@ -984,6 +984,9 @@ def write(path):
     lines = [
         "# normplug next to other tools",
         "",
+        "This page is about tools. Other pages have the [versions of torch](versions.md)",
+        "and [344 architectures of other libraries](zoo.md) that were tested.",
+        "",
         "Each cell applies one tool to a small model of a convolution and linear layers with",
         "BatchNorm2d, GroupNorm, InstanceNorm2d, BatchNorm1d, LayerNorm and RMSNorm. It compares",
         "the result with the same tool on the stock model of the same function: outputs, and for",

@@ -150,6 +150,20 @@ DOOR_ARMS = {
     "swap+fuse": "normplug",
     "swap+fuse+compile": "normplug and torch.compile",
 }
+# The lines before a page of tables, which leave it out of the site's search.
+NOT_SEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
+# A page of tables in docs/ -> its title.
+TITLES = {
+    "bias_layer_norm_h100": "Bias + LayerNorm",
+    "cudnn_h100": "BatchNorm compared with cuDNN",
+    "devices_h100": "CPU and GPU",
+    "families_h100": "RMSNorm, GroupNorm and InstanceNorm",
+    "host_h100": "CPU overhead of single calls",
+    "kernels_h100": "BatchNorm",
+    "kernels_small_h100": "BatchNorm and LayerNorm of small inputs",
+    "layer_norm_h100": "LayerNorm",
+    "models_h100": "Training steps",
+}
 # The name of a picture -> its file of results, and a pattern of its rows.
 PICTURES = {
     "models_h100": ("models_h100", ""),
@@ -285,8 +299,8 @@ def layouts_note(rows: Sequence[Row]) -> str:
 
 
 def text_of(page: Path) -> str:
-    """What a page of tables must hold."""
-    return render(rows_of(page.stem))
+    """What a page of tables must hold: its rows would crowd the site's search."""
+    return f"{NOT_SEARCHED}# {TITLES[page.stem]}\n\n{render(rows_of(page.stem))}"
 
 
 def steps() -> str:

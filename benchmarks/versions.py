@@ -38,7 +38,11 @@ RESULTS, PAGE = (
 COLUMNS = ("torch", "triton", "torchvision", "numpy", "python", "date", "commit")
 COLUMNS += ("passed", "failed", "skipped", "minutes")
 STAMP = "import json; from normplug._files import stamp; print(json.dumps(stamp(False)))"
-INTRODUCTION = """# Versions of torch
+INTRODUCTION = """---
+search: {exclude: true}
+---
+
+# Versions of torch
 
 `python benchmarks/versions.py`: the whole suite, on the CPU ([rows](results/versions.json)).
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from tables import markdown
+from tables import NOT_SEARCHED, markdown
 
 Row = Mapping[str, Any]
 
@@ -28,7 +28,7 @@ def render(rows: Sequence[Row]) -> str:
     # A row that was not run again has the date of its own run.
     dates = " to ".join(sorted({row["date"][:10] for row in rows}))
     parts = [
-        "# Swapped architectures of other libraries\n",
+        f"{NOT_SEARCHED}# Swapped architectures of other libraries\n",
         f"`python benchmarks/zoo`, {rows[0]['device']}, {versions}, {dates}.\n",
         "Each architecture is built with random weights and a small input. The weights, biases and "
         "running statistics of its norms are random too. `standard` is compared with the stock "
