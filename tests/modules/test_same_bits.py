@@ -2,7 +2,7 @@
 
 Outputs, gradients and running statistics are compared over some steps, for every norm, in every
 combination of dtypes that the stock layer takes. The last test has the exceptions of
-`docs/numbers.md`.
+`docs/trained.md`.
 """
 
 import copy
