@@ -1,6 +1,6 @@
 """The one reading of batches: what a loader gives, and how a model is called with it.
 
-docs/batches.md has the order of the readings; `_Forward.calls` lists those that a signature
+docs/doctor.md has the order of the readings; `_Forward.calls` lists those that a signature
 allows. If there are several, they are tried, once for a loader.
 """
 

@@ -84,7 +84,7 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Verified:
     Args:
         model: any module that was swapped, or has normplug layers.
         *batch: the model's arguments; or a single batch, such as (inputs, labels), or a loader,
-            whose first batch is used: docs/batches.md says how it is read. With a batch, the
+            whose first batch is used: docs/doctor.md says how it is read. With a batch, the
             outputs of the model and of the unswapped model are also compared in the same three
             settings. That shows whether anything besides the layers reads their weights. This runs
             copies of the model, with their hooks.

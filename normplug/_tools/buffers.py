@@ -90,7 +90,7 @@ def recalibrate(model: nn.Module, loader: Any, steps: int | None = None) -> Reca
 
     Args:
         model: any module, swapped or stock.
-        loader: a DataLoader, another iterable of batches, or a single batch. docs/batches.md says
+        loader: a DataLoader, another iterable of batches, or a single batch. docs/doctor.md says
             how a batch is read, such as (inputs, labels) or a mapping of keywords.
         steps: the number of batches to use; None uses all. Some tens are enough.
 

@@ -425,7 +425,7 @@ def doctor(
     Args:
         model: any module; each process of a distributed run passes its own.
         loader_or_batch: a batch, or an iterable of batches, such as a DataLoader or a list.
-            docs/batches.md says how a batch is read, such as (inputs, labels).
+            docs/doctor.md says how a batch is read, such as (inputs, labels).
         loss: called with the model's output and the batch, on the model's device, for the backward;
             None takes the mean square of all outputs.
         optimizer: whose weight decay is examined; None skips that.

@@ -73,7 +73,7 @@ def measure(
     Args:
         model: a model with stock norms, on the device to measure.
         batch: what a loader gives, or a loader, of which the first batch is used. It is moved to
-            the model's device as a whole. docs/batches.md says how a batch is read.
+            the model's device as a whole. docs/doctor.md says how a batch is read.
         step: returns the loss of a model for the batch, with the labels in it; by default the
             `loss` of the model's output if it has one, and otherwise the mean square of all
             floating-point outputs.

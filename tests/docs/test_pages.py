@@ -1,0 +1,35 @@
+"""The navigation of the documentation: short, and no page is lost outside it."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# The pages of the navigation that list those outside it.
+LISTS = ("tables.md", "reproduce.md", "internals.md", "compatibility.md", "study.md")
+
+
+def pages_of_the_navigation():
+    block = re.search(r"^nav:\n((?: .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.M)[1]
+    return re.findall(r"(\S+\.md)$", block, re.M)
+
+
+def links_of(page):
+    text = (DOCS / page).read_text()
+    return {link.split("#")[0] for link in re.findall(r"\]\(([^)]+\.md[^)]*)\)", text)}
+
+
+def test_the_navigation_is_short_and_every_other_page_is_in_a_list():
+    shown = pages_of_the_navigation()
+    assert len(shown) == len(set(shown)) <= 36
+    listed = set().union(*(links_of(page) for page in LISTS))
+    every = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert every - set(shown) - listed == set()
+
+
+def test_the_tables_of_reports_are_not_in_the_search_of_the_site():
+    left_out = "search: {exclude: true}\n"
+    for page in (*DOCS.glob("*_h100.md"), DOCS / "zoo.md", DOCS / "versions.md"):
+        assert page.read_text().startswith(f"---\n{left_out}---\n"), page
+    for report in ("e1", "e2", "e3", "speed"):
+        assert (DOCS / "study" / report / ".meta.yml").read_text().endswith(left_out)
