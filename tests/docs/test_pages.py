@@ -33,3 +33,25 @@ def test_the_tables_of_reports_are_not_in_the_search_of_the_site():
         assert page.read_text().startswith(f"---\n{left_out}---\n"), page
     for report in ("e1", "e2", "e3", "speed"):
         assert (DOCS / "study" / report / ".meta.yml").read_text().endswith(left_out)
+
+
+def rows_of(page, header):
+    """The cells of a table by its first column."""
+    lines = (DOCS / page).read_text().split(f"| {header} |", 1)[1].splitlines()[2:]
+    rows = {}
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        rows[name] = cells
+    return rows
+
+
+def test_the_speeds_of_the_first_page_are_those_of_the_page_about_speed():
+    first = rows_of("README.md", "model, batch")
+    speed = rows_of("speed.md", "model, batch")
+    assert f"has all {len(speed)} rows" in (DOCS / "README.md").read_text()
+    assert len(first) >= 5
+    for name, cells in first.items():
+        _, compiled, _, fused, both = (cell.split(",")[0] for cell in speed[name])
+        assert cells == [compiled, fused, both], name
