@@ -172,7 +172,7 @@ class TargetVarianceNorm(nn.Module):
     """The base of every normplug layer: a mode, a backend, and a record of both in checkpoints.
 
     A norm inherits from this class and then from the stock class that it replaces. Besides its
-    `forward` it declares the attributes and methods below, so that no other code depends on its
+    `forward` it declares what this class lists in code, so that no other code depends on its
     name. `docs/add-a-norm.md` walks through an example.
     """
 
