@@ -21,6 +21,7 @@ from normplug.bench import devices
 from normplug.bench.rows import Row, draw, read_file
 
 DOCS = Path(__file__).parents[1] / "docs"
+README = DOCS.parent / "README.md"
 CASE = ("model", "batch", "op", "direction", "layout", "shape", "dtype")
 ORIGIN = (
     "device",
@@ -149,6 +150,12 @@ DOOR_ARMS = {
     "compile": "torch.compile",
     "swap+fuse": "normplug",
     "swap+fuse+compile": "normplug and torch.compile",
+}
+# The columns of README's table, which has the same models.
+README_ARMS = {
+    "swap+fuse": "normplug",
+    "compile": "`torch.compile`",
+    "swap+fuse+compile": "both",
 }
 # The lines before a page of tables, which leave it out of the site's search.
 NOT_SEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
@@ -337,13 +344,43 @@ def layouts() -> str:
     )
 
 
+def readme_steps() -> str:
+    """README's table of training steps: speeds over eager, the best in bold, and peak memory.
+
+    A model with `*` waits for the host in at least one arm. One with a dagger has GPU times, each
+    arm in its faster layout; its memory is of the layout that both arms were measured in.
+    """
+    rows = rows_of(STEPS[0])
+    found = pd.DataFrame(rows)
+    faster = speeds(rows).loc[list(DOOR_MODELS)].sort_values("swap+fuse", ascending=False)
+    memory = in_faster_layout(pivot(found, "peak_gib"))
+    busy = in_faster_layout(pivot(found, "gpu_ms"))
+    times = in_faster_layout(pivot(found, "ms")).reindex(busy.index)
+    waits = busy < BUSY * times
+    header = ["model, batch", *README_ARMS.values(), "peak memory, eager → normplug"]
+    lines = [f"| {' | '.join(header)} |", "|---" + "|---:" * (len(header) - 1) + "|"]
+    for case, speed in faster.iterrows():
+        mark = " \\*" if waits.loc[case, ["eager", *README_ARMS]].any() else ""
+        if times.loc[case].isna().all():
+            mark = " †"
+        texts = [f"{speed[arm]:.2f}" for arm in README_ARMS]
+        best = max(texts, key=float)
+        texts = [f"**{text}**" if text == best else text for text in texts]
+        gib = memory.loc[case]
+        texts.append(f"{gib['eager']:.2f} → {gib['swap+fuse']:.2f} GiB")
+        lines.append(f"| {DOOR_MODELS[case]}, {case[1]}{mark} | {' | '.join(texts)} |")
+    return "\n".join([*lines, ""])
+
+
 def filled(page: str) -> str:
-    """The text of docs/speed.md, with its tables of steps and of layouts."""
+    """The text of docs/speed.md or README, with the tables of steps and of layouts."""
     for start, table in (
-        ("model, batch", steps()),
+        ("model, batch | eager, ms", steps()),
         ("model | batch | layout", layouts()),
+        ("model, batch | normplug", readme_steps()),
     ):
-        page = re.sub(rf"\| {re.escape(start)} \|[^\n]*\n(?:\|[^\n]*\n)*", table, page)
+        pattern = rf"\| {re.escape(start)} \|[^\n]*\n(?:\|[^\n]*\n)*"
+        page = re.sub(pattern, lambda _, table=table: table, page)
     return page
 
 
@@ -417,7 +454,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     for page in DOCS.glob("*_h100.md"):
         write_file(page, text_of(page))
-    write_file(DOCS / "speed.md", filled((DOCS / "speed.md").read_text()))
+    for page in (README, DOCS / "speed.md"):
+        write_file(page, filled(page.read_text()))
     for name, (results, pattern) in PICTURES.items():
         rows = rows_of(results)
         shown = [

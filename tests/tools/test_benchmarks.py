@@ -7,8 +7,10 @@ pytest.importorskip("pandas")
 import copy
 import re
 from argparse import Namespace
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from statistics import median
 from unittest.mock import Mock
 
 import torch
@@ -28,6 +30,7 @@ from normplug.bench.op import Problem, cases
 from normplug.bench.rows import add_to_file, read_file
 
 pytestmark = pytest.mark.usefixtures("quick")
+COUNTS = {6: "six", 7: "seven", 8: "eight", 9: "nine", 10: "ten"}
 
 
 @pytest.mark.parametrize(
@@ -42,31 +45,62 @@ def test_the_steps_of_the_page_about_speed_are_those_of_the_results():
     assert tables.filled(page) == page
 
 
-def test_the_figures_of_the_readme_are_those_of_the_results():
-    text = " ".join((tables.DOCS.parent / "README.md").read_text().split())
-    steps = tables.speeds(tables.rows_of(tables.STEPS[0]))
-    found = {"ResNet-50": ("resnet50", 256), "Llama-style model": ("llama_16x1024", 8)}
-    found["diffusion UNet"] = ("unet2d", 16)
-    for name, case in found.items():
-        assert f"{name} {steps['swap+fuse'][case]:.2f} times" in text
-    rows = read_file(tables.DOCS / "results" / "compiled_h100.json")
-    over = {
-        r["model"]: r["over_compile"] for r in rows if r["arm"] == "swap+fuse+compile"
+def readme_text():
+    """README in one line, without the addresses of its links."""
+    text = re.sub(r"\]\([^)]+\)", "]", tables.README.read_text())
+    return " ".join(text.replace("[", "").replace("]", "").split())
+
+
+def test_the_table_of_the_readme_is_that_of_the_results():
+    page = tables.README.read_text()
+    assert tables.filled(page) == page
+    assert tables.readme_steps() in page
+    rows = [row for name in tables.STEPS for row in tables.rows_of(name)]
+    shown = [row for row in rows if (row["model"], row["batch"]) in tables.DOOR_MODELS]
+    commits = {row["commit"][:8] for row in shown if row["arm"] in tables.README_ARMS}
+    assert set(re.findall(r"at `(\w{8})`", page)) == commits
+
+
+def test_the_readme_says_where_compile_is_faster_without_normplug():
+    text = readme_text()
+    steps = {
+        (row["model"], row["batch"], row["arm"]): row["ms"]
+        for name in tables.STEPS[:2]
+        for row in read_file(tables.DOCS / "results" / f"{name}.json")
     }
-    models = {
-        "ResNet-50": "resnet50",
-        "ConvNeXt-T": "convnext_tiny",
-        "diffusion UNet": "unet2d",
-    }
-    for name, model in models.items():
-        assert f"a {name} {over[model]:.2f} times" in text
-    assert f"it is {steps['swap+fuse']['nnunet3d', 2]:.1f} times as fast as eager" in text
-    rows = [row for row in tables.rows_of("models_h100") if row["model"] == "unet2d"]
-    busy = {row["arm"]: row["gpu_ms"] for row in rows}
+    compiled = {case[:2]: ms for case, ms in steps.items() if case[2] == "compile"}
+    faster = [case for case, ms in compiled.items() if ms < steps[(*case, "swap+fuse")]]
+    assert f"alone in {len(faster)} of {len(compiled)} models" in text
+    gains = {c: ms / steps[(*c, "swap+fuse+compile")] for c, ms in compiled.items()}
+    assert f"Both together are {median(gains.values()):.2f} times as fast" in text
+    losses = {tables.MODELS[case[0]]: n for case, n in gains.items() if n < 1}
+    assert f"They are slower in {COUNTS[len(losses)]} models" in text
+    words = text.split("They are slower in")[1].split(" ## ")[0]
+    far = {name: n for name, n in losses.items() if n < 0.95}
+    for name, n in far.items():
+        assert f"{n:.2f} in {name}" in words
+    near = [n for name, n in losses.items() if name not in far]
+    assert f"{min(near):.2f} to {max(near):.2f} in" in words
+    for name in losses:
+        assert name.split(",")[0] in words
+
+
+def test_the_readme_has_the_counts_of_tools_and_architectures():
+    text = readme_text()
+    zoo = read_file(tables.DOCS / "results" / "zoo.json")
+    found = Counter(row["result"] for row in zoo)
+    tried = len(zoo) - found["skipped"]
+    assert found["failed"] == 0
+    assert f"0 failures of {tried} in" in text
     assert (
-        f"its GPU time fell by a factor of {busy['eager'] / busy['swap+fuse']:.2f}"
-        in text
+        f"{found['ok']} compared, {found['none taken']} with nothing to swap, "
+        f"{found['unsteady']} undecidable" in text
     )
+    table = (tables.DOCS / "compatibility.md").read_text()
+    tools = re.findall(r"^\| .* \| (works|refused[^|]*) \| works \|$", table, re.M)
+    works = tools.count("works")
+    assert f"{works} of {len(tools)} tools work, and {len(tools) - works} are" in text
+    assert len(tools) == len(re.findall(r"^\| ", table, re.M)) - 1
 
 
 def test_the_figures_about_two_layouts_are_those_of_the_results():
@@ -84,9 +118,9 @@ def test_the_figures_about_two_layouts_are_those_of_the_results():
 
 
 def test_the_price_of_synchronisation_is_that_of_the_results():
-    readme = " ".join((tables.DOCS.parent / "README.md").read_text().split())
+    readme = readme_text()
     page = " ".join((tables.DOCS / "distributed_speed.md").read_text().split())
-    price, torchs = {}, {}
+    price, torchs, plain = {}, {}, {}
     for name in ("sync_h100", "sync_h200", "sync_idle_h100", "sync_compiled_h100"):
         rows = read_file(tables.DOCS / "results" / f"{name}.json")
         ms = {
@@ -99,11 +133,13 @@ def test_the_price_of_synchronisation_is_that_of_the_results():
             price[name, batch] = joined / ms[batch, "normplug-local+fuse"]
             if (batch, "torch") in ms:
                 torchs[name, batch] = ms[batch, "torch"] / joined
+            if (batch, "torch") in ms and (batch, "local") in ms:
+                plain[name, batch] = ms[batch, "torch"] / ms[batch, "local"]
     span = f"{min(price.values()):.2f} to {max(price.values()):.2f} times"
-    for text in (readme.replace("](docs/distributed_speed.md)", ""), page):
-        assert f"{span} as long as one that is" in text
+    assert f"fused steps took {span} as long as steps that are only fused" in readme
+    assert f"{span} as long as one that is" in page
     limited = f"{price['sync_compiled_h100', 256]:.3f}"
-    assert f"and {limited} times where the GPU was the limit" in readme
+    assert f"and {limited} times where the GPU was the limit (256 images each)" in readme
     shown = {case: f"{ratio:.2f}" for case, ratio in price.items()}
     assert f"| H100 | {shown['sync_h100', 32]} | {shown['sync_h100', 128]} | |" in page
     assert f"| H100, idle host | | {shown['sync_idle_h100', 128]} | |" in page
@@ -113,9 +149,9 @@ def test_the_price_of_synchronisation_is_that_of_the_results():
     )
     assert f"| H200 | {shown['sync_h200', 32]} | {shown['sync_h200', 128]} | |" in page
     first = f"{torchs['sync_h100', 128]:.1f} times"
-    assert (
-        f"took {first} as long as the synchronised and fused one, on two H100s" in readme
-    )
+    assert f"took {first} as long as a synchronised and fused step of normplug" in readme
+    over_plain = f"{plain['sync_h100', 128]:.2f} times as long as one with plain"
+    assert f"and {over_plain} `nn.BatchNorm2d` (two H100s, 128 images each)" in readme
     assert f"{first} in the first row of the first table" in page
     lowest, highest = min(torchs.values()), max(torchs.values())
     assert f"takes {lowest:.1f} to {highest:.1f} times as long as a synchronised" in page
