@@ -91,7 +91,7 @@ def p_of_one_test(row):
 def test_readme_has_the_differences_of_the_study():
     text = " ".join(README.read_text().split())
     differences = {cells[0]: cells[3] for cells in rows_of_the_page()}
-    assert f"12 epochs ({differences['E1: golden']} points)" in text
+    assert f"12 epochs ({differences['E1: golden']} points, a 95%" in text
     assert (
         f"After 60 epochs no difference was found ({differences['E3: golden']})" in text
     )
