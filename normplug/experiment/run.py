@@ -39,6 +39,9 @@ def train(cfg: DictConfig, run: Run) -> None:
     """Train and test one arm."""
     seed_everything(cfg.seed, workers=True, verbose=False)
     data: Source = instantiate(cfg.data, _convert_="all")
+    if cfg.compile:
+        # Dynamo's recompile limit counts the graphs of a forward over all runs of the process.
+        torch.compiler.reset()
     module = make_module(cfg, data)
     callbacks = instantiate_group(cfg.get("callbacks"))
     loggers = instantiate_group(cfg.get("logger"))

@@ -466,6 +466,29 @@ def test_a_model_is_compiled_in_the_mode_that_the_command_names(monkeypatch):
     assert modes == [None, "reduce-overhead"]
 
 
+def test_every_arm_of_a_sweep_is_compiled(trains, monkeypatch):
+    graphs = []  # of each arm
+    compiler = torch.compile
+
+    def count(forward, mode):
+        of_arm = []
+        graphs.append(of_arm)
+
+        def backend(graph, inputs):
+            of_arm.append(graph)
+            return graph.forward
+
+        return compiler(forward, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", count)
+    trains(*SMALL, PLAIN, "compile=true", "mode=0.25,0.5,golden,standard", "-m")
+    counts = [len(of_arm) for of_arm in graphs]
+    assert len(counts) == 4
+    assert counts == [counts[0]] * 4
+    assert counts[0] > 0
+    torch.compiler.reset()
+
+
 def test_a_debug_run_takes_five_steps_an_epoch_of_any_model(trains, tmp_path):
     debug = ["trainer=debug", "data=fake", "data.image_size=8", "trainer.max_epochs=2"]
     trains(*debug, "model=vit_tiny", PLAIN, f"hydra.run.dir={tmp_path}")
