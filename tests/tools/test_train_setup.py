@@ -181,17 +181,41 @@ def test_each_run_of_the_study_can_run(checked, line):
         checked(shlex.join(run))
 
 
-@pytest.mark.parametrize(
-    ("name", "number"), [("e1", 60), ("e2", 90), ("e3", 32), ("e4", 80), ("e5", 36)]
-)
-def test_each_run_of_a_planned_experiment_can_run(checked, name, number):
+def runs_of_experiment(name):
+    """The command lines of an experiment's sweep, in order."""
     cfg = composed(f"experiment={name}", return_hydra_config=True)
-    runs = runs_of([f"{key}={value}" for key, value in cfg.hydra.sweeper.params.items()])
+    params = cfg.hydra.sweeper.params
+    return runs_of([f"{key}={value}" for key, value in params.items()])
+
+
+def seed_of(run):
+    (seed,) = (word for word in run if word.startswith("seed="))
+    return seed
+
+
+RUNS = {"e1": 60, "e2": 90, "e3": 32, "e4": 80, "e5": 36, "e6": 80, "e7": 16, "e8": 60}
+
+
+@pytest.mark.parametrize(("name", "number"), RUNS.items())
+def test_each_run_of_a_planned_experiment_can_run(checked, name, number):
+    runs = runs_of_experiment(name)
     assert len(runs) == number
-    for run in (run for run in runs if runs[0][-1] in run):  # of the first seed
+    first = seed_of(runs[0])
+    for run in (run for run in runs if seed_of(run) == first):
         checked(shlex.join([f"experiment={name}", *run]))
     plan = (ROOT / f"docs/study/plan_{name}.md").read_text()
     assert f"python train.py -m experiment={name}" in plan
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds"),
+    [("e6", range(101, 121)), ("e7", range(121, 129)), ("e8", range(131, 134))],
+)
+def test_an_experiment_finishes_one_seed_after_another(name, seeds):
+    runs = runs_of_experiment(name)
+    arms = len(runs) // len(seeds)
+    in_order = [f"seed={seed}" for seed in seeds for _ in range(arms)]
+    assert [seed_of(run) for run in runs] == in_order
 
 
 @pytest.mark.parametrize(
