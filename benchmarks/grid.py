@@ -12,11 +12,19 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+import normplug
 from normplug.compare.plots import save
 from normplug.compare.runs import find_runs
 
-# A bias factor -> the target variance that has it, apart from its head (docs/mathematics.md).
-TARGETS = {1.0: "standard", 2.0: "0.5", 4.0: "0.25", 8.0: "0.125", 16.0: "0.0625"}
+# The target variances, whose bias factor is 1 / target, apart from the head (docs/mathematics.md).
+TARGETS = {
+    "standard": 1.0,
+    "golden": normplug.NormMode("golden").target_variance,
+    "0.5": 0.5,
+    "0.25": 0.25,
+    "0.125": 0.125,
+    "0.0625": 0.0625,
+}
 
 
 def grid_of(runs: pd.DataFrame) -> pd.DataFrame:
@@ -38,8 +46,23 @@ def grid_of(runs: pd.DataFrame) -> pd.DataFrame:
     return cells.agg(lambda cell: cell.mean(skipna=False)).unstack()
 
 
+def places_of_targets(factors: pd.Index) -> dict[str, float]:
+    """The place of each target variance among the rows of these rising factors."""
+    rows = np.log2(factors.to_numpy())
+    places = {}
+    for name, target in TARGETS.items():
+        place = -np.log2(target)
+        if rows[0] <= place <= rows[-1]:
+            places[name] = float(np.interp(place, rows, range(len(rows))))
+    return places
+
+
 def draw(grid: pd.DataFrame) -> Figure:
-    """A heat map of `grid_of`, with the value in each cell, and the target of each factor."""
+    """A heat map of `grid_of`, with the value in each cell.
+
+    The axis on the right names the target variances at the places of their factors; between two
+    rows a place is interpolated on a log scale. A dashed line marks golden.
+    """
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(grid, cmap="viridis", origin="lower", aspect="auto")
@@ -49,14 +72,17 @@ def draw(grid: pd.DataFrame) -> Figure:
             text = "diverged" if np.isnan(value) else f"{value:.1f}"
             colour = "white" if value < middle else "black"
             axes.text(column, row, text, ha="center", va="center", color=colour)
-    names = [f"{each:g}\n({TARGETS.get(each, 'no target')})" for each in grid.index]
     axes.set_xticks(range(grid.shape[1]), [f"{rate:g}" for rate in grid.columns])
-    axes.set_yticks(range(grid.shape[0]), names)
+    axes.set_yticks(range(grid.shape[0]), [f"{each:g}" for each in grid.index])
     axes.set_xlabel("learning rate")
-    axes.set_ylabel(
-        "rate of the norms' biases over it\n(the target variance with that factor)"
-    )
+    axes.set_ylabel("rate of the norms' biases over it")
     axes.set_title("Validation accuracy of a ResNet-18 in %, mean over seeds")
+    places = places_of_targets(grid.index)
+    if "golden" in places:
+        axes.axhline(places["golden"], color="white", linestyle="dashed")
+    targets = axes.secondary_yaxis("right")
+    targets.set_yticks([*places.values()], [*places])
+    targets.set_ylabel("target variance with that factor")
     figure.colorbar(image, label="validation accuracy (%)")
     return figure
 

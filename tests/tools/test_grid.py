@@ -53,11 +53,24 @@ def test_the_picture_has_each_value_and_says_what_diverged(file, tmp_path, capsy
         *("56.0", "63.0"),
         *("68.0", "diverged"),
     ]
-    assert axes.get_yticklabels()[1].get_text() == "4\n(0.25)"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "4", "16"]
     out = tmp_path / "grid.png"
     grid.main([str(file), "--out", str(out)])
     assert "63.00" in capsys.readouterr().out
     assert out.stat().st_size > 10_000
+
+
+def test_the_picture_marks_the_targets_at_their_factors(file):
+    (axes, _) = grid.draw(grid.grid_of(find_runs([file])[0])).axes
+    (targets,) = axes.child_axes
+    names = [label.get_text() for label in targets.get_yticklabels()]
+    places = dict(zip(names, targets.get_yticks(), strict=True))
+    # The rows 0, 1 and 2 have the factors 1, 4 and 16.
+    golden = math.log(1.618034, 4)
+    expected = {"standard": 0, "golden": golden, "0.5": 0.5, "0.25": 1, "0.125": 1.5}
+    assert places == pytest.approx(expected | {"0.0625": 2})
+    (line,) = axes.lines
+    assert line.get_ydata() == pytest.approx([golden, golden])
 
 
 def test_other_runs_are_refused(tmp_path):
