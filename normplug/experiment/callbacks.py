@@ -161,15 +161,22 @@ class BlockDrop(Callback):
 
 
 class StepTimer(Callback):
-    """Time the latest training steps, from one start to the next; on a GPU, with CUDA events.
+    """Time the latest training steps and the training part of each epoch; on a GPU, by CUDA events.
 
-    Lightning's `ThroughputMonitor` waits for the GPU in every step, and gives means, which steps
-    that warm up or measure variances would move. The last step of each epoch does not count.
+    A step lasts from its start to the start of the next one. Lightning's `ThroughputMonitor` waits
+    for the GPU in every step, and gives means, which steps that warm up or measure variances would
+    move. The last step of each epoch does not count as a step.
+
+    The training part of an epoch excludes its validations and the checkpoints after them. So the
+    first epoch includes the compilation of the training and the capture of CUDA graphs.
     """
 
     def __init__(self) -> None:
         self._start: Any = None  # of the previous step in this epoch
         self._steps: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)
+        self._part_start: Any = None  # of a part of an epoch, between two validations
+        self._parts: list[tuple[Any, Any]] = []  # of the current epoch
+        self._epochs: list[list[tuple[Any, Any]]] = []
 
     def on_fit_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._gpu = trainer.strategy.root_device.type == "cuda"
@@ -178,24 +185,51 @@ class StepTimer(Callback):
 
     def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
         self._start = None  # a validation came in between
+        self._parts = []
+        self._part_start = self._now()
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        now: Any = time.perf_counter()
-        if self._gpu:
-            now = torch.cuda.Event(enable_timing=True)
-            now.record()
+        now = self._now()
         if self._start is not None:
             self._steps.append((self._start, now))
         self._start = now
+        if self._part_start is None:
+            self._part_start = now
+
+    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
+        self._end_part()
+
+    def on_train_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._end_part()
+        self._epochs.append(self._parts)
+
+    def _end_part(self) -> None:
+        if self._part_start is not None:
+            self._parts.append((self._part_start, self._now()))
+            self._part_start = None
+
+    def _now(self) -> Any:
+        if not self._gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _ms(self, start: Any, end: Any) -> float:
+        if not self._gpu:
+            return 1e3 * (end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end))
 
     def median_ms(self) -> float | None:
         """The median duration of a step; None if no step was timed."""
         if not self._steps:
             return None
-        if not self._gpu:
-            return 1e3 * statistics.median(end - start for start, end in self._steps)
-        self._steps[-1][1].synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in self._steps)
+        return statistics.median(self._ms(*step) for step in self._steps)
+
+    def seconds_by_epoch(self) -> list[float]:
+        """The duration of the training part of each epoch, since this process started to train."""
+        return [sum(self._ms(*part) for part in parts) / 1e3 for parts in self._epochs]
 
 
 def variance_loggers(trainer: Trainer) -> list[VarianceLogger]:

@@ -228,6 +228,7 @@ class Run:
             curve_key: self.scores.by_epoch,
             speed_key: items * 1e3 / step_ms if step_ms else None,
             "step_ms": step_ms,
+            "train_seconds_by_epoch": self.timer.seconds_by_epoch(),
             # On the host, the peak of a process would include the earlier runs of a sweep.
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
             "channels_last": self.cfg.channels_last,

@@ -10,6 +10,7 @@ import math
 import re
 import shlex
 import sys
+import time
 import weakref
 from functools import partial
 from itertools import product
@@ -187,6 +188,9 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     assert result["config"]["trainer"]["max_epochs"] == 2
     assert result["config"]["factors"]["head"] == {"lr": 1, "decay": 1, "start": 1}
     assert result["images_per_s"] == pytest.approx(16e3 / result["step_ms"])
+    seconds = result["train_seconds_by_epoch"]
+    assert len(seconds) == 2
+    assert min(seconds) > 0
     assert result["versions"]["torch"] == torch.__version__
     assert result["versions"]["normplug"] == normplug.__version__
     directory = next(tmp_path.rglob("result.json")).parent
@@ -691,6 +695,28 @@ def test_the_time_between_two_epochs_is_no_step():
     assert timer.median_ms() is None
     timer.on_train_batch_start(trainer)
     assert timer.median_ms() >= 0
+
+
+def test_the_time_of_an_epoch_is_without_its_validations(monkeypatch):
+    clock = iter(range(100, 200))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
+    timer = StepTimer()
+    assert timer.seconds_by_epoch() == []
+    timer.on_fit_start(trainer)
+    timer.on_validation_start()  # the sanity check
+    for _ in range(2):
+        timer.on_train_epoch_start()
+        timer.on_train_batch_start(trainer)
+        timer.on_train_batch_start(trainer)
+        timer.on_validation_start()  # 3 readings after the start
+        next(clock)
+        timer.on_train_batch_start(trainer)
+        timer.on_validation_start()  # 1 reading after the batch
+        next(clock)
+        timer.on_train_epoch_end()
+    timer.on_train_epoch_start()  # an epoch that is cut off
+    assert timer.seconds_by_epoch() == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("mode", ["golden", *BY_DEPTH])
