@@ -194,6 +194,8 @@ def seed_of(run):
 
 
 RUNS = {"e1": 60, "e2": 90, "e3": 32, "e4": 80, "e5": 36, "e6": 80, "e7": 16, "e8": 60}
+RUNS |= {"time_to_accuracy": 30}
+PLANS = {"time_to_accuracy": "time"}
 
 
 @pytest.mark.parametrize(("name", "number"), RUNS.items())
@@ -203,13 +205,18 @@ def test_each_run_of_a_planned_experiment_can_run(checked, name, number):
     first = seed_of(runs[0])
     for run in (run for run in runs if seed_of(run) == first):
         checked(shlex.join([f"experiment={name}", *run]))
-    plan = (ROOT / f"docs/study/plan_{name}.md").read_text()
+    plan = (ROOT / f"docs/study/plan_{PLANS.get(name, name)}.md").read_text()
     assert f"python train.py -m experiment={name}" in plan
 
 
 @pytest.mark.parametrize(
     ("name", "seeds"),
-    [("e6", range(101, 121)), ("e7", range(121, 129)), ("e8", range(131, 134))],
+    [
+        ("e6", range(101, 121)),
+        ("e7", range(121, 129)),
+        ("e8", range(131, 134)),
+        ("time_to_accuracy", range(141, 146)),
+    ],
 )
 def test_an_experiment_finishes_one_seed_after_another(name, seeds):
     runs = runs_of_experiment(name)
