@@ -1,7 +1,9 @@
 """The tables of the study, computed again from the runs in docs/results."""
 
+import json
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 from scipy import stats
@@ -34,6 +36,10 @@ PRIMARY = ("E1: golden, from its start", "E2: bias_and_head, from 0.25", "E3: 0.
 STARTS = {"its start": "standard gamma0=0.786", "0.25": "0.25"}
 
 
+def results(name):
+    return (DOCS / f"results/{name}.json").read_text()
+
+
 def compared(names, out, **options):
     sources = [DOCS / f"results/{name}.json" for name in names]
     return compare(*sources, out=out, **options)
@@ -60,8 +66,13 @@ def test_a_row_of_the_study_is_what_its_runs_give(cells, tmp_path):
     arm, _, start = arm.partition(", from ")
     options = {"reference": STARTS.get(start, "standard")}
     options |= MEANS if study == "E1" else {}
-    options |= {"rate": 0.0017} if study == "GPT 24" else {}
-    table = compared(RUNS[study].split(), tmp_path, **options).table
+    runs = RUNS[study].split()
+    arm, _, own = arm.partition(", own ")
+    if own:
+        runs = ["depth_h100"]  # the runs at each arm's best rate
+    elif study == "GPT 24":
+        options["rate"] = 0.0017
+    table = compared(runs, tmp_path, **options).table
     table = table[table.model == MODELS.get(study, "resnet18")].set_index("arm")
     row = table.loc[ARMS.get(arm, arm)]
     scale, digits = (1, 4) if study.startswith("GPT") else (100, 2)
@@ -86,6 +97,81 @@ def p_of_one_test(row):
     freedom = row.difference_to_reference_n - 1
     error = row.difference_to_reference_t95_half_width / stats.t.ppf(0.975, freedom)
     return 2 * stats.t.sf(abs(row.difference_to_reference_mean) / error, freedom)
+
+
+def test_the_first_lines_have_the_differences_of_the_table():
+    text = " ".join(PAGE.read_text().split("## What")[0].split())
+    differences = {cells[0]: cells[3] for cells in rows_of_the_page()}
+    for name, digits, words in [
+        ("E1: golden", 2, "better than `standard` by {} ± {} points"),
+        ("E3: golden", 2, "no difference was found (+{} ± {})"),
+        ("GPT 24: golden", 3, "worse than `standard` by {} ± {} nats per byte"),
+        ("GPT 24: golden, own rates", 3, "the difference is +{} ± {} (p 0.113)"),
+        ("GPT 12: golden", 3, "is +{} ± {} nats per byte"),
+        ("ViT: golden", 2, "is -{} ± {} points"),
+    ]:
+        mean, half_width = map(float, differences[name].split(" ± "))
+        shown = words.format(f"{abs(mean):.{digits}f}", f"{half_width:.{digits}f}")
+        assert shown in text, name
+
+
+def scores_of(name, arm, rate=0.8):
+    """Seed -> the scores of the ResNet-18 runs of an arm in a file of results."""
+    runs = json.loads(results(name))
+    return {
+        run["seed"]: (100 * run["test_accuracy"], run["accuracy_by_epoch"])
+        for run in runs
+        if (run["model"], run["arm"], run["learning_rate"]) == ("resnet18", arm, rate)
+    }
+
+
+def differences_of(name, arm):
+    """The differences of an arm from `standard` in test accuracy, by seed."""
+    scores, standard = scores_of(name, arm), scores_of(name, "standard")
+    assert scores.keys() == standard.keys() == {*range(1, 11)}
+    return [scores[seed][0] - standard[seed][0] for seed in sorted(scores)]
+
+
+@pytest.mark.parametrize(
+    ("name", "arm", "words"),
+    [("e1_h100", "golden", "for golden (E1"), ("e2_h100", "0.25", "for 0.25 (E2")],
+)
+def test_the_study_says_how_far_its_samples_are_those_of_the_runs_before(
+    name, arm, words
+):
+    before = differences_of("targets_h100", arm)
+    correlation = stats.pearsonr(differences_of(name, arm), before).statistic
+    assert f"by {correlation:.3f} {words}" in " ".join(PAGE.read_text().split())
+
+
+def test_one_sample_of_standard_stands_in_three_results():
+    standard = scores_of("e1_h100", "standard")
+    assert scores_of("e2_h100", "standard") == standard
+    for arm in ("standard", "golden"):
+        speeds = scores_of("study_speed_h100", arm)
+        assert speeds.keys() == {*range(1, 6)}
+        assert speeds.items() <= scores_of("e1_h100", arm).items()
+
+
+def test_the_study_has_the_variances_of_the_residual_stream():
+    found = {}
+    names = ("depth_h100", "depth_other_rates_h100", "depth_rates_h100")
+    for run in (run for name in names for run in json.loads(results(name))):
+        if "variances" in run and (run["seed"] > 0 or run["learning_rate"] == 0.01):
+            variance = run["variances"]["input_variance"][-1][-1]  # of the last norm
+            found.setdefault((run["arm"], run["learning_rate"]), []).append(variance)
+    text = " ".join(PAGE.read_text().split())
+    small, middle, large = (
+        [found[arm, rate] for arm in ("golden", "standard")]
+        for rate in (0.0017, 0.003, 0.01)
+    )
+    assert [len(each) for each in (*small, *middle, *large)] == [4, 4, 4, 4, 1, 1]
+    golden, standard = (round(median(each)) for each in small)
+    assert f"is {golden} with golden and {standard} with `standard` at a rate" in text
+    golden, standard = (round(median(each)) for each in middle)
+    assert f"and {golden} and {standard} at 0.003 (medians over four seeds)" in text
+    golden, standard = (each[0] / 1e6 for each in large)
+    assert f"with one seed, it is {golden:.1f} and {standard:.1f} million" in text
 
 
 def test_readme_has_the_differences_of_the_study():
