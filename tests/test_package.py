@@ -40,7 +40,7 @@ LAYERS = [
         "native",
         "reference",
     },
-    {"_checks", "_kernels", "_restore"},
+    {"_checks", "_kernels", "_pictures", "_restore"},
     {"_batches", "_ops", "_table", "compare"},
     {"_status", "functional", "modules"},
     {"adapters"},

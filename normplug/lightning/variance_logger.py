@@ -116,7 +116,7 @@ class VarianceLogger(Callback):
         except MissingPackage as error:
             warnings.warn(str(error), stacklevel=2)
             return
-        draw_heat_map(self.path, self.path.with_suffix(".png"), type(pl_module).__name__)
+        draw_heat_map(self.path, self.path.with_suffix(".png"), _model_name(pl_module))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -129,3 +129,10 @@ class VarianceLogger(Callback):
     def table(self) -> str:
         """The latest logged step as a table, one line per layer; empty before the first."""
         return "" if self._measured is None else self._measured.table()
+
+
+def _model_name(module: LightningModule) -> str:
+    """The class of the only child with parameters, and of the module; else of the module."""
+    name = type(module).__name__
+    children = [child for child in module.children() if [*child.parameters()]]
+    return f"{type(children[0]).__name__} in {name}" if len(children) == 1 else name

@@ -11,13 +11,18 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from lightning.pytorch import LightningModule
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from torch import nn
 
 import lightning_cases
+from normplug._pictures import GREY
 from normplug._tools.heat_map import draw_heat_map
 from normplug._tools.watching import LayerVariance
 from normplug.lightning import VarianceLogger
+from normplug.lightning.variance_logger import _model_name
 
 
 @pytest.fixture
@@ -52,7 +57,9 @@ def draw(tmp_path, monkeypatch):
 
 def test_the_first_layer_is_at_the_top_and_steps_are_to_scale(draw):
     figure = draw(lambda step, depth: (1.0 + depth, 0.5, 1.0 + step))
-    assert figure.get_suptitle().startswith("Net, run resnet18/digits/golden/seed_0\n")
+    title, run, _ = figure.get_suptitle().split("\n")
+    assert title == "Net: variance at each norm, divided by its target"
+    assert run == "run resnet18/digits/golden/seed_0"
     first, last, *_ = figure.axes
     assert [label.get_text() for label in first.get_yticklabels()] == [
         "net.0",
@@ -60,18 +67,44 @@ def test_the_first_layer_is_at_the_top_and_steps_are_to_scale(draw):
         "net.2",
     ]
     assert first.images[0].get_extent() == [-5, 25, 2.5, -0.5]
+    # The target is 0.5.
     np.testing.assert_array_equal(
-        first.images[0].get_array(), [[1] * 3, [2] * 3, [3] * 3]
+        first.images[0].get_array(), [[2] * 3, [4] * 3, [6] * 3]
     )
-    np.testing.assert_array_equal(last.images[0].get_array(), [[1, 11, 21]] * 3)
+    np.testing.assert_array_equal(last.images[0].get_array(), [[2, 22, 42]] * 3)
+
+
+@pytest.mark.parametrize("value", [0.5, 0.25, 3.0])
+def test_the_middle_of_the_colour_scale_is_the_target(draw, value):
+    for axes in draw(lambda step, depth: (value, 0.5, value)).axes[:2]:
+        (image,) = axes.images
+        assert image.norm(1.0) == pytest.approx(0.5)
+        assert image.norm.vmax == pytest.approx(max(1.1, value / 0.5, 0.5 / value))
+        below, middle, above = image.cmap([0.0, 0.5, 1.0])
+        assert min(middle[:3]) > 0.9  # nearly white
+        assert below[2] > below[0]  # blue
+        assert above[0] > above[2]  # red
 
 
 def test_values_that_differ_by_rounding_do_not_fill_the_colour_scale(draw):
-    for axes in draw(
-        lambda s, d: (2 + d / 1000, 0.5 * (1 + s / 1e5), 0.6 + s / 1e4)
-    ).axes[:2]:
-        low, high = axes.images[0].get_clim()
-        assert high / low == pytest.approx(1.2)
+    for axes in draw(lambda s, d: (0.5 + d / 1e4, 0.5, 0.5 * (1 + s / 1e5))).axes[:2]:
+        assert axes.images[0].get_clim() == pytest.approx((1 / 1.1, 1.1))
+
+
+def test_the_title_names_the_model_within_a_lightning_module():
+    module = LightningModule()
+    module.net = nn.Sequential(nn.Linear(1, 1))
+    module.loss = nn.MSELoss()
+    assert _model_name(module) == "Sequential in LightningModule"
+    module.other = nn.Linear(1, 1)
+    assert _model_name(module) == "LightningModule"
+
+
+def test_the_heat_map_has_no_background_and_its_text_reads_on_any_page(draw):
+    figure = draw(lambda step, depth: (1.0, 0.5, 2.0))
+    assert figure.patch.get_facecolor()[3] == 0
+    for text in figure.findobj(Text):
+        assert to_hex(text.get_color()) == GREY, text
 
 
 def test_a_layer_that_never_ran_is_hatched(draw):
