@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 import normplug
-from normplug.compare.plots import save
+from normplug._pictures import save
 from normplug.compare.runs import find_runs
 
 # The target variances, whose bias factor is 1 / target, apart from the head (docs/mathematics.md).

@@ -14,7 +14,8 @@ from pathlib import Path
 import pandas as pd
 
 from normplug._files import write_file
-from normplug.compare.plots import save, speeds_figure
+from normplug._pictures import save
+from normplug.compare.plots import speeds_figure
 from normplug.experiment.speed import report
 
 DOCS = Path(__file__).parents[1] / "docs"

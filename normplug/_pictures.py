@@ -84,11 +84,11 @@ COLOURS = {
     "standard-gamma0_0.1-slow_weights": "#8a5a33",
     # Arms of the GPTs.
     "inverse_depth": "#2c8c99",
-    "inverse_depth-scaled": "#4fb0a0",
+    "inverse_depth-scaled": "#c9a227",
     "mean_inverse_depth": "#8fa33b",
     "reversed_depth": "#4e79c8",
     "standard-gamma0_inverse_depth": "#c2558a",
-    "standard-scaled": "#c44f2b",
+    "standard-scaled": "#84513a",
 }
 ALIASES = {"2": "2.0", "standard-bias_4.0": "standard-bias_4"}
 ALIASES |= {"standard-bias_16.0": "standard-bias_16"}
@@ -109,19 +109,22 @@ SPARE = (
 )
 
 
+def known(name: str) -> str:
+    """The name of an arm as it is in `COLOURS`, if it is there."""
+    return ALIASES.get(name, name.replace(" + ", "+"))
+
+
 def colours_of(names: Iterable[str]) -> dict[str, str]:
     """The colour of each arm or provider.
 
     A name in `COLOURS` has that colour in every picture. Another name has the one of `SPARE` that
     its checksum picks, or the next one that is free. Two names that are not of one arm differ.
     """
-    names = list(dict.fromkeys(names))
     colours = {}
     others = []
-    for name in names:
-        plain = ALIASES.get(name, name.replace(" + ", "+"))
-        if plain in COLOURS:
-            colours[name] = COLOURS[plain]
+    for name in dict.fromkeys(names):
+        if known(name) in COLOURS:
+            colours[name] = COLOURS[known(name)]
         else:
             others.append(name)
     more = np.linspace(0.1, 0.9, max(len(others) - len(SPARE), 0))

@@ -5,23 +5,36 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
+from zlib import crc32
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from normplug._files import replace_file
 from normplug._measure import Measure
+from normplug._pictures import (
+    COLOURS,
+    GREY,
+    WIDTH,
+    colours_of,
+    known,
+    save,
+    short_commit,
+    styled,
+)
 from normplug.compare.report import about_reference, count_of, p_text
-from normplug.compare.runs import Group, far_off, intervals, label
+from normplug.compare.runs import (
+    Group,
+    far_off,
+    intervals,
+    label,
+    plain_title,
+)
 
 VARIANCES = {
     "input_variance": "input of each norm at the last step logged, median over seeds",
@@ -32,37 +45,36 @@ VARIANCES = {
 TARGETS = {"standard": 1.0, "golden": (math.sqrt(5) - 1) / 2}
 LOG_RANGE = 10.0  # a logarithmic axis of a smaller range might have a single tick
 Styles: TypeAlias = Mapping[str, dict[str, Any]]  # arm -> options of `Axes.plot`
-# Okabe and Ito's palette, safe for every common colour blindness. Marker and dash identify an arm
-# without colour. The baseline is wide and below the others: a mode that equals it would hide it.
+# Marker and dash identify an arm without its colour. The baseline is wide and below the others: a
+# mode that equals it would hide it.
 FIXED: dict[str, dict[str, Any]] = {
-    "baseline": {"color": "#9A9A9A", "marker": "s", "linewidth": 4.0, "zorder": 1.9},
-    "standard": {"color": "#0072B2", "marker": "o"},
-    "golden": {"color": "#E69F00", "marker": "D"},
+    "baseline": {"marker": "s", "linewidth": 4.0, "zorder": 1.9},
+    "standard": {"marker": "o"},
+    "golden": {"marker": "D"},
 }
-COLOURS = [
-    "#009E73",
-    "#CC79A7",
-    "#D55E00",
-    "#56B4E9",
-    "#000000",
-    "#882255",
-    "#999933",
-    "#332288",
-]
-POINT = {"linestyle": "none", "elinewidth": 1.5, "capsize": 3}  # with its interval
 MARKERS = "^vPX*<>"
 DASHES = ("-", "--", "-.")
+LOOKS = len(MARKERS) * len(DASHES)
+POINT = {"linestyle": "none", "elinewidth": 1.5, "capsize": 3}  # with its interval
+MOST_BANDS = 4  # intervals of one panel that can be told apart
 
 
 def arm_styles(arms: Iterable[str]) -> Styles:
-    """How to draw each arm in every group; no two arms have one colour."""
-    others = sorted({*arms} - FIXED.keys())
-    more = np.linspace(0.1, 0.9, max(len(others) - len(COLOURS), 0))
-    colours = [*COLOURS, *map(to_hex, colormaps["turbo"](more))]
-    styles = dict(FIXED)
-    looks = zip(colours, cycle(MARKERS), cycle(DASHES))  # noqa: B905
-    for arm, (colour, marker, dash) in zip(others, looks, strict=False):
-        styles[arm] = {"color": colour, "marker": marker, "linestyle": dash}
+    """How to draw each arm in every group: a colour, a marker and a dash that its name picks."""
+    arms = {*FIXED, *arms}
+    colours = colours_of(arms)
+    numbers = {name: number for number, name in enumerate(COLOURS)}
+    taken: set[int] = set()
+    styles = {arm: {"color": colours[arm], **look} for arm, look in FIXED.items()}
+    for arm in sorted(
+        arms - FIXED.keys(), key=lambda arm: (known(arm) not in numbers, arm)
+    ):
+        look = numbers.get(known(arm), crc32(arm.encode())) % LOOKS
+        while look in taken and len(taken) < LOOKS:
+            look = (look + 1) % LOOKS
+        taken.add(look)
+        marker, dash = MARKERS[look % len(MARKERS)], DASHES[look % len(DASHES)]
+        styles[arm] = {"color": colours[arm], "marker": marker, "linestyle": dash}
     return styles
 
 
@@ -78,17 +90,10 @@ def draw(groups: Sequence[Group], out: Path) -> list[Path]:
     return written
 
 
-def save(figure: Figure, path: Path) -> Path:
-    """Write a figure to a file, and return its path."""
-    with replace_file(path) as part:
-        figure.savefig(part, dpi=150)
-    return path
-
-
 def figures(group: Group, styles: Styles) -> Iterator[tuple[str, Figure]]:
     """Draw the plots that the group has numbers for, and yield each with its name."""
     for name, plot in PLOTS.items():
-        figure = plot(group, styles)
+        figure = styled(plot)(group, styles)
         if figure is not None:
             yield name, figure
 
@@ -99,18 +104,18 @@ def _seeds(group: Group, styles: Styles) -> Figure | None:
         return None
     measure = group.measure
     title = (
-        f"{group.title}\ntest {measure.name}: a dot a seed, mean and 95% t-interval in black; "
+        f"{group.plain_title}\ntest {measure.name}: a dot a seed, mean and 95% t-interval below; "
         f"p of paired t-tests, adjusted by Holm\n{about_reference(group)}"
     )
     names = []
     for arm in group.table.itertuples():
-        name = f"{textwrap.fill(label(arm.arm), 30)}\n{arm.n_finished} of {arm.n_expected} seeds"
+        name = f"{textwrap.fill(label(arm.arm), 24)}\n{arm.n_finished} of {arm.n_expected} seeds"
         if arm.n_diverged:
             name += f", {arm.n_diverged} diverged"
         names.append(name)
-    row_height = max(0.6, *(0.2 * (name.count("\n") + 1) for name in names))
-    size = (10, 1.8 + row_height * len(names))
-    figure, (left, right) = _new_figure(title, size, (1, 2), sharey=True)
+    row_height = max(0.55, *(0.17 * (name.count("\n") + 1) for name in names))
+    height = 1.6 + row_height * len(names)
+    figure, (left, right) = _new_figure(group, title, height, (1, 2), sharey=True)
     left.set_yticks(range(len(names)), names)
     left.set_ylim(len(names) - 0.5, -0.5)
     _draw_dots(left, group, styles, "test", group.wide("test_score"))
@@ -121,14 +126,18 @@ def _seeds(group: Group, styles: Styles) -> Figure | None:
         right.set_axis_off()
         return figure
     minus = f"test {measure.name} minus {label(group.reference or '')}, same seed"
-    right.set_xlabel(textwrap.fill(f"{minus} ({measure.difference_unit})", 50))
-    right.axvline(0, color="black", linewidth=0.8, linestyle="--", zorder=0)
+    right.set_xlabel(textwrap.fill(f"{minus} ({measure.difference_unit})", 40))
+    right.axvline(0, color=GREY, linewidth=0.8, linestyle="--", zorder=0)
     beside = right.get_yaxis_transform()
     for row, arm in group.table.iterrows():
         p = arm.difference_to_reference_p_holm
-        text = "reference" if arm.arm == group.reference else f"p: {p_text(p)}"
-        if text != "p: nan":
-            right.text(1.02, row, text, va="center", transform=beside)
+        if arm.arm == group.reference:
+            text = "reference"
+        elif np.isnan(p):
+            continue
+        else:
+            text = f"p: {p_text(p)}"
+        right.text(1.02, row, text, va="center", transform=beside)
     return figure
 
 
@@ -150,7 +159,9 @@ def _draw_dots(
         axes.plot(dots, row + heights[dots.index], markersize=6, **style)
         half = np.nan_to_num(arm[f"{name}_t95_half_width"])
         ends = arm[f"{name}_mean"] + np.array([-half, 0, half])
-        axes.plot(group.measure.scale * ends, 3 * [row + 0.28], "k|-", markersize=8)
+        axes.plot(
+            group.measure.scale * ends, 3 * [row + 0.28], "|-", color=GREY, markersize=8
+        )
         for value in dots[far[arm.arm]]:
             x, text = 0.88, f"{value:.4g} \u25b8"
             if value < least:
@@ -175,8 +186,10 @@ def _targets(group: Group, styles: Styles) -> Figure | None:
     differences = measure.scale * group.differences()
     far = far_off(differences)
     found = intervals(differences.mask(far)).fillna(0)
-    title = f"{group.title}\ntest {measure.name}: mean and 95% t-interval"
-    figure, (axes,) = _new_figure(title, (9, 4.5))
+    title = (
+        f"{group.plain_title}\ntest {measure.name}: mean and 95% t-interval over seeds"
+    )
+    figure, (axes,) = _new_figure(group, title, 3.8)
     for arm, target in targets.items():
         name = label(arm)
         if far[arm].any():
@@ -184,6 +197,7 @@ def _targets(group: Group, styles: Styles) -> Figure | None:
         mean, half = found.loc[arm, ["mean", "t95_half_width"]]
         look = {**styles[arm], **POINT, "label": textwrap.fill(name, 30)}
         axes.errorbar(target, mean, half, **look)
+    axes.axhline(0, color=GREY, linewidth=0.8, linestyle="--", zorder=0)
     _log_x(axes, targets)
     axes.set_xlabel("target variance")
     minus = f"minus {label(group.reference or '')}, {measure.difference_unit}"
@@ -194,15 +208,18 @@ def _targets(group: Group, styles: Styles) -> Figure | None:
 
 def _speed(group: Group, styles: Styles) -> Figure | None:
     """The test score of each arm over the median speed of its runs."""
-    return speeds_figure(group.table.assign(items_per_s=group.table.items_per_s_median))
+    table = group.table.assign(items_per_s=group.table.items_per_s_median)
+    return speeds_figure(table, _origin(group))
 
 
-def speeds_figure(table: pd.DataFrame) -> Figure | None:
+@styled
+def speeds_figure(table: pd.DataFrame, origin: str = "") -> Figure | None:
     """Draw the score of each arm over its speed, with their intervals: a panel for each model.
 
     `table` has a row for each model and arm, with `items_per_s`, and perhaps the ends of its
     interval: `items_per_s_p20` and `items_per_s_p80`. A model with fewer than two timed arms has
-    no panel; without panels, there is no figure.
+    no panel; without panels, there is no figure. The last line of the title is `origin`, or what
+    the columns of `normplug._files.stamp` say.
     """
     styles = arm_styles(table.arm)
     timed = table[table.items_per_s.notna()]
@@ -210,16 +227,21 @@ def speeds_figure(table: pd.DataFrame) -> Figure | None:
     panels = {names: rows for names, rows in by_model if len(rows) > 1}
     if not panels:
         return None
-    title = "Test score: mean and 95% t-interval over seeds"
+    title = "test score: mean and 95% t-interval over seeds"
     if "items_per_s_p20" in table:
-        title += ". Speed: median, and 20th to 80th percentile"
-    size = (3 + 4.5 * len(panels), 4.5)
-    figure, drawn = _new_figure(title, size, (1, len(panels)))
+        title += "; speed: median, and 20th to 80th percentile"
+    if "device" in table:
+        origin = origin_text(table.device, table.torch, table.commit, table.date)
+    columns = min(len(panels), 2)
+    rows = math.ceil(len(panels) / columns)
+    figure, drawn = _new_figure(origin, title, 0.9 + 2.9 * rows, (rows, columns))
+    for axes in drawn[len(panels) :]:
+        axes.set_axis_off()
     handles: dict[str, Any] = {}
-    for (names, rows), axes in zip(panels.items(), drawn, strict=True):
-        first = rows.iloc[0]
+    for (names, found), axes in zip(panels.items(), drawn, strict=False):
+        first = found.iloc[0]
         measure = Measure(first["measure"], first.unit, first.better, first["items"])
-        for row in rows.to_dict("records"):
+        for row in found.to_dict("records"):
             speed = row["items_per_s"]
             slower = speed - row.get("items_per_s_p20", speed)
             faster = row.get("items_per_s_p80", speed) - speed
@@ -228,8 +250,8 @@ def speeds_figure(table: pd.DataFrame) -> Figure | None:
             name = textwrap.fill(label(row["arm"]), 30)
             look = {**styles[row["arm"]], **POINT, "label": name}
             axes.errorbar(speed, score, half, [[slower], [faster]], **look)
-        axes.margins(0.15)
-        axes.set_title(" on ".join(names), fontsize="medium")
+        axes.margins(0.05)  # the axes end just outside the points and their intervals
+        axes.set_title(plain_title(*names))
         _label_speed(axes, measure)
         lines, labels = axes.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))
@@ -240,7 +262,7 @@ def speeds_figure(table: pd.DataFrame) -> Figure | None:
 def _label_speed(axes: Axes, measure: Measure) -> None:
     axes.set_ylim(_possible(measure, axes.get_ylim()))
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(4, min_n_ticks=2))
+        axis.set_major_locator(MaxNLocator(6, min_n_ticks=2, steps=[1, 2, 5, 10]))
         axis.set_major_formatter("{x:,.6g}")
     axes.set_xlabel(f"median {measure.items}/s, higher is better")
     axes.set_ylabel(f"test {measure.name} ({measure.unit}), {measure.better} is better")
@@ -253,12 +275,64 @@ def _possible(measure: Measure, limits: tuple[float, float]) -> tuple[float, flo
 
 
 def _gap(group: Group, styles: Styles) -> Figure | None:
-    """The validation of each arm minus the reference's, by epoch."""
+    """The validation of each arm minus the reference's, by epoch, with its interval.
+
+    Up to `MOST_BANDS` arms share a panel. More have a panel each, where the others are grey.
+    """
     measure = group.measure
-    gaps = {arm: measure.scale * gap for arm, gap in group.gaps().items()}
-    what = f"validation {measure.name}, same seed, median over seeds; {measure.better} is better"
-    minus = f"minus {label(group.reference or '')} ({measure.difference_unit})"
-    return _lines(group.title, styles, {what: gaps}, "epoch, 1 = first", minus)
+    gaps = {
+        arm: measure.scale * gap for arm, gap in group.gaps().items() if gap.shape[1] > 1
+    }
+    if not gaps:
+        return None
+    title = (
+        f"{group.plain_title}\nvalidation {measure.name} minus "
+        f"{label(group.reference or '')}, same seed: mean and 95% t-interval over seeds"
+    )
+    minus = f"{measure.difference_unit}, {measure.better} is better"
+    together = len(gaps) <= MOST_BANDS
+    shape = (1, 1) if together else (math.ceil(len(gaps) / 2), 2)
+    height = 3.6 if together else 1 + 1.7 * shape[0]
+    figure, panes = _new_figure(group, title, height, shape, sharex=True, sharey=True)
+    for number, arm in enumerate(gaps):
+        axes = panes[0] if together else panes[number]
+        _draw_gap(axes, arm, gaps[arm], styles[arm])
+        if not together:
+            axes.set_title(textwrap.fill(_line_name(arm, gaps[arm]), 34))
+            for other in gaps.keys() - {arm}:
+                middle = gaps[other].mean()
+                axes.plot(middle.index, middle, color=GREY, alpha=0.4, linewidth=0.8)
+    used = panes[: 1 if together else len(gaps)]
+    for axes in panes[len(used) :]:
+        axes.set_axis_off()
+    for axes in used:
+        axes.axhline(0, color=GREY, linewidth=0.8, linestyle="--", zorder=0)
+        axes.xaxis.set_major_locator(
+            MaxNLocator(7, integer=True, min_n_ticks=2, steps=[1, 2, 5, 10])
+        )
+        axes.yaxis.set_major_locator(MaxNLocator(5, min_n_ticks=2))
+    for axes in used[-shape[1] :]:  # the lowest of each column
+        axes.set_xlabel("epoch, 1 = first")
+        axes.tick_params(labelbottom=True)
+    figure.supylabel(minus, fontsize="medium")
+    if together:
+        _add_legend(figure, *panes[0].get_legend_handles_labels())
+    return figure
+
+
+def _draw_gap(axes: Axes, arm: str, gap: pd.DataFrame, style: dict[str, Any]) -> None:
+    """Draw the mean over seeds; with two seeds or more, also its interval as a band."""
+    found = intervals(gap)
+    few = 1 + gap.shape[1] // 25
+    name = textwrap.fill(_line_name(arm, gap), 40)
+    axes.plot(
+        found.index, found["mean"], label=name, markevery=few, markersize=4, **style
+    )
+    band = found.dropna()
+    low = band["mean"] - band.t95_half_width
+    high = band["mean"] + band.t95_half_width
+    if len(band):
+        axes.fill_between(band.index, low, high, color=style["color"], alpha=0.2)
 
 
 def _rates(group: Group, styles: Styles) -> Figure | None:
@@ -268,10 +342,10 @@ def _rates(group: Group, styles: Styles) -> Figure | None:
     columns = ["plain_arm", "learning_rate"]
     scores = measure.scale * done.pivot_table("validation_score", "seed", columns)
     by_arm = {arm: scores[arm] for arm in scores.columns.unique("plain_arm")}
-    title = f"{group.model} on {group.data}"
+    title = plain_title(group.model, group.data)
     what = f"median over seeds; {measure.better} is better"
     score = f"validation {measure.name} ({measure.unit})"
-    figure = _lines(title, styles, {what: by_arm}, "learning rate", score)
+    figure = _lines(group, title, styles, {what: by_arm}, "learning rate", score)
     if figure is not None:
         (axes,) = figure.axes
         axes.set_ylim(_possible(measure, axes.get_ylim()))
@@ -284,14 +358,17 @@ def _blocks(group: Group, styles: Styles) -> Figure | None:
     what = f"test {group.measure.name} without a block minus the whole model's, median over seeds"
     panels = {what: group.lists("block_drop")}
     added = f"added {group.measure.unit}"
-    return _lines(group.title, styles, panels, "block, 1 = first", added, log=True)
+    x = "block, 1 = first"
+    return _lines(group, group.plain_title, styles, panels, x, added, log=True)
 
 
 def _variances(group: Group, styles: Styles) -> Figure | None:
     """The variance of the input and the output of each norm, by depth."""
     panels = {title: group.lists(name) for name, title in VARIANCES.items()}
     targets = group.lists("target_variance")
-    figure = _lines(group.title, styles, panels, "norm, 1 = first", "variance", log=True)
+    x = "norm, 1 = first"
+    title = group.plain_title
+    figure = _lines(group, title, styles, panels, x, "variance", log=True)
     for axes in [] if figure is None else figure.axes:
         if axes.get_title("left") != VARIANCES["output_variance"]:
             continue
@@ -301,7 +378,12 @@ def _variances(group: Group, styles: Styles) -> Figure | None:
     return figure
 
 
+def _line_name(arm: str, table: pd.DataFrame) -> str:
+    return f"{label(arm)} ({count_of(len(table), 'seed')})"
+
+
 def _lines(
+    group: Group,
     title: str,
     styles: Styles,
     panels: Mapping[str, Mapping[str, pd.DataFrame]],
@@ -320,17 +402,18 @@ def _lines(
             drawn[what] = lines
     if not drawn:
         return None
-    figure, panes = _new_figure(title, (11, 2 + 2.5 * len(drawn)), (len(drawn), 1))
+    height = 1 + 2.3 * len(drawn) + 0.3 * (len(drawn) == 1)
+    figure, panes = _new_figure(group, title, height, (len(drawn), 1))
     for (what, lines), axes in zip(drawn.items(), panes, strict=True):
         for arm, table in lines.items():
-            name = textwrap.fill(f"{label(arm)} ({count_of(len(table), 'seed')})", 34)
+            name = textwrap.fill(_line_name(arm, table), 40)
             few = 1 + table.shape[1] // 25  # markers sparse enough to tell apart
-            options = {"markevery": few, "markersize": 5, "clip_on": False, **styles[arm]}
+            options = {"markevery": few, "markersize": 4, "clip_on": False, **styles[arm]}
             axes.plot(table.columns, table.median(), label=name, **options)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
         if log:
             _log_y(axes, np.concatenate([np.ravel(table) for table in lines.values()]))
-        axes.set_title(what, loc="left", fontsize="medium")
+        axes.set_title(what, loc="left")
         axes.set_ylabel(y)
     panes[-1].set_xlabel(x)
     _add_legend(figure, *panes[0].get_legend_handles_labels())
@@ -338,10 +421,13 @@ def _lines(
 
 
 def _add_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[Any]) -> None:
-    """Add a legend beside the panels, and make the figure as high as it."""
-    height = 1.6 + 0.2 * "\n".join(labels).count("\n")
-    figure.set_figheight(max(figure.get_figheight(), height))
-    figure.legend(handles, labels, loc="outside right center", frameon=False)
+    """Add a legend below the panels, and make the figure higher by it."""
+    longest = max(len(line) for name in labels for line in name.split("\n"))
+    columns = max(1, min(4, 100 // (longest + 8), len(labels)))
+    lines = max(name.count("\n") + 1 for name in labels)
+    rows = math.ceil(len(labels) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.15 + 0.19 * rows * lines)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def _log_y(axes: Axes, values: np.ndarray) -> None:
@@ -349,7 +435,8 @@ def _log_y(axes: Axes, values: np.ndarray) -> None:
     positive = values[(values > 0) & np.isfinite(values)]
     if positive.size and positive.max() >= LOG_RANGE * positive.min():
         axes.set_yscale("log", nonpositive="mask")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        subs = (1, 2, 5) if positive.max() < 1e3 * positive.min() else (1,)
+        axes.yaxis.set_major_locator(LogLocator(subs=subs))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
 
@@ -362,15 +449,54 @@ def _log_x(axes: Axes, ticks: Iterable[float]) -> None:
 
 
 def _new_figure(
-    title: str, size: tuple[float, float], shape: tuple[int, int] = (1, 1), **share: Any
+    origin: Group | str,
+    title: str,
+    height: float,
+    shape: tuple[int, int] = (1, 1),
+    **share: Any,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of `size` inches, without pyplot's global state, and its `shape` of panels."""
-    figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(title, fontsize="medium", wrap=True)
+    """A figure without pyplot's global state, and its `shape` of panels.
+
+    The last line of the title says where the runs come from.
+    """
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    last = origin if isinstance(origin, str) else _origin(origin)
+    lines = [
+        part
+        for line in (*title.split("\n"), last)
+        for part in textwrap.wrap(line, 100, break_on_hyphens=False)
+    ]
+    figure.suptitle("\n".join(lines))
     panels = list(figure.subplots(*shape, squeeze=False, **share).flat)
     for axes in panels:
-        axes.grid(alpha=0.3)
+        axes.grid(visible=True)
     return figure, panels
+
+
+def _origin(group: Group) -> str:
+    """Hardware, torch, commits and days of the finished runs, as far as they are known."""
+    runs = group.every[group.every.status == "finished"]
+    torches = runs.versions.map(lambda versions: versions.get("torch", ""))
+    return origin_text(runs.hardware, torches, runs.commit, runs.date)
+
+
+def origin_text(
+    devices: Iterable[str],
+    torches: Iterable[str],
+    commits: Iterable[str],
+    dates: Iterable[str],
+) -> str:
+    """Where results come from, in words; what is unknown is left out."""
+    days = sorted({date[:10] for date in dates if date})
+    shorts = {short_commit(commit) for commit in commits}
+    named = {"": devices, "torch ": torches, "commit ": shorts}
+    parts = []
+    for name, values in named.items():
+        known_values = sorted({*values} - {"", "unknown"})
+        if known_values:
+            parts.append(name + " or ".join(known_values))
+    parts += [" to ".join(dict.fromkeys([*days[:1], *days[-1:]]))]
+    return ", ".join(filter(None, parts))
 
 
 PLOTS: dict[str, Callable[[Group, Styles], Figure | None]] = {

@@ -73,6 +73,23 @@ def label(arm: str) -> str:
     return " ".join([*["target"] * arm[:1].isdigit(), *parts])
 
 
+# The names of models and data in titles of pictures.
+PLAIN = {
+    "resnet18": "ResNet-18",
+    "vit_tiny": "small ViT",
+    "gpt_24x256": "GPT with 24 blocks",
+    "gpt_tiny": "GPT with 12 blocks",
+    "cifar10": "CIFAR-10",
+    "cifar10-jpeg": "CIFAR-10 (JPEG)",
+    "stdlib.txt": "Python's standard library",
+}
+
+
+def plain_title(model: str, data: str) -> str:
+    """A model and its data in plain names: "ResNet-18 on CIFAR-10"."""
+    return " on ".join(PLAIN.get(name, name) for name in (model, data))
+
+
 def find_runs(sources: Sequence[Path]) -> tuple[pd.DataFrame, dict[str, str]]:
     """A row for each run of the sources, and file -> reason for each that is not a result.
 
@@ -219,6 +236,7 @@ class Group:
         rates = ", ".join(map("{:g}".format, np.unique(every.learning_rate.dropna())))
         means = f": means over the learning rates {rates}" if over_rates else ""
         self.title = f"{self.model} on {self.data}{means}"
+        self.plain_title = f"{plain_title(self.model, self.data)}{means}"
         self.arms = sorted(set(runs.arm))
         self.seeds = sorted(set(runs.seed))  # that each arm should have
         self.finished = runs[runs.status == "finished"]  # no other run is averaged

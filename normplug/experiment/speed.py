@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 
 from normplug._files import stamp, write_file
 from normplug._measure import BASELINE, Measure
+from normplug._pictures import save
 from normplug.bench import timing
-from normplug.compare.plots import save, speeds_figure
+from normplug.compare.plots import speeds_figure
 from normplug.compare.report import (
     NOTHING,
     bullets,

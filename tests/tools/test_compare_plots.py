@@ -8,8 +8,11 @@ from itertools import product
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
 
 from normplug._measure import ACCURACY, Measure
+from normplug._pictures import COLOURS, GREY
 from normplug.compare.plots import VARIANCES, arm_styles, figures
 from normplug.compare.runs import Result, group_runs
 
@@ -35,7 +38,9 @@ def a_variance(cells):
 
 
 def lines(axes):
-    return {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    """Label -> the points of a line. A line without a label is none of an arm."""
+    named = [line for line in axes.lines if not line.get_label().startswith("_")]
+    return {line.get_label(): line.get_xydata().tolist() for line in named}
 
 
 def ticks(axis):
@@ -51,6 +56,10 @@ def means(axes):
 
 def texts(axes):
     return [text.get_text() for text in axes.texts if text.get_text()]
+
+
+def heading(figure):
+    return " ".join(figure.get_suptitle().split())
 
 
 def dots(axes, marker):
@@ -69,7 +78,8 @@ def test_lines_over_epochs_and_blocks_are_medians_up_to_where_a_seed_stops():
     (gaps,) = found["gap"].axes
     assert lines(gaps).keys() == {"golden (1 seed)"}
     np.testing.assert_allclose(lines(gaps)["golden (1 seed)"], [[1, -10], [2, -10]])
-    assert gaps.get_ylabel() == "minus standard (points)"
+    assert found["gap"].get_supylabel() == "points, higher is better"
+    assert "validation accuracy minus standard, same seed" in heading(found["gap"])
     (blocks,) = found["blocks"].axes
     expected = {
         "golden (2 seeds)": [[1, 0.4], [2, 0.2]],
@@ -116,9 +126,10 @@ def test_a_loss_is_drawn_as_it_is_with_its_unit():
     )
     left, right = found["seeds"].axes
     assert left.get_xlabel() == "test loss (nats/byte), lower is better"
-    assert right.get_xlabel() == "test loss minus standard, same seed (nats/byte)"
+    minus = "test loss minus standard, same seed (nats/byte)"
+    assert right.get_xlabel().replace("\n", " ") == minus
     assert dots(right, "D") == [-0.25]
-    assert found["gap"].axes[0].get_ylabel() == "minus standard (nats/byte)"
+    assert found["gap"].get_supylabel() == "nats/byte, lower is better"
 
 
 def test_no_text_of_a_plot_lies_on_another_or_outside():
@@ -252,3 +263,102 @@ def test_no_two_arms_have_one_colour_and_arms_differ_without_colour(others):
     assert len({style["color"] for style in styles}) == 3 + others
     looks = {(style["marker"], style.get("linestyle")) for style in styles}
     assert len(looks) == min(3 + others, 3 + 21)
+
+
+def test_a_gap_is_a_mean_with_the_band_of_its_interval():
+    curves = {
+        "standard": ((0.5, 0.6), (0.5, 0.6), (0.5, 0.6)),
+        "golden": ((0.51, 0.62), (0.52, 0.62), (0.53, 0.62)),
+    }
+    found = drawn(
+        *(
+            a_run(arm, seed, curve=curve)
+            for arm, of_seeds in curves.items()
+            for seed, curve in enumerate(of_seeds)
+        )
+    )
+    (axes,) = found["gap"].axes
+    np.testing.assert_allclose(lines(axes)["golden (3 seeds)"], [[1, 2], [2, 2]])
+    (band,) = axes.collections
+    box = band.get_datalim(axes.transData)
+    # Differences of 1, 2 and 3 points: t(0.975, 2) / sqrt(3) = 2.4841.
+    np.testing.assert_allclose([box.y0, box.y1], [2 - 2.4841, 2 + 2.4841], rtol=1e-4)
+    assert found["gap"].legends
+
+
+def test_many_gaps_have_a_panel_each_and_their_own_colour():
+    arms = ("0.25", "0.5", "golden", "baseline", "mine")
+    curves = [
+        a_run(arm, seed, curve=(0.5, 0.6 + seed / 100))
+        for arm in ("standard", *arms)
+        for seed in range(2)
+    ]
+    figure = drawn(*curves)["gap"]
+    panels = [axes for axes in figure.axes if axes.axison]
+    assert {axes.get_title() for axes in panels} == {
+        f"{name} (2 seeds)" for name in ("target 0.25", "target 0.5", *arms[2:])
+    }
+    styles = arm_styles(arms)
+    for axes in panels:
+        (arm,) = [arm for arm in arms if f"{arm} (" in axes.get_title()]
+        (line,) = [line for line in axes.lines if not line.get_label().startswith("_")]
+        assert line.get_color() == styles[arm]["color"]
+        assert len(axes.collections) == 1
+    assert not figure.legends
+
+
+def test_the_axes_of_speed_end_just_outside_the_points_and_their_intervals():
+    runs = [
+        a_run(arm, seed, 0.8 + seed / 10, items_per_s=speed)
+        for arm, speed in (("standard", 50_000.0), ("golden", 52_000.0))
+        for seed in range(3)
+    ]
+    (axes,) = drawn(*runs)["speed"].axes
+    assert 49_800 < axes.get_xlim()[0] < 50_000
+    assert 52_000 < axes.get_xlim()[1] < 52_200
+
+
+def test_an_arm_has_one_colour_in_all_plots_of_all_groups():
+    few, many = ("standard", "golden"), ("standard", "golden", "0.25", "mine", "a")
+    for arm in few:
+        assert arm_styles(few)[arm] == arm_styles(many)[arm]
+        assert arm_styles(few)[arm]["color"] == COLOURS[arm]
+    assert arm_styles(["mine"])["mine"] == arm_styles(many)["mine"]
+
+
+def test_a_title_has_plain_names_and_seven_digits_of_each_commit():
+    commits = ("b149bb73f32a6c88e8c67fac1f90951f0361d710", "", "unknown")
+    run = {"model": "resnet18", "data": "cifar10-jpeg", "date": "2026-11-28T01:00:00"}
+    run |= {"hardware": "NVIDIA H100", "versions": {"torch": "2.11.0"}}
+    runs = [
+        a_run(arm, seed, commit=commit, **run)
+        for arm in ("standard", "golden")
+        for seed, commit in enumerate(commits)
+    ]
+    title = drawn(*runs)["seeds"].get_suptitle()
+    assert title.startswith("ResNet-18 on CIFAR-10 (JPEG)\n")
+    last = "NVIDIA H100, torch 2.11.0, commit b149bb7, 2026-11-28"
+    assert title.endswith(f"\n{last}")
+
+
+def test_no_text_is_nan_and_all_text_is_grey():
+    arms = ("standard", "golden", "0.5")
+    cells = np.array([1.0, float("nan"), 2.0])
+    others = {"block_drop": [0.5, 0.1], **a_variance(cells)}
+    runs = [a_run(arm, 0, curve=(0.5, 0.6), **others) for arm in arms]
+    runs += [a_run("lost", 0, float("nan"), ())]
+    runs += [a_run(arm, 1, items_per_s=10.0) for arm in ("0.25", "1.5")]
+    figures_drawn = drawn(*runs)
+    assert {
+        "seeds",
+        "gap",
+        "blocks",
+        "speed",
+        "variance_by_depth",
+    } <= figures_drawn.keys()
+    for name, figure in figures_drawn.items():
+        assert figure.patch.get_facecolor()[3] == 0
+        for text in figure.findobj(Text):
+            assert "nan" not in text.get_text(), name
+            if text.get_text():
+                assert to_hex(text.get_color()) == GREY, (name, text)
