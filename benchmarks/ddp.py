@@ -21,8 +21,10 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
+from normplug._pictures import WIDTH, colours_of, origin_text, save, styled, title_text
 from normplug.bench.rows import Row, add_to_file, read_file
 
 TRAIN = Path(__file__).parents[1] / "train.py"
@@ -30,6 +32,10 @@ RECIPE = (
     "experiment=cifar10_resnet18", "data=image_folder", "data.image_size=32", "data.device=cuda",
     "callbacks=minimal", "mode=standard", "trainer.max_epochs=10",
 )  # fmt: skip
+ARMS = {
+    False: "normplug",
+    True: "normplug, CUDA graphs",
+}  # by `graph`, as pictures name them
 RESULTS = ("images_per_s", "step_ms", "test_accuracy", "learning_rate", "epochs")
 
 
@@ -59,34 +65,46 @@ def run(gpus: int, graph: bool, seed: int, options: Sequence[str]) -> Row:
     return facts | {key: result[key] for key in RESULTS} | where | result["versions"]
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the images per second over the GPUs: each run, and the medians."""
+@styled
+def draw(rows: Sequence[Row]) -> Figure:
+    """Draw the images per second over the GPUs: each run, and the medians with their values."""
     import pandas
-    from matplotlib.figure import Figure
 
     done = pandas.DataFrame([row for row in rows if "error" not in row])
     done = done[done.batch == 512 * done.gpus]
-    figure = Figure(figsize=(5, 3.5), layout="constrained")
-    axes = figure.add_subplot(title="ResNet-18, CIFAR-10, 512 images per GPU")
-    figure.suptitle(
-        f"{rows[0]['device'].split(' x ')[-1]}, {rows[0]['date']:.10}", fontsize="small"
-    )
+    figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    title = "ResNet-18 on CIFAR-10, 512 images for each GPU and step"
+    note = "dots: runs; lines: medians; dotted: in proportion to the GPUs"
+    origin = origin_text(done.to_dict("records"))
+    figure.suptitle(title_text(f"{title}\n{note}\n{origin}"))
+    colours = colours_of(ARMS.values())
     for graph, runs in done.groupby("graph"):
-        name, colour = (
-            ("CUDA graphs", "tab:blue") if graph else ("no graphs", "tab:orange")
-        )
-        axes.plot(runs.gpus, runs.images_per_s, ".", color=colour)
+        name = ARMS[graph]
+        look = {"color": colours[name]}
+        axes.plot(runs.gpus, runs.images_per_s, "o", markersize=3, alpha=0.6, **look)
         middle = runs.groupby("gpus").images_per_s.median()
-        middle.plot(ax=axes, color=colour, label=name, legend=True)
-        ideal = middle.iloc[0] / middle.index[0] * middle.index.to_series()
-        ideal.plot(ax=axes, style=":", color=colour)
-    axes.set(
-        xticks=sorted(set(done.gpus)),
-        ylim=(0, None),
-        xlabel="GPUs (lines: medians; dotted: in proportion)",
-    )
+        axes.plot(middle.index, middle, "o-", label=name, **look)
+        for gpus, value in middle.items():
+            last = gpus == middle.index[-1]
+            axes.annotate(
+                f"{value:,.0f}",
+                (gpus, value),
+                xytext=(8, 0),
+                textcoords="offset points",
+                va="center" if last else "top",  # below the line that goes on from here
+            )
+        ideal = middle.iloc[0] / middle.index[0] * middle.index.to_numpy()
+        axes.plot(middle.index, ideal, ":", **look)
+    axes.set_xticks(sorted(set(done.gpus)))
+    axes.margins(x=0.12)
+    axes.set_ylim(0, None)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("GPUs")
     axes.set_ylabel("images per second, higher is better")
-    figure.savefig(path, dpi=150)
+    axes.grid(axis="y")
+    figure.legend(loc="outside lower center", ncols=len(ARMS))
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -106,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     a = parser.parse_intermixed_args(argv)
     if a.plot:
-        plot(read_file(a.json), a.plot)
+        save(draw(read_file(a.json)), a.plot)
         return
     for seed, gpus, graphs in product(a.seeds, a.gpus, a.graphs):
         row = run(gpus, graphs == "yes", seed, a.options)

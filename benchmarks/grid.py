@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 import normplug
-from normplug._pictures import save
+from normplug._pictures import GREY, WIDTH, save, styled
 from normplug.compare.runs import find_runs
 
 # The target variances, whose bias factor is 1 / target, apart from the head (docs/mathematics.md).
@@ -57,13 +57,14 @@ def places_of_targets(factors: pd.Index) -> dict[str, float]:
     return places
 
 
+@styled
 def draw(grid: pd.DataFrame) -> Figure:
     """A heat map of `grid_of`, with the value in each cell.
 
     The axis on the right names the target variances at the places of their factors; between two
     rows a place is interpolated on a log scale. A dashed line marks golden.
     """
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.5), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(grid, cmap="viridis", origin="lower", aspect="auto")
     middle = (image.norm.vmin + image.norm.vmax) / 2
@@ -71,6 +72,8 @@ def draw(grid: pd.DataFrame) -> Figure:
         for column, value in enumerate(values):
             text = "diverged" if np.isnan(value) else f"{value:.1f}"
             colour = "white" if value < middle else "black"
+            if np.isnan(value):  # a cell without a colour
+                colour = GREY
             axes.text(column, row, text, ha="center", va="center", color=colour)
     axes.set_xticks(range(grid.shape[1]), [f"{rate:g}" for rate in grid.columns])
     axes.set_yticks(range(grid.shape[0]), [f"{each:g}" for each in grid.index])

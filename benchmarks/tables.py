@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import argparse
 import re
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
+from bars import draw_bars
 from normplug._files import write_file
+from normplug._pictures import origin_text, save
 from normplug.bench import devices
 from normplug.bench.rows import Row, draw, read_file
 
@@ -147,8 +148,8 @@ DOOR_MODELS = {
     ("nnunet3d", 2): "3d U-Net",
 }
 DOOR_ARMS = {
-    "compile": "torch.compile",
     "swap+fuse": "normplug",
+    "compile": "torch.compile",
     "swap+fuse+compile": "normplug and torch.compile",
 }
 # The columns of README's table, which has the same models.
@@ -171,34 +172,79 @@ TITLES = {
     "layer_norm_h100": "LayerNorm",
     "models_h100": "Training steps",
 }
-# The name of a picture -> its file of results, and a pattern of its rows.
+STEPS_PICTURE = "models_h100"
+STEPS_ARMS = {
+    "swap": "swap",
+    "swap+fuse": "swap + fuse",
+    "compile": "torch.compile",
+    "swap+fuse+compile": "swap + fuse + compile",
+}
+# The panels of the picture of all models, by most of their norms; the last has all others.
+PANELS = {
+    "BatchNorm": (
+        *("resnet50", "efficientnet_b0", "mobilenet_v3_large", "regnet_y_1_6gf"),
+        *("densenet121", "inception_v3", "cspdarknet53", "r2plus1d_18"),
+        "resnet18-cifar",
+    ),
+    "LayerNorm": (
+        *("vit_b_16", "convnext_tiny", "convnextv2_tiny", "swin_t", "deit3_small"),
+        *("segformer_b2", "encoder_6x256", "bert_base", "gpt2"),
+    ),
+    "other norms": (),
+}
+SHORT = {  # names that are shorter in that picture
+    "encoder_6x256": "nn.TransformerEncoder",
+    "llama_16x1024": "Llama-style",
+    "unet2d": "diffusion UNet",
+    "nnunet3d": "3d U-Net",
+}
+
+
+class Picture(NamedTuple):
+    """A picture of speeds of operations: from a file, the rows whose key matches a pattern.
+
+    The key is "op dtype layout shape". A panel has the rows that are equal in `panels`.
+    """
+
+    results: str
+    pattern: str
+    panels: tuple[str, ...]
+    title: str
+
+
 PICTURES = {
-    "models_h100": ("models_h100", ""),
-    "batch_norm_h100": ("kernels_h100", r"batch_norm\S* bfloat16"),
-    "layer_norm_h100": ("layer_norm_h100", r"layer_norm b?float(16|32) 4096x"),
-    "rms_norm_h100": ("families_h100", r"(add_)?rms_norm bfloat16"),
-    "group_norm_h100": ("families_h100", r"(group|instance)_norm\S* bfloat16"),
-    "host_h100": ("host_h100", ""),
+    "batch_norm_h100": Picture(
+        "kernels_h100",
+        r"batch_norm\S* bfloat16 \S+ (128x256x56x56|256x512x28x28)$",
+        ("layout", "direction"),
+        "BatchNorm in bfloat16, two shapes",
+    ),
+    "rms_norm_h100": Picture(
+        "families_h100",
+        r"(add_)?rms_norm bfloat16 ",
+        ("op", "direction"),
+        "RMSNorm in bfloat16",
+    ),
+    "group_norm_h100": Picture(
+        "families_h100",
+        r"(group|instance)_norm\S* bfloat16 \S+ (16x320x64x64|4x128x512x512|\d+x\d+x128x128x128)$",
+        ("layout", "direction"),
+        "GroupNorm and InstanceNorm in bfloat16, large shapes",
+    ),
+    "host_h100": Picture(
+        "host_h100",
+        r"\S+ \S+ (\S+ 512x768|NHWC \S+)$",
+        ("shape", "layout", "dtype", "direction"),
+        "Calls on small inputs, back to back",
+    ),
 }
-
-
-# The colours of arms and providers, distinct in grey too.
-COLOURS = {
-    "torch.compile": "#dbe9f6",
-    "normplug, through Python": "#fdc086",
-    "swap": "#fdc086",
-    "normplug": "#e6761b",
-    "swap + fuse": "#e6761b",
-    "normplug and torch.compile": "#173f5f",
-    "swap + fuse + compile": "#173f5f",
-    "Liger-Kernel": "#3f7d3f",
-    "QuACK": "#c9a0dc",
-}
-OTHER_COLOUR = "#000000"
+LINES = "layer_norm_h100"  # the picture of GB/s over the width, and its rows
+LINES_PATTERN = r"layer_norm b?float(16|32) 4096x"
+# How the panels of a picture are named.
+WORDS = {"F": "forward", "F+B": "forward and backward"}
+WORDS |= {"rows": "", "NC": "", "NCHW": "contiguous", "NHWC": "channels_last"}
 # Providers that no picture shows, since they run the same kernels, and arms of few models.
 NOT_DRAWN = {"provider": ("golden", "watched"), "arm": ("swap+fuse+recompute", "liger")}
-# Numbers of an axis of speeds.
-TICKS = (0.25, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def named(rows: Sequence[Row]) -> list[Row]:
@@ -394,53 +440,71 @@ def speeds(rows: Sequence[Row]) -> pd.DataFrame:
     return times.rdiv(times["eager"], axis=0).drop(columns="eager")
 
 
-def draw_speeds(faster: pd.DataFrame, path: Path, title: str, width: float = 9) -> None:
-    """Draw a group of bars for each line of `speeds`: from eager's speed, the line at 1."""
-    figure = Figure((width, 1.5 + 0.17 * faster.size), layout="constrained")
-    axes = figure.subplots()
-    bars = {
-        "width": 0.8,
-        "color": [COLOURS.get(name, OTHER_COLOUR) for name in faster],
-        "edgecolor": "black",
-    }
-    (faster - 1).plot.barh(ax=axes, left=1, linewidth=0.4, legend=False, **bars)
-    axes.set_xscale("log", base=2)
-    lowest, highest = min(0.9, 0.95 * faster.min(axis=None)), 1.1 * faster.max(axis=None)
-    ticks = [tick for tick in TICKS if lowest <= tick <= highest]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlim(lowest, highest)
-    axes.invert_yaxis()
-    axes.set(xlabel="speed over eager PyTorch, of medians (higher is better)", ylabel="")
-    axes.axvline(1, color="black", linestyle="--", linewidth=0.8)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
-    lines = [
-        part
-        for line in title.split("\n")
-        for part in textwrap.wrap(line, int(14 * width))
+def shown(rows: Sequence[Row], keys: Sequence[str], pattern: str) -> list[Row]:
+    """The rows whose fields `keys` match a pattern, without what no picture shows."""
+    drawn = [
+        row
+        for row in rows
+        if not any(row.get(series) in names for series, names in NOT_DRAWN.items())
     ]
-    figure.suptitle("\n".join(lines), fontsize="small")
-    figure.savefig(path, dpi=150)
+    return [
+        row
+        for row in drawn
+        if re.match(pattern, " ".join(str(row.get(key)) for key in keys))
+    ]
 
 
-def draw_door(rows: Sequence[Row], path: Path) -> None:
+def draw_picture(picture: Picture) -> Figure:
+    """Draw the speeds of operations over eager."""
+    found = shown(
+        _read(picture.results), ("op", "dtype", "layout", "shape"), picture.pattern
+    )
+    faster = speeds(named(found))
+    cases = faster.index.to_frame(index=False).astype(str).replace(WORDS)
+    shared = [
+        name for name in cases if name not in picture.panels and cases[name].nunique() > 1
+    ]
+    panels = {}
+    for words, part in cases.groupby(list(picture.panels), sort=False):
+        speeds_of_part = faster.iloc[part.index]
+        speeds_of_part.index = [", ".join(line) for line in part[shared].to_numpy()]
+        panels[", ".join(filter(None, words))] = speeds_of_part
+    panels = dict(sorted(panels.items(), key=lambda panel: -len(panel[1])))
+    extra = ["liger-kernel"] if "Liger-Kernel" in faster else []
+    title = f"{picture.title}\n{origin_text(found, *extra)}"
+    return draw_bars(panels, title, by="normplug")
+
+
+def draw_models(rows: Sequence[Row]) -> Figure:
+    """Draw the training steps of all models: a column of panels for each arm."""
+    drawn = shown(rows, ("model",), "")
+    faster = speeds(drawn)[list(STEPS_ARMS)].rename(columns=STEPS_ARMS)
+    place = {model: panel for panel, models in PANELS.items() for model in models}
+    *_, rest = PANELS
+    by_panel = faster.groupby(
+        [place.get(model, rest) for model, _ in faster.index], sort=False
+    )
+    panels = {}
+    for panel, part in by_panel:
+        names = [
+            f"{SHORT.get(model, MODELS[model])}, {batch}" for model, batch in part.index
+        ]
+        panels[panel] = part.set_axis(names)
+    title = f"Training steps in bfloat16, by model and batch\n{origin_text(drawn)}"
+    note = layouts_note(named(drawn))
+    return draw_bars(panels, f"{title}\n{note}", by="swap + fuse", apart=True)
+
+
+def draw_door(rows: Sequence[Row]) -> Figure:
     """Draw the models of `DOOR_MODELS`, the fastest with normplug first."""
-    faster = speeds(rows).reindex(index=list(DOOR_MODELS), columns=list(DOOR_ARMS))
-    faster.index = list(DOOR_MODELS.values())
-    faster = faster.rename(columns=DOOR_ARMS).sort_values("normplug", ascending=False)
-    days = sorted({str(row["date"])[:10] for row in rows})
-    when = " to ".join(dict.fromkeys((days[0], days[-1])))
-    shown = [
+    drawn = [
         row | {"model": DOOR_MODELS[row["model"], row["batch"]]}
         for row in rows
         if (row["model"], row["batch"]) in DOOR_MODELS
     ]
-    title = (
-        f"{rows[0]['device']}, training steps in bfloat16, {when}\n{layouts_note(shown)}"
-    )
-    draw_speeds(faster, path, title.strip(), width=6)
+    faster = speeds(drawn).droplevel("batch")[list(DOOR_ARMS)].rename(columns=DOOR_ARMS)
+    title = f"Training steps in bfloat16\n{origin_text(drawn)}\n{layouts_note(drawn)}"
+    return draw_bars({"": faster}, title, by="normplug", apart=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -456,39 +520,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_file(page, text_of(page))
     for page in (README, DOCS / "speed.md"):
         write_file(page, filled(page.read_text()))
-    for name, (results, pattern) in PICTURES.items():
-        rows = rows_of(results)
-        shown = [
-            row
-            for row in rows
-            if re.match(
-                pattern, " ".join(str(row.get(key)) for key in ("op", "dtype", "shape"))
-            )
-            and not any(row.get(series) in names for series, names in NOT_DRAWN.items())
-        ]
-        shown = named(shown)
-        picture = DOCS / f"{name}.png"
-        if name == "layer_norm_h100":
-            draw(shown, picture, "\n".join(textwrap.wrap(_origin(rows), 120)))
-        else:
-            faster = speeds(shown)
-            levels = {name: faster.index.unique(name) for name in faster.index.names}
-            same = [name for name, values in levels.items() if len(values) == 1]
-            faster.index = [
-                ", ".join(map(str, case)).replace("`", "")
-                for case in faster.index.droplevel(same).to_flat_index()
-            ]
-            title = [
-                _origin(rows),
-                *(str(levels[name][0]) for name in same if name != "layout"),
-            ]
-            if "direction" in levels:
-                title.append("F: forward, F+B: forward and backward")
-            title += filter(None, [layouts_note(shown)])
-            draw_speeds(
-                faster, picture, "\n".join([title[0], "; ".join(title[1:])]).strip()
-            )
-    draw_door(rows_of(STEPS[0]), DOCS / f"{DOOR}.png")
+    steps_of_models = rows_of(STEPS[0])
+    save(draw_door(steps_of_models), DOCS / f"{DOOR}.png")
+    save(draw_models(steps_of_models), DOCS / f"{STEPS_PICTURE}.png")
+    for name, picture in PICTURES.items():
+        save(draw_picture(picture), DOCS / f"{name}.png")
+    rows = shown(rows_of(LINES), ("op", "dtype", "shape"), LINES_PATTERN)
+    draw(
+        named(rows),
+        DOCS / f"{LINES}.png",
+        f"GB/s of LayerNorm over the width of a row\n{origin_text(rows, 'liger-kernel')}",
+    )
 
 
 if __name__ == "__main__":

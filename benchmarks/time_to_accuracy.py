@@ -22,7 +22,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from normplug._files import write_file
-from normplug.compare.plots import arm_styles, save
+from normplug._pictures import GREY, WIDTH, save, styled
+from normplug.compare.plots import arm_styles
 from normplug.compare.report import NOTHING, table_text
 from normplug.compare.runs import find_runs, label
 
@@ -170,9 +171,10 @@ def ratio(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) and value > 0 else NOTHING
 
 
+@styled
 def draw(runs: pd.DataFrame, table: pd.DataFrame, goal: float) -> Figure:
     """Validation accuracy over the seconds of training: medians over the seeds of each arm."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.5), layout="constrained")
     axes = figure.subplots()
     styles = arm_styles(table["arm"])
     finished = runs[runs["status"] == "finished"]
@@ -188,12 +190,12 @@ def draw(runs: pd.DataFrame, table: pd.DataFrame, goal: float) -> Figure:
             label=f"{label(row.arm)}: {seconds(row.seconds)} s",
             **styles[row.arm] | {"markersize": 3},
         )
-    axes.axhline(100 * goal, color="black", linewidth=0.8, linestyle="dotted")
+    axes.axhline(100 * goal, color=GREY, linewidth=0.8, linestyle="dotted")
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("validation accuracy (%)")
-    axes.set_title(f"Time to {100 * goal:g}%, medians over seeds", fontsize="medium")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right center", frameon=False)
+    axes.set_title(f"Time to {100 * goal:g}%, medians over seeds")
+    axes.grid()
+    figure.legend(loc="outside right center")
     return figure
 
 

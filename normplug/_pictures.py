@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
@@ -17,6 +18,7 @@ from normplug._files import replace_file
 
 Drawn = TypeVar("Drawn")
 
+UNBROKEN = "\N{NO-BREAK SPACE}"  # where a line of a title must not end
 WIDTH = 7.5  # inches of every picture: a page shows about 93 of its pixels for an inch
 DPI = 150
 # Pictures have no background. This grey has a contrast of 4 with white and with dark pages.
@@ -143,6 +145,35 @@ def short_commit(commit: str) -> str:
     """A commit's first seven digits, with "-dirty" if it has that."""
     digits, dash, rest = commit.partition("-")
     return f"{digits[:7]}{dash}{rest}" if digits != "unknown" else commit
+
+
+def origin_text(rows: Iterable[Mapping[str, Any]], *packages: str) -> str:
+    """Where results come from, in words: device, versions, commits and days, if they are known.
+
+    Each row has the keys of `normplug._files.stamp`. `packages` are named after torch, triton and
+    normplug. `title_text` breaks its lines between the parts only.
+    """
+    rows = list(rows)
+    parts = []
+    for key in ("device", "torch", "triton", "normplug", *packages, "commit"):
+        found = {str(row[key]) for row in rows if row.get(key)} - {"unknown"}
+        if key == "commit":
+            found = set(map(short_commit, found))
+        if found:
+            name = "" if key == "device" else f"{key} "
+            parts.append(f"{name}{' or '.join(sorted(found))}".replace(" ", UNBROKEN))
+    days = sorted({str(row["date"])[:10] for row in rows if row.get("date")})
+    if days:
+        parts.append(f"{UNBROKEN}to{UNBROKEN}".join(dict.fromkeys((days[0], days[-1]))))
+    return ", ".join(parts)
+
+
+def title_text(title: str) -> str:
+    """The lines of a title, broken where they are wider than a picture."""
+    lines = [
+        textwrap.wrap(line, 105, break_on_hyphens=False) for line in title.split("\n")
+    ]
+    return "\n".join(part for parts in lines for part in parts).replace(UNBROKEN, " ")
 
 
 def styled(draw: Callable[..., Drawn]) -> Callable[..., Drawn]:

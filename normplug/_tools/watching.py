@@ -325,7 +325,7 @@ class Watch:
         return text.getvalue()
 
     def plot(self, path: str | Path) -> None:
-        """Draw a heat map of the variances, layer by step, as a PNG; needs matplotlib."""
+        """Draw a heat map of variances over their targets, layer by step; needs matplotlib."""
         if not self.rows:
             raise ValueError(
                 "normplug.watch: plot needs at least one measured step, and nothing has been "

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from normplug._checks import needs
-from normplug._files import replace_file, write_file
+from normplug._files import write_file
 from normplug._table import table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 ORIGIN = "{device}, torch {torch}, {date:.10}, commit {commit}"
-# Distinct without colour, too.
-STYLES = (
-    "o-",
-    "s--",
-    "^:",
-    "D-.",
-    "v-",
-    "P--",
-    "X:",
-    "<-.",
-)
+# Markers and dashes of providers in their order. The colours are in `_pictures`.
+STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.")
 
 
 class Rows(list[Row]):
@@ -68,9 +64,9 @@ class Rows(list[Row]):
 
 def cell(value: Any) -> str:
     """A value as the text of a table's cell."""
-    if isinstance(value, float):
+    if isinstance(value, float) and not math.isnan(value):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return "-" if value is None else str(value)
+    return "-" if value is None or value != value else str(value)
 
 
 def read_file(path: Path) -> list[Row]:
@@ -98,8 +94,20 @@ def add_to_file(path: Path | None, rows: Iterable[Row]) -> None:
 
 def draw(rows: Sequence[Row], path: Path, title: str | None = None) -> None:
     """Plot the median GB/s of each provider over the width, by operation, dtype and direction."""
+    from matplotlib import rc_context
+
+    from normplug._pictures import STYLE, save
+
+    with rc_context(STYLE):
+        save(_figure(rows, title), path)
+
+
+def _figure(rows: Sequence[Row], title: str | None) -> Figure:
+    """A panel for each operation, dtype and direction."""
     import pandas
     from matplotlib.figure import Figure
+
+    from normplug._pictures import GREY, WIDTH, colours_of, origin_text, title_text
 
     found = pandas.DataFrame(
         [row for row in rows if row.get("layout") == "rows" and "gbps" in row]
@@ -111,33 +119,35 @@ def draw(rows: Sequence[Row], path: Path, title: str | None = None) -> None:
     found[["rows", "width"]] = found["shape"].str.rsplit("x", n=1, expand=True)
     found = found.astype({"width": int})
     names = found["provider"].unique()
+    colours = colours_of(names)
     panels = list(found.groupby(["op", "rows", "dtype", "direction"], sort=False))
     height = -(-len(panels) // 2)
-    figure = Figure((10, 4 * height), layout="constrained")
+    figure = Figure((WIDTH, 1 + 2.6 * height), layout="constrained")
     grid = figure.subplots(
         height, min(len(panels), 2), sharex=True, sharey=True, squeeze=False
     )
     for axes, (panel, part) in zip(grid.flat, panels, strict=False):
         speeds = part.pivot_table("gbps", "width", "provider", aggfunc="median")
-        options = {"title": "{}, {} rows, {}, {}".format(*panel), "legend": False}
-        speeds.reindex(columns=names).plot(
-            ax=axes, style=list(STYLES[: len(names)]), **options
-        )
+        for name, style in zip(names, cycle(STYLES)):  # noqa: B905
+            if name in speeds:
+                of_name = speeds[name].dropna()
+                look = {"color": colours[name], "label": name, "markersize": 4}
+                axes.plot(of_name.index, of_name, style, **look)
+        axes.set_title("{}, {} rows, {}, {}".format(*panel))
         axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3)
+        axes.grid(visible=True)
         if "copy_gbps" in part:
-            axes.axhline(
-                part["copy_gbps"].iloc[0], color="black", linestyle="--", label="a copy"
-            )
+            copy = part["copy_gbps"].iloc[0]
+            axes.axhline(copy, color=GREY, linestyle="--", label="a copy")
         axes.set(
             xlabel="width of a row",
             ylabel="median GB/s, higher is better",
             ylim=(0, None),
         )
-    handles = axes.get_legend_handles_labels()
-    figure.legend(
-        *handles, loc="outside lower center", ncols=len(names) + 1, fontsize="small"
-    )
-    figure.suptitle(title or ORIGIN.format(**rows[0]), fontsize="small")
-    with replace_file(path) as new:
-        figure.savefig(new, format="png", dpi=150)
+        axes.label_outer()
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_axis_off()
+    handles = grid[0][0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=len(names) + 1)
+    figure.suptitle(title_text(title or origin_text(rows)))
+    return figure

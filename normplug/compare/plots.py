@@ -23,9 +23,10 @@ from normplug._pictures import (
     WIDTH,
     colours_of,
     known,
+    origin_text,
     save,
-    short_commit,
     styled,
+    title_text,
 )
 from normplug.compare.report import about_reference, count_of, p_text
 from normplug.compare.runs import (
@@ -231,7 +232,7 @@ def speeds_figure(table: pd.DataFrame, origin: str = "") -> Figure | None:
     if "items_per_s_p20" in table:
         title += "; speed: median, and 20th to 80th percentile"
     if "device" in table:
-        origin = origin_text(table.device, table.torch, table.commit, table.date)
+        origin = origin_text(table.to_dict("records"))
     columns = min(len(panels), 2)
     rows = math.ceil(len(panels) / columns)
     figure, drawn = _new_figure(origin, title, 0.9 + 2.9 * rows, (rows, columns))
@@ -461,12 +462,7 @@ def _new_figure(
     """
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     last = origin if isinstance(origin, str) else _origin(origin)
-    lines = [
-        part
-        for line in (*title.split("\n"), last)
-        for part in textwrap.wrap(line, 100, break_on_hyphens=False)
-    ]
-    figure.suptitle("\n".join(lines))
+    figure.suptitle(title_text(f"{title}\n{last}"))
     panels = list(figure.subplots(*shape, squeeze=False, **share).flat)
     for axes in panels:
         axes.grid(visible=True)
@@ -474,29 +470,13 @@ def _new_figure(
 
 
 def _origin(group: Group) -> str:
-    """Hardware, torch, commits and days of the finished runs, as far as they are known."""
+    """Where the finished runs come from, in words."""
     runs = group.every[group.every.status == "finished"]
-    torches = runs.versions.map(lambda versions: versions.get("torch", ""))
-    return origin_text(runs.hardware, torches, runs.commit, runs.date)
-
-
-def origin_text(
-    devices: Iterable[str],
-    torches: Iterable[str],
-    commits: Iterable[str],
-    dates: Iterable[str],
-) -> str:
-    """Where results come from, in words; what is unknown is left out."""
-    days = sorted({date[:10] for date in dates if date})
-    shorts = {short_commit(commit) for commit in commits}
-    named = {"": devices, "torch ": torches, "commit ": shorts}
-    parts = []
-    for name, values in named.items():
-        known_values = sorted({*values} - {"", "unknown"})
-        if known_values:
-            parts.append(name + " or ".join(known_values))
-    parts += [" to ".join(dict.fromkeys([*days[:1], *days[-1:]]))]
-    return ", ".join(filter(None, parts))
+    rows = [
+        {**run.versions, "device": run.hardware, "commit": run.commit, "date": run.date}
+        for run in runs.itertuples()
+    ]
+    return origin_text(rows)
 
 
 PLOTS: dict[str, Callable[[Group, Styles], Figure | None]] = {
