@@ -61,7 +61,7 @@ _LATE = {
     "unfuse": "_fuse.fuse",
     "watch": "_tools.watching",
 }
-# Modules that are imported on first use, since they need more packages than torch.
+# Modules that are imported on first use, because they need packages besides torch.
 _LATE_MODULES = ("bench", "callbacks", "compare", "lightning", "transformers")
 
 
@@ -71,7 +71,7 @@ def __getattr__(name: str) -> Any:
         try:
             return import_module(f"{__name__}.{name}")
         except MissingPackage as error:
-            # `hasattr` and `help` expect no other error of an attribute.
+            # `hasattr` and `help` expect an AttributeError.
             raise AttributeError(str(error)) from error
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -81,10 +81,10 @@ def __getattr__(name: str) -> Any:
 
 
 def warm_up(*arguments: Any, **named: Any) -> None:
-    """Do nothing. Deprecated: kernels compile ahead by themselves."""
+    """Do nothing. Deprecated: worker processes compile kernels ahead of time."""
     _checks.warn(
-        "normplug.warm_up: deprecated, and does nothing. Since version 0.2, worker processes "
-        "compile kernels ahead by themselves. Remove the call.",
+        "normplug.warm_up: deprecated, does nothing. Since version 0.2, worker processes compile "
+        "kernels ahead of time. Remove the call.",
         DeprecationWarning,
     )
 

@@ -1,4 +1,4 @@
-"""`python -m normplug`: what an issue needs to say about the machine; `run`: see `_run`."""
+"""`python -m normplug` prints the environment, for bug reports. `run`: see `_run`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = (
     "torchvision",
     "diffusers",
 )
-# How the names of environment variables begin.
+# Prefixes of the environment variables that the report shows.
 _VARIABLES = (
     "NORMPLUG_",
     "TRITON_",
@@ -39,7 +39,7 @@ _VARIABLES = (
 
 
 def report() -> str:
-    """Versions, GPUs, backend, host path and environment variables, one a line."""
+    """Versions, GPUs, backend, host path and environment variables, one per line."""
     rows = [
         ("normplug", normplug.__version__),
         ("Python", f"{platform.python_version()}, {platform.platform()}"),

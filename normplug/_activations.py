@@ -18,16 +18,14 @@ class Activation(NamedTuple):
     """One activation, by its name in `activation=`."""
 
     name: str
-    kernel_code: (
-        int  # for kernels: see the function `kernel_code`; unused if there is a slope
-    )
-    function: Callable[..., Tensor]  # of the input, and of the slope if there is one
+    # For kernels: see the function `kernel_code`; unused if there is a slope.
+    kernel_code: int
+    function: Callable[..., Tensor]  # takes the input, and the slope if there is one
     module: type[nn.Module]
     settings: tuple[tuple[str, Any], ...] = ()  # attributes that a module must have
     aliases: tuple[Any, ...] = ()  # other functions, and names of tensor methods
-    slope: str = (
-        ""  # its name, as an attribute of the module and an argument of the function
-    )
+    # The name of the slope, as an attribute of the module and an argument of the function.
+    slope: str = ""
 
 
 ACTIVATIONS = {
@@ -76,7 +74,7 @@ def backward_reads_input(activation: ActivationLike) -> bool:
 
 
 def kernel_code(activation: ActivationLike) -> float:
-    """The constant that kernels are compiled with; 0 is no activation, minus a slope is leaky."""
+    """The constant that kernels are compiled with: 0 for None, minus the slope for leaky relu."""
     name, slope = parts(activation)
     if name is None:
         return 0

@@ -1,7 +1,7 @@
-"""The one reading of batches: what a loader gives, and how a model is called with it.
+"""Read batches: what a loader yields, and how to call a model with it.
 
-docs/doctor.md has the order of the readings; `_Forward.calls` lists those that a signature
-allows. If there are several, they are tried, once for a loader.
+docs/doctor.md lists the readings in order; `_Forward.calls` returns those that a signature
+allows. If there are several, they are tried on the model, once per loader.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ _Refusal: TypeAlias = tuple[Call, Exception]
 class Reader:
     """Reads batches for one model.
 
-    Where more than one reading is possible, it tries them on the model. So use it where a
-    forward leaves no trace.
+    If more than one reading is possible, it tries them on the model. So use it only where a
+    forward has no lasting effect.
 
     Attributes:
-        caller: the function of normplug that reads, for errors.
-        model: the module that it calls, without wrappers.
+        caller: the normplug function that reads, for error messages.
+        model: the module that is called, without wrappers.
     """
 
     def __init__(self, caller: str, model: nn.Module, **keywords: Any) -> None:
-        """keywords: further arguments of every call."""
+        """keywords: extra keyword arguments of every call."""
         self.caller = caller
         self.model = runnable(model)
         inner = unwrapped(model)
         self._name = type(inner).__name__
         self._forward = _Forward(inner.forward, self.prepared(keywords))
-        self._reading: str | None = None  # the name of the one that the model takes
+        self._reading: str | None = None  # name of the reading that the model takes
 
     def batches(self, data: Any, most: int | None = None) -> Iterator[Any]:
         """Yield the first `most` batches of a loader or a list; a batch yields itself."""
@@ -107,12 +107,12 @@ class Reader:
         raise self._no_batch()
 
     def _no_batch(self) -> ValueError:
-        return ValueError(f"normplug.{self.caller}: the loader gave no batch.")
+        return ValueError(f"normplug.{self.caller}: the loader yielded no batch.")
 
     def prepared(self, batch: Any) -> Any:
-        """A copy of a batch on the model's device, without arrays of numpy.
+        """A copy of a batch on the model's device, with NumPy arrays as tensors.
 
-        They become tensors, those of floating-point numbers in the model's dtype.
+        Floating-point arrays get the model's dtype.
         """
         return _copied(batch, *self._place)
 
@@ -135,7 +135,7 @@ class Reader:
         return self.apply(self.model, self.call(batch))
 
     def apply(self, model: nn.Module, call: Call) -> Any:
-        """The output of a model; an error of it names the arguments, and a way out."""
+        """The output of a model. If it raises, the error names the arguments and a way out."""
         try:
             return model(*call.args, **call.keywords)
         except torch.OutOfMemoryError:
@@ -152,7 +152,7 @@ class Reader:
         return tensors[0].device if tensors else None, dtype
 
     def _refusal(self, name: str, batch: Any) -> Exception | None:
-        """The error of the model for one reading of a batch; None if it takes it."""
+        """The model's error for one reading of a batch; None if the model takes it."""
         call = self._forward.calls(self.prepared(batch))[name]
         try:
             with torch.no_grad(), generators_kept():
@@ -164,7 +164,7 @@ class Reader:
         return None
 
     def _is_series(self, data: Any) -> bool:
-        """Whether a batch is a list or tuple of batches instead.
+        """Whether the data are a list or tuple of batches, not one batch.
 
         Its elements are alike, with the same dtypes and numbers of dimensions, and the model
         takes them one by one.
@@ -178,7 +178,7 @@ class Reader:
             return False
         if any(_kind(other) != _kind(first) for other in data):
             return False
-        # Of other sizes, such as a target of another width than the input, it may be no batch.
+        # An element of another size may be no batch, such as a target wider than the input.
         for other in data:
             if _kind(other, sizes=True) != _kind(first, sizes=True):
                 names = self._forward.calls(self.prepared(other))
@@ -206,7 +206,7 @@ class _Forward:
         self._extra = extra
         try:
             self._signature = inspect.signature(forward)
-        except (TypeError, ValueError):  # a function without one
+        except (TypeError, ValueError):  # a function without a signature
             self._signature = inspect.signature(lambda *args, **keywords: None)
         self._required = 0  # inputs by position
         self._takes_all_keywords = False
@@ -225,7 +225,7 @@ class _Forward:
         - keywords: of a mapping, the entries that forward names
         - whole: the batch as it is, as the only argument
         - inputs: the first elements, if forward requires more than one input
-        - first: the first element, read by these rules, as of (inputs, labels)
+        - first: the first element, read by these rules, as for (inputs, labels)
         - all: all elements, as arguments
         """
         if isinstance(batch, Mapping):
@@ -260,20 +260,20 @@ class _Forward:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is an array or a number of numpy."""
+    """Whether a value is a NumPy array or scalar."""
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
 def _is_batch(value: Any) -> bool:
-    """Whether a value can be a batch: not a loader, a number or a text."""
+    """Whether a value can be a batch: not a loader, a number or a string."""
     if isinstance(value, (Tensor, Mapping, tuple, list)) or _is_array(value):
         return True
     return callable(getattr(value, "to", None))
 
 
 def _is_loader(value: Any) -> bool:
-    """Whether a value gives batches when it is iterated."""
+    """Whether iterating over a value yields batches."""
     if isinstance(value, str) or _is_batch(value):
         return False
     return hasattr(value, "__iter__")
@@ -300,7 +300,7 @@ def _copied(value: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
         if device is not None:
             copied = copied.to(device)
         copied.requires_grad_(value.requires_grad)
-        return copied if value.is_leaf else copied.clone()  # which may be written to
+        return copied if value.is_leaf else copied.clone()  # so it can be written to
     if _is_array(value):
         if value.dtype.kind not in "biufc":
             return value

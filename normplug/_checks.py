@@ -59,10 +59,10 @@ class MissingPackage(ModuleNotFoundError):
 def needs(
     caller: str, extra: str, raises: type[BaseException] = MissingPackage
 ) -> Iterator[None]:
-    """Name the extra of normplug that brings a package, if an import inside the block misses it.
+    """If an import inside the block fails, name the extra that installs the missing package.
 
-    An error about a missing module of normplug itself is a defect and is raised as it is.
-    `SystemExit` ends a command line with the message and status 1.
+    A missing module of normplug itself is a bug, and its error is raised unchanged. With
+    `raises=SystemExit`, a command ends with the message and status 1.
     """
     try:
         yield
@@ -179,7 +179,7 @@ def path(caller: str, name: str, value: Any) -> None:
 
 
 def number(caller: str, name: str, value: Any) -> None:
-    """Reject what torch does not take for a float; True and False are not numbers here."""
+    """Reject what torch does not accept as a float; True and False are not numbers here."""
     if not isinstance(value, (float, int, numbers.Real)) or isinstance(
         value, (bool, Fraction)
     ):
@@ -187,9 +187,10 @@ def number(caller: str, name: str, value: Any) -> None:
 
 
 def as_number(value: Any) -> Any:
-    """Return the float in a tensor of no dimensions, which torch takes for a number.
+    """Return the float in a tensor of no dimensions, which torch accepts as a number.
 
-    Unchanged: other values, and tensors that torch refuses (bool, complex, meta, with a gradient).
+    Return other values unchanged, and tensors that torch refuses (bool, complex, meta, with a
+    gradient).
     """
     if (
         not isinstance(value, Tensor)
@@ -221,7 +222,7 @@ def layer(caller: str, init: Callable[..., None], args: Any, kwargs: Any) -> Non
     signature = inspect.signature(init)
     try:
         given = signature.bind(*args, **kwargs).arguments
-    except TypeError as error:  # it does not name the class
+    except TypeError as error:  # the error does not name the class
         raise TypeError(f"normplug.{caller}: {error}.") from None
     for name in ("num_features", "num_groups", "num_channels"):
         if name in given:
@@ -274,7 +275,7 @@ def _tensor(caller: str, name: str, value: Any) -> None:
 
 
 def dense(caller: str, name: str, t: Any, or_nested: bool = False) -> None:
-    """Reject anything but a dense tensor of floating-point numbers, `or_nested`."""
+    """Reject anything but a dense floating-point tensor; or_nested: accept a nested one, too."""
     floating(caller, t, name)
     if (t.is_nested and not or_nested) or t.layout not in _LAYOUTS:
         kind = "a nested tensor" if t.is_nested else str(t.layout)
@@ -362,7 +363,7 @@ def running_pair(
     """Reject one running statistic without the other, and evaluation without either."""
     if (mean is None) != (var is None):
         raise ValueError(
-            f"normplug.{caller}: running_mean and running_var go together; got "
+            f"normplug.{caller}: running_mean and running_var must be passed together; got "
             f"{'only running_var' if mean is None else 'only running_mean'}."
         )
     if mean is None and not training:
@@ -397,7 +398,7 @@ def trailing(
 
 
 def beside(caller: str, x: Tensor, **others: Tensor | None) -> None:
-    """Reject a gate, a scale or a shift that no norm accepts beside this input."""
+    """Reject a gate, a scale or a shift that no norm accepts with this input."""
     for name, other in others.items():
         if other is None:
             continue
@@ -414,7 +415,7 @@ def beside(caller: str, x: Tensor, **others: Tensor | None) -> None:
 def modulation(
     caller: str, x: Tensor, shape: Sequence[int], scale: Any, shift: Any
 ) -> None:
-    """Reject a scale or a shift that is not one of each sample, or of each token."""
+    """Reject a scale or a shift that is neither per sample nor per token."""
     beside(caller, x, scale=scale, shift=shift)
     if scale is not None and shift is not None and scale.shape != shift.shape:
         rule = f"of the scale's shape {tuple(scale.shape)}"
@@ -431,7 +432,7 @@ def modulation(
 
 
 def group_size(caller: str, size: Any, shape: Sequence[int]) -> None:
-    """Reject a size of the groups of a row that does not divide the row."""
+    """Reject a group size that does not divide the row."""
     count(caller, "group_size", size)
     if len(shape) != 1 or shape[0] % size:
         rule = f"a divisor of the one size in normalized_shape={tuple(shape)}"

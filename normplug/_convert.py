@@ -92,13 +92,13 @@ def is_recognised(module: nn.Module) -> bool:
 
 
 def _recognised(module: nn.Module) -> Any:
-    """What `adapters.handwritten` learns of a module; None without a look at most of them."""
+    """What `adapters.handwritten` recognises a module as; None at once for most modules."""
     if module._modules or not module._parameters:
         return None
     cls = plain_class(module)
     if cls.__module__.startswith(("torch.", "normplug.")):
         return None
-    # Not imported before it is needed.
+    # Imported only when it is needed.
     handwritten = importlib.import_module("normplug.adapters.handwritten")
     return handwritten.recognise(module, cls)
 
@@ -169,7 +169,7 @@ def convert(
     """
     options["target_variance"] = target_variance
     probe = vars(module).get("_probe")
-    if probe is not None and probe.revert is not None:  # stock, but for being measured
+    if probe is not None and probe.revert is not None:  # converted only to be measured
         probe.revert = None
         revert(module)
     if not isinstance(module, TargetVarianceNorm):
@@ -204,12 +204,12 @@ def revert(module: nn.Module) -> None:
 
 
 def state(module: nn.Module) -> Settings | None:
-    """What a norm layer is, for `restore`: its settings; None for a stock layer."""
+    """The settings of a norm layer, for `restore`; None for a stock layer."""
     return module._normplug if isinstance(module, TargetVarianceNorm) else None
 
 
 def restore(module: nn.Module, before: Settings | None) -> None:
-    """Undo the conversions since `state`; a layer that has become stock stays as it is."""
+    """Undo the conversions since `state`; a layer that has become stock stays stock."""
     if before is None:
         revert(module)
         return

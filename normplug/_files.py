@@ -41,7 +41,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def stamp(gpu: bool, *packages: str, gpus: int = 1) -> dict[str, str]:
-    """Where a result comes from: one flat dictionary, for each row of a file of results.
+    """Where a result comes from: a flat dictionary, for every row of a results file.
 
     It has `date` (ISO 8601, UTC), `commit` (the hash of the checkout's HEAD, with "-dirty" if files
     differ from it; "unknown" outside a checkout), `device` (the GPUs or the processor in words),

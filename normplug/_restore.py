@@ -1,4 +1,4 @@
-"""Run a model without a trace: copies of it, and generators that are put back."""
+"""Run a model without side effects: copy it, and restore the random number generators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from normplug._torch import tree_leaves
 
 
 def duplicate(thing: Any) -> Any:
-    """A deep copy of a model or a batch, also with computed tensors, as of `weight_norm`.
+    """A deep copy of a model or a batch, even with computed tensors, such as `weight_norm`'s.
 
     Gradients and the hooks on tensors are not copied.
     """
@@ -48,7 +48,7 @@ def generators_kept() -> Iterator[Any]:
 
 @contextmanager
 def seeded() -> Iterator[None]:
-    """Start the generators of torch, numpy and random alike, and restore them after it."""
+    """Seed the generators of torch, numpy and random with 0, and restore them afterwards."""
     with generators_kept() as numpy:
         torch.default_generator.manual_seed(0)
         if torch.cuda.is_initialized():

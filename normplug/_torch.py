@@ -80,9 +80,10 @@ _MATMULS = frozenset((
 
 
 def is_matmul_output(t: Tensor) -> bool:
-    """Whether a compiler has just recorded that a matrix multiplication or a convolution makes t.
+    """Whether the graph of a compiler has t as the result of a matmul or a convolution.
 
-    It does not fuse these with the next operator, as it does others. False if nothing is recorded.
+    The compiler does not fuse these with the next operator, as it does others. False if nothing is
+    recorded.
     """
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
@@ -133,7 +134,7 @@ def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def in_backward() -> bool:
-    """Whether a backward is calling: inside one, activation checkpointing repeats forwards."""
+    """Whether a backward is running: inside one, activation checkpointing repeats forwards."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -297,5 +297,5 @@ def test_too_little_memory_is_not_a_batch_that_is_refused():
 
 def test_an_empty_loader_is_an_error():
     for use in (normplug.doctor, normplug.recalibrate, normplug.check):
-        with pytest.raises(ValueError, match="the loader gave no batch"):
+        with pytest.raises(ValueError, match="the loader yielded no batch"):
             use(normplug.swap(One()), iter([]))
