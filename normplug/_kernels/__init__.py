@@ -1,4 +1,4 @@
-"""Triton kernels, the schedules that set them up, and what launches them; only `_ops` imports them.
+"""Triton kernels, their schedules, and the code that launches them; only `_ops` imports them.
 
 Here is what the schedules share: properties of the GPU, limits of int32 offsets, sizes of tiles.
 """
@@ -79,19 +79,19 @@ def shrink_to_fill(block: int, units: int, width: int, sms: int) -> int:
 
 
 def lag_of(read_bytes: int, tile_bytes: int, tiles: int, units: int) -> int:
-    """Tiles between the first read of a tile and its second: a unit of `tiles` tiles or more.
+    """Tiles between the first read of a tile and its second: at least a unit's `tiles` tiles.
 
-    read_bytes: what is read in between, by all multiprocessors.
+    read_bytes: the bytes that all multiprocessors together read in between.
     """
     return min(max(read_bytes // tile_bytes, tiles), units * tiles)
 
 
 def room_for_parts(units: int, items: int, columns: int) -> tuple[int, int]:
-    """Counters, `merging.ready_flag`'s included, and partial results for `merging.publish_part`."""
+    """How many counters (with `merging.ready_flag`'s) and results `merging.publish_part` needs."""
     batches = cdiv(items, FAN_IN)
     return units * (batches + 2), units * (items + batches) * 2 * columns
 
 
 def at_once(warps: int, columns: int, itemsize: int, unit: int) -> int:
-    """Rows of so many columns that warps read at once, with 16 bytes or `unit` values a thread."""
+    """Rows of `columns` columns that warps read at once, 16 bytes or `unit` values per thread."""
     return max(warps * 32 * min(16 // itemsize, unit) // columns, 1)

@@ -90,10 +90,9 @@ class Ahead:
         self._off = not KEYED
         # By job: whether a worker compiles it; None if its kernel was in Triton's cache.
         self._expected: dict[str, futures.Future[bool] | None] = {}
-        self._settled: dict[
-            str, str | None
-        ] = {}  # by job: the kernel's key in Triton's cache
-        # The types of arguments they are for.
+        # By job: the kernel's key in Triton's cache.
+        self._settled: dict[str, str | None] = {}
+        # The argument types for which a worker builds a launcher.
         self._launchers: set[tuple[str, ...]] = set()
         self._queue: queue.SimpleQueue[tuple[futures.Future[bool], bytes]] = (
             queue.SimpleQueue()
@@ -104,7 +103,7 @@ class Ahead:
         self._to_server: socket.socket | None = None
 
     def expect(self, job: Job) -> bool:
-        """Have a worker compile a kernel that will be launched later; False if none has to."""
+        """Have a worker compile a kernel that will be launched later; False if it need not."""
         key = job.key
         # A process that was forked from this one does not have its threads.
         is_off = self._off or most_workers() == 0 or self._process != os.getpid()

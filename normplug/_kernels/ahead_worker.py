@@ -60,9 +60,9 @@ def compile_now(
 ) -> None:
     """Compile the kernel of this name into Triton's cache, and its launcher if asked to.
 
-    keys: two hashes of the other process, which go into cache keys: of Triton, which takes up to
-    a second to compute, and of the kernel's source, which before Triton 3.9 depends on which
-    kernels a process has hashed before it. arguments: signature, constants and attributes.
+    keys: two hashes from the other process, which are parts of cache keys. The hash of Triton takes
+    up to a second to compute. The hash of the kernel's source depends, before Triton 3.9, on which
+    kernels the process has hashed earlier. arguments: signature, constants and attributes.
     options: the compiler's. on: backend, architecture and warp size.
     """
     import triton

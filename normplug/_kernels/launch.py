@@ -1,7 +1,7 @@
 """Launch a Triton kernel at the cost of a native one.
 
 `kernel[grid](...)` binds, hashes and looks up its arguments on every call, which takes longer than
-many norms run. A `Launch` does that once, stores the compiled kernel, and then passes raw pointers
+many norms. A `Launch` does that once, stores the compiled kernel, and then passes raw pointers
 to its launcher. That launcher is private to Triton, so a launch falls back to `kernel[grid](...)`
 in versions whose launcher is unknown. It also does so for pointers that are not aligned to 16
 bytes, since the stored kernel was compiled for aligned ones.
@@ -210,8 +210,9 @@ class Workspace:
     """Counters, which are zero between launches, and a buffer for programs' partial results.
 
     A device's default stream has one workspace per dtype, since its launches run one after another.
-    A launch on another stream gets its own. It may run concurrently with others, and its memory may
-    belong to a CUDA graph: during capture, and in the warm-up of mode="reduce-overhead".
+    A launch on another stream gets its own, because it may run at the same time as others, and
+    because its memory may belong to a CUDA graph: during capture, and in the warm-up of
+    mode="reduce-overhead".
     """
 
     _kept: dict[tuple[int, torch.dtype], Workspace] = {}

@@ -40,8 +40,8 @@ def _with_chunk(count, mean, m2, chunk_count, chunk_mean, chunk_m2):
 def merge_tile_moments(partial_ptr, K, total, BLOCK, KP, ACC):
     """Merge the moments of K tiles of BLOCK values, `total` values in all.
 
-    It takes KP tiles at a time, in order. Means are relative to the first tile's mean, so that
-    their sums do not round at the size of the mean.
+    It takes KP tiles at a time, in order. Means are relative to the first tile's mean, so that a
+    large mean costs no precision.
     """
     count = tl.full([], 0.0, ACC)
     mean = tl.full([], 0.0, ACC)

@@ -1,8 +1,8 @@
 """What the kernels of several norms share: arguments, scalars, dtypes, running statistics, sums.
 
 A kernel's arguments are tensors, whose names end in `_ptr`; numbers; and two constants: see
-`constants`. Sizes, such as N or ROWS, are numbers: they are not compiled in, so another batch size
-needs no other kernel. The size X_UNITS is X / unit, a constant that divides it, so that the
+`constants`. Sizes, such as N or ROWS, are numbers: they are not compiled in, so a new batch size
+needs no new kernel. The size X_UNITS is X / unit, where unit is a constant divisor, so that the
 compiler sees the alignment. root is the square root of the target variance.
 
 How the work is cut is explained in the classes of the schedules, whose attributes have the names of

@@ -51,8 +51,8 @@ def assignment(t, GATHERS, WRITES, GROUP, HEAD):
     """Program t's slab and item, and whether it writes the item or gathers it.
 
     First come the gathers of the first group. Then, for each group: HEAD gathers of the next group,
-    the writes of this one in reverse order, and the other gathers of the next. A slab may
-    come out as SLABS or more: there is none, and nothing to do.
+    the writes of this one in reverse order, and the other gathers of the next. If the slab is SLABS
+    or more, there is no such slab, and the program does nothing.
     """
     gathers = GROUP * GATHERS
     writes = GROUP * WRITES
@@ -69,7 +69,7 @@ def assignment(t, GATHERS, WRITES, GROUP, HEAD):
 
 @triton.jit
 def columns_of(slab, LIVE, W, HW, CHANNELS, T):
-    """A slab's columns, which of them exist, and their channels: in the slab, or -1, and in all."""
+    """A slab's columns, which exist, their channels in the slab (or -1), and in the tensor."""
     places = tl.arange(0, T.bc)
     columns = slab * LIVE + places
     live = (places < LIVE) & (columns < W)
@@ -88,7 +88,7 @@ def column_moments(x_ptr, area, start, T, ACC):
     """Each column's mean, and sum of squared distances from it, over the rows from `start` on.
 
     Each lane takes U rows at a time, and merges their moments with its earlier rows' moments. The
-    first row is subtracted from all values, so that no sum rounds at the size of the mean.
+    first row is subtracted from all values, so that a large mean costs no precision.
     """
     U: tl.constexpr = T.u
     BT: tl.constexpr = T.bt
@@ -131,7 +131,7 @@ def column_moments(x_ptr, area, start, T, ACC):
 def channel_moments(mean, m2, rows, own, HW):
     """Merge the moments of each channel's `own` HW columns, which are over `rows` rows each."""
     average = tl.sum(tl.where(own, mean[None, :], 0.0), axis=1) / HW
-    # The sum above rounds at the size of the mean. The mean distance from it corrects that.
+    # The sum above loses precision if the mean is large. The mean distance from it corrects that.
     average += tl.sum(tl.where(own, mean[None, :] - average[:, None], 0.0), axis=1) / HW
     spread = mean[None, :] - average[:, None]
     m2 = tl.sum(tl.where(own, m2[None, :] + rows * spread * spread, 0.0), axis=1)
@@ -172,8 +172,8 @@ def finish_forward(mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, BCH, F
     """Save a slab's statistics, update its running statistics, and count the batch.
 
     A batch is joined by the exchange if F.world > 1. A joined batch with fewer than two values per
-    channel updates nothing, and is not counted. With F.safe, neither does a channel whose moments
-    are not finite; the first channel's decide whether the batch is counted.
+    channel updates nothing, and is not counted. With F.safe, a channel whose moments are not finite
+    updates nothing; the first channel's moments decide whether the batch is counted.
 
     sizes: channels, rows and values per row of a channel; channels of a slab. running: the
     addresses of mean, variance and count, and the momentum. BCH: channels of a slab, with padding.
@@ -487,7 +487,7 @@ def _first_read(sums, tensors, results, area, row, norm, slabs, T, F, WHOLE):
 
 @triton.jit
 def _write_gradients(values, terms, results, area, row, norm, T, F, WHOLE):
-    """Write a tile of dx and dresidual. values: of `_gradient`. terms: of `_load_terms`."""
+    """Write a tile of dx and dresidual. values: from `_gradient`. terms: from `_load_terms`."""
     dz, centred, residual = values
     dx_ptr, dresidual_ptr = results
     mean, scale, bias, residual_mean, residual_scale = norm
@@ -520,7 +520,7 @@ def batch_norm_columns_backward(
     PEERS, root,
     T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `batch_norm_columns_forward` that are wanted.
+    """Compute the wanted gradients of `batch_norm_columns_forward`.
 
     With dz, the gradient of the activation's input, and scale = weight * root * rstd:
     dx = scale * (dz - mean(dz) - (x - mean) * slope), slope = rstd^2 * mean(dz * (x - mean)).
@@ -586,7 +586,7 @@ def batch_norm_columns_backward(
                 parts = SLABS, GATHERS, ROWS, ROWS_EACH, HW
                 WIDTH: tl.constexpr = T.bch * (1 + F.residual_norm)
                 if F.residual_norm:
-                    # Publish two numbers for each of twice the columns: a and b, then c and b.
+                    # A part has two numbers per column, so a channel takes two: (a, b) and (c, b).
                     c = tl.sum(sum_dz_residual, axis=0)
                     if T.segments:
                         c = tl.sum(tl.where(own, c[None, :], 0.0), axis=1)

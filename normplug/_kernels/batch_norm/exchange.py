@@ -17,10 +17,10 @@ Every wait ends if no process stops: programs start in the order of their channe
 before they wait. So the programs of the lowest unpublished channel can always run. On a GPU only
 one such kernel runs at a time, even if there are several streams.
 
-If a process does stop, a wait ends after some time. Then the statistics are nan, the running
-statistics are left as they are, and the host finds a mark: see `normplug._ops.exchange`. The
-process that waited sends nothing more. So the others do not merge its nan; their next waits end
-too.
+If a process does stop, the others' waits time out. Then the statistics are nan, the running
+statistics are left unchanged, and the host finds a mark: see `normplug._ops.exchange`. A process
+whose wait timed out sends nothing more. So the others do not merge its nan, and their next waits
+time out, too.
 """
 
 import os
@@ -33,18 +33,18 @@ CHANNELS = tl.constexpr(8192)  # most channels of a layer
 _WORDS = tl.constexpr(5)  # room for a message, per channel
 _LOW = tl.constexpr((1 << 32) - 1)
 
-# The table of a process has words of 64 bits: its rank; the nanoseconds after which a wait ends;
-# whether a wait ended so; the address of the host's mark; the addresses of all inboxes, in the
-# order of the ranks; and, for each channel, the number of exchanges so far, then the time.
+# The table of a process has words of 64 bits: its rank; the nanoseconds after which a wait times
+# out; whether a wait has timed out; the address of the host's mark; the addresses of all inboxes,
+# in the order of the ranks; and, for each channel, the number of exchanges so far, then the time.
 _INBOXES = tl.constexpr(4)
-# Polls after which the threads of a program agree whether to wait on.
+# Polls after which the threads of a program agree whether to keep waiting.
 _POLLS = tl.constexpr(1024)
 # The interpreter has no clock. A poll there takes about a millisecond.
 _CLOCK = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
 
 
 def table(rank: int, inboxes: Sequence[int], mark: int, seconds: float) -> list[int]:
-    """The words of a process's table, where a wait ends after `seconds`."""
+    """The words of a process's table; a wait times out after `seconds`."""
     return [rank, int(seconds * 1e9), 0, mark, *inboxes] + [0] * (2 * CHANNELS.value)
 
 
@@ -93,10 +93,10 @@ def _missing(messages_ptr, mask, flag, ACC):
 
 @triton.jit
 def _agreed(place_ptr, late, ended, rounds):
-    """The time in nanoseconds. Its low bits say if words are late, and if a wait has ended before.
+    """The time in nanoseconds; its low bits: whether words are late, and an earlier wait timed out.
 
-    Warps may hold copies of one tensor, and see a word arrive at different times. But they must all
-    loop equally often, so they take the decision of one thread.
+    Warps may hold copies of one tensor, and see a word arrive at different times. But all must loop
+    equally often, so one thread decides for all.
     """
     time = tl.extra.cuda.globaltimer() if _CLOCK else rounds * (_POLLS * 1000000)
     state = (time & ~3) | tl.where(late > 0, 1, 0) | tl.where(ended != 0, 2, 0)
@@ -151,10 +151,10 @@ def _exchange(a, b, count, channels, there, C, PEERS, BACKWARD, F):
         rounds += 1
         state = _agreed(place, late, ended, rounds)
         start = tl.where(start == 0, state, start)
-        # After one wait has ended, none waits any more.
+        # Once a wait has timed out, no program waits any more.
         waits = ((state & 3) == 1) & (state - start < patience)
     tl.store(numbers_ptr, number, mask=there)
-    if (state & 3) == 1:  # the first wait that has ended
+    if (state & 3) == 1:  # the first wait to time out
         missing = _missing(all_ptr, mask, flag[None, :], ACC)
         first = tl.min(tl.min(tl.where(missing > 0, rows, WORLD - 1), axis=1), axis=0)
         tl.store(table + 2, 1)

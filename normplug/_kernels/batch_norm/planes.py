@@ -93,7 +93,7 @@ def batch_norm_planes_forward(
     if F.training:
         if t < TILES:
             channel, k, offsets, inside, first = _tile(t, TILES_A_CHANNEL, N, C, HW, T)
-            # Distances from one of the values, whose sums do not round at the size of the mean.
+            # Distances from one of the values, so that a large mean costs no precision.
             first = tl.load(x_ptr + first).to(ACC)
             x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(ACC) - first
             mean = tl.sum(tl.where(inside, x, 0.0)) / tile_counts(k, total, BLOCK, ACC)
@@ -256,7 +256,7 @@ def batch_norm_planes_backward(
     N, C, HW_UNITS, TILES_A_CHANNEL, TILES, LAG, PEERS, root,
     T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `batch_norm_planes_forward` that are wanted.
+    """Compute the wanted gradients of `batch_norm_planes_forward`.
 
     F.late: tiles are written LAG programs later. Otherwise the first read gives dx. With F.sums,
     one program per channel after the TILES programs then writes dweight and dbias: LAG = TILES.

@@ -73,7 +73,7 @@ class Planes:
         self.wide = needs_int64(self.n * self.c, self.hw)
 
     def forward(self, training: bool, normalize: bool) -> Work:
-        """The launch of a forward, or of its statistics: then one program a channel ends it."""
+        """The launch of a forward, or of its statistics, finished by one program per channel."""
         if not normalize:
             return self._work(self.tiles, self.c)
         lag = self.lag if training else 0
@@ -87,7 +87,7 @@ class Planes:
         return self.c, (2 + residual_norm) * self.tiles + 2 * self.c
 
     def backward(self, sums: bool, late: bool) -> Work:
-        """The launch of a backward; without a late dx, one program a channel finishes the sums."""
+        """The launch of a backward; unless `late`, one program per channel finishes the sums."""
         if late:
             return self._work(self.lag, self.lag)
         return self._work(self.tiles, self.c if sums else 0)
@@ -136,7 +136,7 @@ class BatchColumns:
     """`rows` rows of `c` channels of `hw` columns, in slabs of `channels`; see `columns`.
 
     A slab has `bc` columns with its padding; `unit` divides its width and the tensor's. A tile is
-    `u` steps of `bt` rows, and `stages` tiles are in flight in a loop. If `programs` is not 0, so
+    `u` steps of `bt` rows, and `stages` tiles are in flight in a loop. If `programs` is not 0, that
     many programs share a slab, and each writes the rows that it gathered. Otherwise a program
     gathers one item of `gather_rows` rows. Then slabs are taken `group` at a time, and `head` items
     of the next group come before the writes.
@@ -196,7 +196,7 @@ class BatchColumns:
         return self._work(late, self.slabs * self.gathers)
 
     def _work(self, both: bool, alone: int) -> Work:
-        """A launch that gathers and writes, if both; else of `alone` programs, which do one."""
+        """A launch that gathers and writes if `both`; else `alone` programs, which do only one."""
         own = both and self.programs > 0
         sizes = {
             "ROWS": self.rows,
@@ -273,7 +273,7 @@ class Pixels:
     """`rows` rows of `width` pixels of `c` adjacent channels; see `windows`.
 
     A program handles `bc` channels of one row, `bp` pixels at a time; `unit` divides c. Backward, a
-    pixel is a block of the input, as large as windows are apart.
+    pixel is a block of the input, of the size of the windows' stride.
     """
 
     rows: int
@@ -324,11 +324,11 @@ def geometry(
 ) -> Geometry:
     """Choose how the kernels cut (N, C, *space) with planes of hw values.
 
-    itemsize: bytes of a value. tensors: those of this size that are read, besides a residual: 1
-    forward, 2 backward. sms: the GPU's multiprocessors. cooperative: a cooperative launch is
-    possible, whose programs all run at once.
+    itemsize: bytes of a value. tensors: how many tensors of this size are read, besides a residual:
+    1 forward, 2 backward. sms: the GPU's multiprocessors. cooperative: whether a cooperative launch
+    is possible, whose programs all run at once.
     """
-    if channels_last or n * hw == 0:  # nothing is read of an empty batch
+    if channels_last or n * hw == 0:  # an empty batch is not read
         return _columns(n * hw, c, 1, itemsize, tensors, sms, cooperative)
     if hw <= _SMALL_PLANE:
         return _columns(n, c, hw, itemsize, tensors, sms, cooperative)
@@ -364,7 +364,7 @@ def _planes(n: int, c: int, hw: int, itemsize: int, tensors: int, sms: int) -> P
 
 
 def _slab(rows: int, c: int, hw: int, itemsize: int) -> tuple[int, int]:
-    """Channels and padded columns of a slab, equal forward and backward: the mask's layout."""
+    """Channels and padded columns of a slab; forward and backward agree on the mask's layout."""
     if hw > 1:
         channels = min(floor_2(_SEGMENT_COLUMNS // hw), power_of_2(c))
         return channels, max(power_of_2(channels * hw), 8)

@@ -6,7 +6,7 @@ each window it normalises all the values and finds the largest. It stores that v
 
 Backward, only peaks have a gradient. So `columns` computes the sums by channel for BatchNorm + relu
 of the peaks, a tensor as small as the output. Then each program takes as many rows of the input as
-windows are apart. Each value gathers the gradients of the windows whose peak it is.
+the windows' stride. Each value gathers the gradients of the windows whose peak it is.
 """
 
 import triton.language as tl

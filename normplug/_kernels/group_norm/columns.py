@@ -99,7 +99,7 @@ def item_moments(x_ptr, area, start, T, ACC):
     """Each column's mean, and sum of squared distances from it, over the rows from `start` on.
 
     Each lane sums distances from the mean of its first U rows, and their squares. That mean is
-    within sqrt(rows / U) standard deviations of the lane's mean, so hardly anything cancels in m2.
+    within sqrt(rows / U) standard deviations of the lane's mean, so m2 has little cancellation.
     """
     end = area.end
     R: tl.constexpr = T.u * T.bt
@@ -331,7 +331,7 @@ def group_norm_columns_backward(
     N, G, CHANNELS, S, C_UNITS, SLABS, K, ROWS_EACH, LAG, root,
     T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `group_norm_columns_forward` that are wanted.
+    """Compute the wanted gradients of `group_norm_columns_forward`.
 
     `partial` has two rows of C sums for each sample: the sums of dz * xhat, and the sums of dz.
     """

@@ -53,7 +53,7 @@ def _moments(x, x_ptr, groups, inside, k, count, WIDTH, mask, T, ACC):
     """Mean of each group's tile, sum of squared distances from it (m2), and these distances."""
     if T.wide:
         groups = groups.to(tl.int64)
-    # Distances from one of the values, whose sums do not round at the size of the mean.
+    # Distances from one of the values, so that a large mean costs no precision.
     first = tl.load(x_ptr + groups * WIDTH + k * T.block, mask=inside, other=0.0).to(ACC)
     d = x.to(ACC) - first[:, None, None]
     d = d if T.even else tl.where(mask, d, 0.0)
@@ -156,7 +156,7 @@ def group_norm_planes_solo_forward(
     groups = tl.program_id(0) + tl.arange(0, 1)
     inside = groups < GROUPS
     start = groups.to(tl.int64) if T.wide else groups
-    # Distances from one of the values, whose sums do not round at the size of the mean.
+    # Distances from one of the values, so that a large mean costs no precision.
     first = tl.load(x_ptr + start * WIDTH).to(ACC)
     count = tl.full([], 0.0, ACC)
     means = tl.zeros([1, T.block // T.run, T.run], ACC)
@@ -244,7 +244,7 @@ def group_norm_planes_backward(
     counters_ptr,
     N, G, CHANNELS, HW_UNITS, K, KS, LAG, SPLITS, root, T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `group_norm_planes_forward` that are wanted.
+    """Compute the wanted gradients of `group_norm_planes_forward`.
 
     If T.held, one program takes R adjacent groups of every SPLITS-th sample.
     """

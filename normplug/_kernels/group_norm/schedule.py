@@ -24,14 +24,15 @@ from normplug._kernels.constants import KernelConstant, Work
 # Most bytes of a unit, counted as float32 or wider, that a program holds: 32,768 halves forward, as
 # many as LayerNorm. Backward there are two tensors.
 _HELD_FORWARD, _HELD_BACKWARD = 128 << 10, 64 << 10
-_HELD_HALF_EMPTY = 64 << 10  # bytes up to which a group is held however much is padding
+# Bytes up to which a group is held, however much padding it has.
+_HELD_HALF_EMPTY = 64 << 10
 # Bytes up to which a group is held even if few programs have work.
 _HELD_BY_FEW = 16 << 10
 # Bytes, counted likewise with padding, of a group that one program reads twice; half as many if
 # padding would be a fifth of what it holds.
 _SOLO_GROUP = 128 << 10
 _SMALL_TILE = 4096  # values of several small units that a program holds together
-# Bytes per multiprocessor that are read of later units before a unit is written.
+# Bytes of later units that each multiprocessor reads before a unit is written.
 _LAG_FORWARD, _LAG_BACKWARD = 48 << 10, 24 << 10
 # Tensors that a backward tile is sized for. Only dy and x are read, but the sweeps (in bfloat16)
 # chose half the tile that two tensors would get.
@@ -217,7 +218,7 @@ class PlanesBackward(_Planes):
         self.even = whole and self.groups % self.r == 0
 
     def backward_scratch(self, sums: int) -> tuple[int, int]:
-        """How many counters and partial results a backward needs that computes so many sums."""
+        """How many counters and partial results a backward with this number of sums needs."""
         gradients = self.parts * sums * self.groups * self.channels
         if self.held:
             return 1, gradients
@@ -226,7 +227,7 @@ class PlanesBackward(_Planes):
         return counters + 1, parts + 2 * groups + gradients
 
     def backward(self, dx: bool, sums: int) -> Work:
-        """The launch of a backward that computes so many sums: for dweight and dbias."""
+        """The launch of a backward that computes `sums` sums: for dweight and dbias."""
         lag = self.lag if dx else 0
         sizes = {
             "N": self.n,
@@ -307,7 +308,7 @@ class GroupColumns:
         return self._work(self.lag, 0)
 
     def backward(self, dx: bool, sums: int) -> Work:
-        """The launch of a backward that computes so many sums: for dweight and dbias."""
+        """The launch of a backward that computes `sums` sums: for dweight and dbias."""
         finishers = cdiv(self.c, self.finish) if sums else 0
         return self._work(self.lag if dx else 0, finishers)
 

@@ -6,8 +6,8 @@ over rows (the running statistics; the gradients of weight and bias) stay in reg
 program's last tile. Then each program publishes its part, and further programs add the parts up in
 the programs' order.
 
-Backward, the sums for weight and bias may not fit in registers beside a whole row. Then K programs
-that run at once share the row's columns, and exchange the two sums that its dx depends on.
+Backward, the sums for weight and bias may not fit in registers together with a whole row. Then K
+programs that run at once share the row's columns, and exchange the two sums that its dx depends on.
 """
 
 import triton
@@ -171,7 +171,7 @@ def layer_norm_rows_forward(
                 h += _vector(input_bias_ptr, columns, live, T).to(ACC)
                 if CENTRED:
                     first += tl.load(input_bias_ptr).to(ACC)
-            # Distances from one of the values, whose sums do not round at the size of the mean.
+            # Distances from one of the values, so that a large mean costs no precision.
             d = h - _each(first) if CENTRED else h
             if F.given and F.normalised:
                 rstd = tl.full([T.r], 1.0, ACC)
@@ -229,7 +229,7 @@ def layer_norm_rows_forward(
 def _set_of(program, PROGRAMS, ROWS, INNER, T):
     """The set of rows that a program takes.
 
-    Also the program's place among the set's programs, how many these are, and the set's rows.
+    Also return its place among the set's programs, the number of these, and the set's rows.
     """
     if T.vectors == "sample":
         each = PROGRAMS // (ROWS // INNER)
@@ -286,7 +286,7 @@ def layer_norm_rows_backward(
     DTOTAL_OUTER_UNITS, PROGRAMS, root,
     T: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `layer_norm_rows_forward` that are wanted.
+    """Compute the wanted gradients of `layer_norm_rows_forward`.
 
     With a residual, x is the total, and dx the gradient of both; F.normalised: it is the total,
     normalised. The gradient of input_bias is the sum of dx over the rows. With F.gate, dtotal is
@@ -461,8 +461,8 @@ def layer_norm_rows_backward(
             arrive(counters_ptr)
     if SUMS > 0 and not T.single:
         stretches = tl.cdiv(WIDTH, T.finish)
-        # K > 1: all run at once, so they can wait for each other. Otherwise further programs do it,
-        # which wait for programs before them.
+        # If K > 1, all programs run at once, so they can wait for each other. Otherwise further
+        # programs finish the gradients: they wait for earlier ones.
         c = program if K > 1 else program - PROGRAMS
         step = PROGRAMS if K > 1 else stretches
         if SETS:

@@ -11,7 +11,7 @@ from normplug._kernels.constants import KernelConstant, Work
 
 # Most bytes of a row, as float32 or wider, that a program holds forward.
 _HELD_BYTES = 128 << 10
-_SUMMED_BYTES = 32 << 10  # the same backward, beside the sums for weight and bias
+_SUMMED_BYTES = 32 << 10  # the same backward, together with the sums for weight and bias
 _SHARED_WIDTH = 65536  # values up to which programs share rows backward, where they can
 # Bytes per multiprocessor that are read between a wide row's first read and its second.
 _WIDE_FORWARD_LAG, _WIDE_BACKWARD_LAG = 24 << 10, 32 << 10
@@ -129,7 +129,7 @@ class RowTiles:
         return 2 * (self.parts + _finishers(self)) if running else 0, 0
 
     def backward_scratch(self, sums: int) -> tuple[int, int]:
-        """How many counters and partial results a backward needs that computes so many sums."""
+        """How many counters and partial results a backward with this number of sums needs."""
         met = self.tiles if self.k > 1 else 0
         parts = 0 if self.single else self.groups * sums * self.width
         return 1 + met, 2 * met * self.k * self.r + parts
@@ -146,7 +146,7 @@ class RowTiles:
     def backward(
         self, strides: dict[str, int], layout: RowLayout, late: bool, sums: int
     ) -> Work:
-        """The launch of a backward that computes so many sums over the rows."""
+        """The launch of a backward that computes `sums` sums over the rows."""
         finishes = sums and self.k == 1 and not self.single
         finishers = self.sets * cdiv(self.width, self.finish) if finishes else 0
         sizes = {"ROWS": self.rows, **strides, "PROGRAMS": self.programs}
@@ -202,7 +202,7 @@ class Wide:
         return self.rows + words, 2 * self.rows * self.k
 
     def backward_scratch(self, sums: int) -> tuple[int, int]:
-        """How many counters and partial results a backward needs that computes so many sums."""
+        """How many counters and partial results a backward with this number of sums needs."""
         rows_room = self.blocks * (self.k + 1) * 2 * self.rb
         parts = 0 if self.blocks == 1 else self.blocks * sums * self.width
         return 2 * self.blocks + self.k, rows_room + parts
@@ -235,7 +235,7 @@ class Wide:
     def backward(
         self, strides: dict[str, int], layout: RowLayout, late: bool, sums: int
     ) -> Work:
-        """The launch of a backward that computes so many sums over the rows.
+        """The launch of a backward that computes `sums` sums over the rows.
 
         late: it writes what depends on sums over each row.
         """
@@ -372,8 +372,7 @@ def layer_norm_backward(
 def _in_sets(shape: RowTiles, sets: int, slots: int, most: int) -> RowTiles:
     """The tiles and programs for sets of rows: at most `most` programs for each.
 
-    `slots` programs run at once. What a program does besides its tiles takes as long as a few of
-    them.
+    `slots` programs run at once. A program's work besides its tiles takes as long as a few tiles.
     """
     members = shape.rows // sets
     r = min(shape.r, power_of_2(members))
@@ -392,7 +391,7 @@ def _in_sets(shape: RowTiles, sets: int, slots: int, most: int) -> RowTiles:
 
 
 def holds_sums(width: int, itemsize: int) -> bool:
-    """Whether a program holds a row beside the sums for weight and bias."""
+    """Whether a program holds a row together with the sums for weight and bias."""
     return power_of_2(width) * max(itemsize, 4) <= _SUMMED_BYTES
 
 
@@ -407,7 +406,7 @@ class _Share(NamedTuple):
 def _row_tile(
     rows: int, width: int, unit: int, itemsize: int, warps: int, needed: int, values: int
 ) -> RowTiles:
-    """Tiles of rows, with one program per tile, up to the most programs that there may be.
+    """Tiles of rows, with one program per tile, up to the maximum number of programs.
 
     A row is spread over at most `needed` warps, with about `values` values per thread.
     """

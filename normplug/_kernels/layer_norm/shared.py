@@ -30,10 +30,11 @@ def strides_of(STEP_UNITS, OUTER_UNITS, INNER, T):
 
 @triton.jit
 def row_places(rows, strides, MIDDLE, T):
-    """Offsets at which rows begin, in values: STEP apart if T.heads is 0: one level of strides.
+    """Offsets at which rows begin, in values.
 
-    On two levels, the INNER rows of a group are STEP apart, and groups OUTER apart. On three, where
-    MIDDLE is not 0, sets of T.heads groups are OUTER apart, and the groups of a set MIDDLE apart.
+    On one level of strides, rows are STEP apart. On two levels, the INNER rows of a group are STEP
+    apart, and groups OUTER apart. On three, where MIDDLE is not 0, sets of T.heads groups are OUTER
+    apart, and the groups of a set MIDDLE apart.
     """
     STEP, OUTER, INNER = strides
     if T.heads == 0:

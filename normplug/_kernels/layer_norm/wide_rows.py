@@ -61,7 +61,7 @@ def layer_norm_wide_forward(
                 first += tl.load(input_bias_ptr + k * CW).to(ACC)
             h += tl.load(input_bias_ptr + columns, mask=live, other=0.0).to(ACC)
         if CENTRED:
-            # Distances from one of the values, whose sums do not round at the size of the mean.
+            # Distances from one of the values, so that a large mean costs no precision.
             d = h - first
             d = d if T.even else tl.where(live, d, 0.0)
             mean = tl.sum(d) / merging.tile_counts(k, WIDTH, CW, ACC)
