@@ -204,7 +204,7 @@ class BatchNormSpec(NamedTuple):
     def without_kernels(
         self, t: Tensors, why: str, choose: Callable[[BatchNormSpec], Way]
     ) -> Way | None:
-        """Without its pooling a norm may have kernels; a joined batch needs none."""
+        """Pool apart from the norm, which may still run in kernels. A joined batch needs none."""
         pool = self.pool
         if pool is not None:
             way = choose(self._replace(pool=None))
@@ -224,11 +224,11 @@ class BatchNormSpec(NamedTuple):
     # compiler fuses these, and the operators have no side effects.
 
     def compiled(self, t: Tensors) -> Callable[[Tensors], Any] | None:
-        """An operator, if the norm is large and its neighbours are in it, or `isolated`.
+        """An operator, if the norm is large and includes its neighbours, or is `isolated`.
 
-        Inductor fuses a norm with what follows it, and an operator prevents that. So an operator
-        pays only if it fuses more itself, or if there is nothing to fuse the norm with. Kernels
-        that read pixels of an odd number of bytes are slower than Inductor's.
+        Inductor fuses a norm with what follows it, and an opaque operator prevents that. So an
+        operator is faster only if it fuses more itself, or if there is nothing to fuse the norm
+        with. Kernels that read pixels of an odd number of bytes are slower than Inductor's.
         """
         fuses = t.residual is not None or self.activation is not None
         aligned = t.x.is_contiguous() or t.x.shape[1] * t.x.element_size() % 16 == 0
@@ -357,14 +357,12 @@ def _refusal_to_pool(x: Tensor, pool: Pool) -> str | None:
     n, c, _, width = x.shape
     pooled = pool.size(x)
     if can_run.is_too_long(n * math.prod(pooled), width * c, pooled[1] * c):
-        return (
-            "a row of pixels has nearly 2^31 values or more, or the output as many pixels"
-        )
+        return "a row has nearly 2^31 values or more, or the output that many pixels"
     return None
 
 
 def _plans() -> Any:
-    """The page of the plans. It imports Triton and this page, so it is imported when needed."""
+    """The module of the plans. It imports Triton and this module, so it is imported late."""
     return import_module("normplug._ops.batch_norm_plan")
 
 

@@ -87,7 +87,7 @@ class BatchNormPlan(Plan):
         reads = self._residual_norm or backward_reads_input(spec.activation)
         self._reads_residual = has_residual and reads
         self._keeps_residual = self._reads_residual or spec.keeps_residual
-        # Of constants, dx needs no x, if relu's mask replaces it.
+        # With constant statistics, dx needs no x if there is no activation, or relu's mask.
         self._keeps_x = not (self._constant and spec.activation in (None, "relu"))
         self._layout = x.shape, x.stride(), x.dtype
         self.is_recomputable = self._keeps_residual or not has_residual
@@ -257,7 +257,7 @@ def machine_of(x: Tensor, alone: bool = True) -> tuple[int, bool]:
 
     alone: whether the call exchanges nothing with other processes. A cooperative launch needs all
         multiprocessors at once. While it waited for a peer, NCCL's kernels could not start on this
-        GPU, and NCCL's kernels on the peer's GPU would keep its launch from starting.
+        GPU, and those on the peer's GPU would keep the peer's launch from starting.
     """
     return processors(x.device), COOPERATIVE and x.is_cuda and alone
 
@@ -274,7 +274,7 @@ class StatisticsPlan(BatchNormPlan):
         return Program(named(t), (launch, renamed), empties=empties, scratch=scratch)
 
     def _expect_next(self, *_: Any) -> None:
-        """Nothing: a model's layers need not be called next."""
+        """Expect nothing: no layer of a model needs to follow."""
 
 
 class ResidualPlan(StatisticsPlan):

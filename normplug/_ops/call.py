@@ -1,4 +1,4 @@
-"""The way of every norm call: look it up, check it, choose how to run it, run it, store the choice.
+"""The path of every norm call: look it up, check it, choose how to run it, run it, store that.
 
 The choice is logged at level DEBUG. `_stored` is the only cache in Python. Calls with equal keys
 share their checks, the function that runs them, and their plan. The host path in C++ has its own
@@ -172,12 +172,12 @@ def _store(key: tuple[Any, ...], value: Any) -> None:
 def _description(way: Way, t: Tensors) -> str:
     """Which kernels run a call, and why, or from where they are launched."""
     if way.plan is None:
-        return f"PyTorch's kernels, as {way.why}"
+        return f"PyTorch's kernels, because {way.why}"
     jobs, _ = way.plan.jobs(way.t, torch.is_grad_enabled())
     kernels = ", ".join(
         f"{job.kernel.__name__} with num_warps={job.options['num_warps']}" for job in jobs
     )
     copied = "" if way.t is t else "copies to a layout that the kernels read, "
     path = native.host_path()
-    host = "C++" if path.way == "C++" else f"Python, as {path.why}"
+    host = "C++" if path.way == "C++" else f"Python, because {path.why}"
     return f"{type(way.plan).__name__}, {copied}{kernels}, launched by {host}"

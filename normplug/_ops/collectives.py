@@ -1,6 +1,6 @@
 """The norm of a batch that several processes join by collectives, one in each direction.
 
-The kernels exchange statistics where they can: see `exchange`. This page is for the other groups.
+The kernels exchange statistics where they can: see `exchange`. This module is for other groups.
 
 Forward, an all-gather collects n_r, mean_r and var_r of each process r. With w_r = n_r / sum n_r:
 

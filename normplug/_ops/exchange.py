@@ -23,7 +23,7 @@ from normplug._torch import group_of_name, symmetric_memory
 
 NO_SECOND_DERIVATIVE = (
     "normplug.SyncBatchNorm: over several processes its gradient cannot be differentiated again. "
-    "Leave create_graph=True out, or train without sync=True."
+    "Omit create_graph=True, or train without sync=True."
 )
 _MOST_PROCESSES = 16
 _TIMEOUT = timedelta(minutes=10)  # of a group without one
@@ -50,7 +50,7 @@ class _Turn:
         self._stream.fill_(stream)
         other = torch.cuda.default_stream(self._device)
         captured = False
-        if latest:  # CUDA does not let the default stream be asked during a capture
+        if latest:  # CUDA forbids a query of the default stream during a capture
             other = torch.cuda.ExternalStream(latest, self._device)
             with torch.cuda.stream(other):
                 captured = torch.cuda.is_current_stream_capturing()
@@ -66,7 +66,7 @@ class Peers:
     """What the kernels of one process need to join the batches of a group.
 
     inboxes: the addresses of all processes' inboxes, zeros at first, in the order of the ranks.
-    timeout: after how many seconds a wait for another process ends. keep: what owns the addresses.
+    timeout: seconds after which a wait for another process fails. keep: what owns the addresses.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class Peers:
             raise RuntimeError(
                 f"normplug.SyncBatchNorm: rank {self._rank} of {self.world} has waited "
                 f"{self._timeout:.0f} s for rank {first} in the {direction} of a layer of "
-                f"{tag >> 2} channels, and its results since are nan. All ranks of the group must "
-                "call the same layers in the same order. See whether that rank has stopped, has "
-                "skipped the layer, or is slower than the timeout of the process group."
+                f"{tag >> 2} channels, and its results from then on are nan. All ranks of the "
+                "group must call the same layers in the same order. Check whether that rank has "
+                "stopped, has skipped the layer, or is slower than the group's timeout."
             )
 
 
@@ -184,7 +184,7 @@ def of(group: Any, device: torch.device) -> Peers | None:
     """
     if (group, device) not in _agreed:
         peers, why = _agree(group, device)
-        way = "inside the kernels" if peers else f"collectives, as {why}"
+        way = "inside the kernels" if peers else f"collectives, because {why}"
         groups.append(f"{group.size()} processes: {way}")
         _agreed[group, device] = peers
     return _agreed[group, device]

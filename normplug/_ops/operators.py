@@ -43,9 +43,9 @@ class NormOperators:
         NAME(*Tensors, *numbers, automatic) -> (y, [total,] *state)
 
     If a norm has a total, the backward takes it as x, without a residual. `spec` is the text of a
-    spec, and `flags_of` makes the flags. If `automatic`, PyTorch's operations run a call unless
-    a matrix multiplication or a convolution makes x or the residual, with which a compiler fuses
-    nothing. In a call without a total, they run the forward even then: `traced(t)` of the spec.
+    spec, and `flags_of` makes the flags. If `automatic`, PyTorch's operations run a call, unless x
+    or the residual comes from a matrix multiplication or a convolution, which a compiler does not
+    fuse with the norm. Without a total, they run the forward even then: `traced(t)` of the spec.
 
     Args:
         name: in the namespace "normplug".

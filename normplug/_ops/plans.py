@@ -180,7 +180,7 @@ def named(t: Tensors) -> dict[str, Tensor]:
 def gradients_of(
     saved: Mapping[str, Tensor], wanted: Sequence[bool]
 ) -> dict[str, Layout]:
-    """The layouts of the gradients of x, weight, bias and input_bias that are wanted."""
+    """The layouts of the wanted gradients, of x, weight, bias and input_bias."""
     pairs = zip(("x", "weight", "bias", "input_bias"), wanted, strict=False)
     inputs = {name: saved[name] for name, want in pairs if want}
     return {f"d{name}": (t.shape, t.stride(), t.dtype) for name, t in inputs.items()}
@@ -278,7 +278,7 @@ class Plan:
     def _expect_next(self, t: Tensors, keep: bool) -> None:
         """Have worker processes compile what follows the first kernel, which this process compiles.
 
-        It is the rest of the call, and then the calls that are likely to follow.
+        First comes the rest of the call, and then the calls that are likely to follow.
         """
         from normplug._kernels import ahead
 
@@ -358,7 +358,7 @@ class Plan:
         dtotal: Tensor | None,
         needs: Sequence[bool],
     ) -> Gradients:
-        """The gradients by PyTorch's kernels, which autograd can differentiate again."""
+        """The gradients by PyTorch's kernels, so that autograd can differentiate them again."""
         t, spec, dy = self.composed(saved, dy)
         # Views: if x depends on the weight or the residual, their gradients leave that path out.
         views: Any = (None if a is None else a.view_as(a) for a in t)

@@ -48,7 +48,7 @@ class Vectors(NamedTuple):
 
     @property
     def spacings(self) -> tuple[Levels, ...]:
-        """What the spacing of any tensor's rows has to go with."""
+        """The spacings that the spacing of any tensor's rows must be compatible with."""
         return (Levels(self.inner, 0, 0),) if self.inner else ()
 
 
@@ -94,7 +94,7 @@ class LayerNormSpec(NamedTuple):
         """The activation through which a backward reads the gate."""
         return None if self.gate is None else "silu"
 
-    # A method: Dynamo of torch 2.6 to 2.8 reads no properties beside an eps that changes.
+    # A method, since Dynamo of torch 2.6 to 2.8 cannot read a property of a spec whose eps varies.
     def is_modulated(self) -> bool:
         """Whether there are a gate, groups, or a scale and a shift."""
         return self.adaptive or self.gate is not None or self.group_size is not None
@@ -184,8 +184,8 @@ class LayerNormSpec(NamedTuple):
             _checks.group_size(caller, self.group_size, self.normalized_shape)
         if self.adaptive and (self.gate is not None or self.group_size is not None):
             raise ValueError(
-                f"normplug.{caller}: scale and shift exclude a gate and a group_size; got both. "
-                "Apply one pair of them after the norm."
+                f"normplug.{caller}: a scale or a shift cannot be combined with a gate or a "
+                "group_size; got both. Apply one of the two after the norm."
             )
         if self.centred or self.eps is not None:
             _checks.number(caller, "eps", self.eps)
@@ -206,8 +206,8 @@ class LayerNormSpec(NamedTuple):
         rows = t.x.unbind() if subclasses.is_nested(t.x) else (t.x,)
         if not rows:
             raise ValueError(
-                f"normplug.{caller}: a nested input needs at least one component; got none. Do not "
-                "normalise an empty batch."
+                f"normplug.{caller}: a nested input needs at least one component; got none. Skip "
+                "empty batches."
             )
         for part in rows:
             _checks.trailing(caller, part, self.normalized_shape, **vectors)
@@ -276,13 +276,15 @@ class LayerNormSpec(NamedTuple):
         from normplug._kernels.layer_norm.schedule import holds_sums
 
         if not holds_sums(self.width, accumulator_of(t).itemsize):
-            return f"a row of {self.width} values is too wide beside a gate, a scale or a group"
+            return (
+                f"a row of {self.width} values is too wide for a gate, a scale or groups"
+            )
         if self.adaptive and self._rows_of_a_scale(t) is None:
             return (
-                "the scale or the shift is one of each token, but the same in each sample"
+                "the scale or the shift has a row per token, but the same for all samples"
             )
         if self.adaptive and t.input_bias is not None:
-            return "there is an input_bias beside a scale or a shift"
+            return "there is an input_bias as well as a scale or a shift"
         return None
 
     def laid_out(self, t: Tensors) -> Tensors:
@@ -401,13 +403,13 @@ class LayerNormSpec(NamedTuple):
         return vector.reshape(spread(vector.shape, x.dim(), len(self.normalized_shape)))
 
     def compiled(self, t: Tensors) -> Callable[[Tensors], Any] | None:
-        """For a large LayerNorm, its operators, if a matmul or a convolution makes x or residual.
+        """The operators of a large LayerNorm if a matmul or a convolution computes x or residual.
 
-        Inductor fuses the norm with any other operator that makes x, and the two backwards with
-        each other. If it cannot, its backward of the norm is slow, in the gradients of weight and
-        bias, and a kernel that adds the residual pays in both directions. RMSNorms have no bias,
-        so there is nothing to gain. Over the channels of contiguous images, only a norm that also
-        adds a convolution's bias gains. An adaptive LayerNorm is left to Inductor.
+        Inductor fuses the norm with any other operator that computes x, and so do the backwards.
+        Where it cannot, its gradients of weight and bias are slow, and a kernel that adds the
+        residual is faster in both directions. RMSNorms have no bias, so there is nothing to gain.
+        Over the channels of contiguous images, only a norm that also adds a convolution's bias
+        gains. An adaptive LayerNorm is left to Inductor.
         """
         outer = t.x.dim() - len(self.normalized_shape)
         has_rows = is_contiguous(t.x.shape[outer:], t.x.stride()[outer:])
@@ -458,8 +460,8 @@ def _row_statistics(
     h: Tensor, row_dims: int, mean: Tensor, rstd: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of a row, averaged over all rows."""
-    # Without another read of h, unless rstd is too coarse, as the CPU kernel returns it for
-    # half-precision input, or a nested tensor has rows that belong to no component.
+    # This needs no second read of h. It does not apply to half-precision input on the CPU, whose
+    # rstd is too coarse, nor to a nested tensor, which may have rows that belong to no component.
     if rstd.dtype in (torch.float32, torch.float64) and not h.is_nested:
         return mean.mean(), torch_way.variance_of(rstd, eps).mean()
     h = subclasses.rows(h, h.shape[-row_dims:])

@@ -33,8 +33,8 @@ from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors
 from normplug.reference import rms_eps
 
-# A normalised value is at most the square root of a row's length, so that float16 holds it, and
-# rounds it to an eighth of bfloat16's error.
+# A normalised value is at most the square root of a row's length, so float16 can hold it. Its
+# rounding error is an eighth of bfloat16's.
 _NORMALISED = torch.float16
 
 
@@ -162,7 +162,7 @@ class LayerNormPlan(Plan):
         self._saves_normalised = spec.saves_normalised and self._can_save_normalised()
 
     def _can_save_normalised(self) -> bool:
-        """Whether float16 is narrower than the total, not than y, and a program holds a row."""
+        """Whether float16 is narrower than the total but not than y, and a program holds a row."""
         has_wide_total = self.has_total and self._total_dtype == torch.float32
         if not has_wide_total or self._output_dtype.itemsize > _NORMALISED.itemsize:
             return False
@@ -357,8 +357,8 @@ class LayerNormPlan(Plan):
     ) -> Gradients:
         if self._saves_normalised:
             raise RuntimeError(
-                "normplug: second derivatives need the sum before a norm, and a model that was "
-                "fused with recompute=True saves its normalised values instead. Use "
+                "normplug: second derivatives need the sum before a norm, but a model that was "
+                "fused with recompute=True saves normalised values instead. Use "
                 "normplug.fuse(model), or call the backward without create_graph=True."
             )
         if not self.has_total:

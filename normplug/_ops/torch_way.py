@@ -80,9 +80,9 @@ def prepared(
 
 
 def mixes_dtypes(h: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether PyTorch's LayerNorm and GroupNorm take these dtypes as they are.
+    """Whether PyTorch's LayerNorm and GroupNorm accept these dtypes without a cast.
 
-    On the CPU they take a float32 weight for a 16-bit input, with a float32 bias or none.
+    On the CPU they accept a float32 weight for a 16-bit input, with a float32 bias or none.
     """
     is_16_bit = h.dtype in (torch.float16, torch.bfloat16)
     if h.device.type != "cpu" or not is_16_bit or weight is None:

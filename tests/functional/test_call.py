@@ -56,7 +56,7 @@ def test_a_new_call_is_logged_with_its_kernels_and_the_reason(nothing_stored, ca
         functional.group_norm(X, 2, activation="silu", backend="torch")
     expected = {"layer_norm": "the input is on cpu", "group_norm": "backend is 'torch'"}
     assert caplog.messages == [
-        f"normplug.functional.{name} of (4, 6): PyTorch's kernels, as {reason}"
+        f"normplug.functional.{name} of (4, 6): PyTorch's kernels, because {reason}"
         for name, reason in expected.items()
     ]
 

@@ -279,7 +279,7 @@ def test_the_status_and_a_plan_say_how_a_group_is_joined(monkeypatch):
     monkeypatch.setattr(exchange, "_agree", lambda *_: (None, "the hosts differ"))
     group = type("Group", (), {"size": lambda self: 4})()
     assert exchange.of(group, torch.device("cpu")) is None
-    text = "SyncBatchNorm of 4 processes: collectives, as the hosts differ."
+    text = "SyncBatchNorm of 4 processes: collectives, because the hosts differ."
     assert text in str(normplug.status())
     assert text in str(plan(nn.BatchNorm1d(4), sync=True))
     assert text not in str(plan(nn.BatchNorm1d(4)))
