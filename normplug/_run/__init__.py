@@ -1,1 +1,1 @@
-"""`python -m normplug run`: swap and fuse the models of a program that nobody edits."""
+"""`python -m normplug run`: swap and fuse the models of a program without editing it."""

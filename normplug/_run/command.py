@@ -1,4 +1,4 @@
-"""The command line: start the program in the place of this process, so that normplug takes part.
+"""The command line: replace this process by the program, with normplug active in it.
 
 Python imports `site/sitecustomize.py` when the program starts, and again in each Python program
 that it starts. Everything else is as without normplug: the command, the process, the input.
@@ -32,7 +32,7 @@ def main(words: Sequence[str]) -> None:
         arguments = ["--", *arguments]
     if sys.flags.ignore_environment or sys.flags.no_site:
         parser.error(
-            "the program would not see normplug: leave out Python's -E, -I and -S"
+            "normplug cannot take part in the program: omit Python's -E, -I and -S"
         )
     paths = [_SITE, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -58,27 +58,26 @@ def chosen(words: Sequence[str] = ("program",)) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m normplug run",
-        description="Swap and fuse the models of a program, without a change to it.",
+        description="Swap and fuse the models of a program, without editing it.",
     )
     add = parser.add_argument
     add("--mode", type=mode, default="standard", help="standard, golden or a number")
-    add("--no-fuse", dest="fuse", action="store_false", help="only swap")
-    add("--include", action="append", metavar="P", help="only norms whose path matches")
-    add(
-        "--exclude", action="append", metavar="P", help="not the norms whose path matches"
-    )
+    add("--no-fuse", dest="fuse", action="store_false", help="swap, but do not fuse")
+    matches = "norms whose path matches P"
+    add("--include", action="append", metavar="P", help=f"only {matches}")
+    add("--exclude", action="append", metavar="P", help=f"no {matches}")
     add("--when", choices=("to", "optimizer"), default="to", help=_WHEN)
     add("--devices", choices=("cuda", "any"), default="cuda", help="any: also on the CPU")
-    add("--report", type=os.path.abspath, metavar="FILE", help="append the table to it")
+    add("--report", type=os.path.abspath, metavar="FILE", help="append the table to FILE")
     add(
         "--check",
         action="store_true",
-        help="normplug.check on the first batch of a model",
+        help="run normplug.check on the first batch of each model",
     )
-    add("--dry-run", action="store_true", help="say what would be done, and do not do it")
+    add("--dry-run", action="store_true", help="only report what would be done")
     add("-m", dest="module", action="store_true", help="the program is a module")
     add("program", help="a script, a command, or with -m a module")
-    add("arguments", nargs=argparse.REMAINDER, help="of the program")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     return parser
 
 

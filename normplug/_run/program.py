@@ -123,7 +123,7 @@ class Run:
         device = next(model.parameters()).device
         if device.type == "cuda":
             _try_kernels(device)
-        # As in PyTorch: no more buffers, and the same dtypes under autocast.
+        # As in PyTorch: no extra buffers, and the same dtypes under autocast.
         same = {"track_running_stats": False, "autocast_output": "float32"}
         swap(model, self.options.mode, **self.filters, **same)  # type: ignore[arg-type]
         layers = [layer for _, layer in normplug_layers(model)]
@@ -142,7 +142,7 @@ class Run:
         return row._replace(swapped=len(layers), fused=len(fused))
 
     def give_back(self, model: nn.Module) -> None:
-        """Give a model its stock layers, with the same outputs: a tool asks for their classes."""
+        """Give a model its stock layers, with the same outputs, for a tool that needs them."""
         if any(layer._normplug.by_run for _, layer in normplug_layers(model)):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -158,7 +158,7 @@ class Run:
 
     @contextmanager
     def _kept(self, model: nn.Module) -> Iterator[None]:
-        """Give no warning. After an error, put the model back and print a line."""
+        """Suppress warnings. After an error, restore the model and print a line."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -171,7 +171,7 @@ class Run:
                 row = self.rows[reference]
                 self.rows[reference] = Row(row.model, row.norms, left="all: an error")
                 why = " ".join(str(error).split()) or type(error).__name__
-                _say(f"normplug run: {row.model} stays as it was: {why}")
+                _say(f"normplug run: {row.model} is unchanged: {why}")
 
     def report(self, process: int) -> None:
         """Print the table: of the program's first process, and of others that have models."""
@@ -184,7 +184,7 @@ class Run:
                 with open(self.options.report, "a", encoding="utf-8") as file:
                     print(self, file=file)
             except OSError as error:
-                _say(f"normplug run: no report: {error}")
+                _say(f"normplug run: the report cannot be written: {error}")
         elif os.environ.get("RANK", "0") == "0":
             _say(str(self))
 
@@ -214,14 +214,14 @@ def _children(module: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def _try_kernels(device: torch.device) -> None:
-    """Raise an error of the kernels here, and not in a step of the program."""
+    """Raise any error of the kernels here, not in a step of the program."""
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(4, 8, device=device, requires_grad=True)
         functional.layer_norm(x, (8,)).sum().backward()
 
 
 def _patch(run: Run) -> None:
-    """Have the functions that move, wrap, compile or train a model tell `run`."""
+    """Have the functions that move, wrap, compile or train a model notify `run`."""
     if run.options.when == "to":
         for name in ("to", "cuda", "to_empty"):
             _wrap(nn.Module, name, after=run.moved)
@@ -259,7 +259,7 @@ def _wrap(
     after: Callable[[Any], None] = _nothing,
     place: int = 0,
 ) -> None:
-    """Pass an argument of a function on, before its calls or after them; an error ends there."""
+    """Patch a function to call `before` and `after` with one of its arguments; ignore errors."""
     function = getattr(owner, name)
 
     @functools.wraps(function)

@@ -206,7 +206,7 @@ def test_what_cannot_be_reported_harms_nothing(tmp_path):
     script.write_text(code)
     done = python(*RUN, "--report", tmp_path, script)
     assert (done.returncode, done.stdout) == (0, "done\n")
-    assert done.stderr.startswith("normplug run: no report: ")
+    assert done.stderr.startswith("normplug run: the report cannot be written: ")
     assert done.stderr.count("\n") == 1
     script.write_text(code + "sys.stderr = None")
     done = python(*RUN, script)
@@ -316,7 +316,7 @@ def test_a_model_stays_as_it_was(net, kind, monkeypatch, capsys):
     run.take(net)
     run.check(net, (X,), {})
     assert state(net) == before
-    said = "" if kind == "dry" else "normplug run: Net stays as it was: by zero\n"
+    said = "" if kind == "dry" else "normplug run: Net is unchanged: by zero\n"
     assert capsys.readouterr().err == said
     assert row_of(run, net).swapped == (2 if kind == "dry" else 0)
     assert len(run.rows) == 1

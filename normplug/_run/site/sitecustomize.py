@@ -49,7 +49,7 @@ def start() -> None:
     try:
         importlib.import_module("normplug._run.program").start()
     except Exception as error:
-        print(f"normplug run: off in this process: {error}", file=sys.stderr)
+        print(f"normplug run: disabled in this process: {error}", file=sys.stderr)
     finally:
         if is_elsewhere:
             sys.path.remove(CHECKOUT)
