@@ -1,4 +1,4 @@
-"""Find the convolutions before fused norms whose gradients can cost less than PyTorch's.
+"""Find convolutions before fused norms whose gradients can be computed faster than by PyTorch.
 
 `normplug._ops.convolutions` explains the two kinds.
 """
@@ -28,7 +28,7 @@ from normplug._ops.guess import Fusion
 
 @dataclass(frozen=True)
 class Beside:
-    """A convolution of one of the two kinds, or nearly."""
+    """A convolution of one of the two kinds, or one that `refusal` excludes."""
 
     site: Site  # of the norm, which alone reads the convolution's result
     convolution: fx.Node
@@ -50,7 +50,7 @@ class Beside:
 
     @property
     def left(self) -> str:
-        """As of a `Site`: these norms are fused, so there is no reason."""
+        """Why a norm is not fused, as for a `Site`; empty, because these norms are fused."""
         return ""
 
     @property
@@ -97,7 +97,7 @@ def find(graph: fx.Graph, root: nn.Module, sites: Iterable[Site]) -> Iterator[Be
 
 
 def _source(site: Site) -> fx.Node | None:
-    """The node that makes what a norm reads, if only the norm reads it, and takes one tensor."""
+    """The node that computes a norm's input, if it takes one tensor and only the norm reads it."""
     if site.function is convolution_norm:
         return site.nodes[0]
     source = site.norm.all_input_nodes[0]

@@ -68,9 +68,8 @@ class EditedCall(NamedTuple):
 
     activation: str  # the child after the norm; "" if there is none
     in_branch: bool  # of an `if`, so that it may not run
-    is_modulated: bool = (
-        False  # whether a scale and a shift come after it, not a sum before it
-    )
+    # Whether a scale and a shift come after it, not a sum before it.
+    is_modulated: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +205,7 @@ class _Editor:
         _replace(following[0], node, ast.Name(target, ast.Load()))
 
     def _modulation(self, node: Any) -> tuple[Any, Any]:
-        """What an expression scales and shifts, and what makes the call in its place; or Nones."""
+        """What an expression scales and shifts, and how to build the call for it; or Nones."""
         parts = modulation.of_expression(node)
         if parts is not None:
             return parts.normalised, lambda call: _call(
@@ -226,7 +225,7 @@ class _Editor:
         )
 
     def _into_branches(self, body: list[ast.stmt], i: int) -> None:
-        """Move a sum or norm before an `if` into its branches, and what reads one after it."""
+        """Move a sum or norm before an `if`, or its reader after one, into the branches."""
         if self._begins(body[i]) and self._may_follow(body[i], body[i + 1 : i + 2]):
             first, choice = body[i], body[i + 1]
             for block in (choice.body, choice.orelse):  # type: ignore[attr-defined]
@@ -254,9 +253,10 @@ class _Editor:
         return _is_sum(value) or bool(self._child(value, "norm"))
 
     def _may_follow(self, statement: ast.stmt, following: list[ast.stmt]) -> bool:
-        """Whether an `if` follows whose test has no effects and does not read what is assigned.
+        """Whether the next statement is an `if` whose test is safe to run before this one.
 
-        Such a test is a variable or an attribute, or compares one by `is`.
+        The test has no side effect and does not read the assigned variable: it is a variable or an
+        attribute, or compares one by `is`.
         """
         if not following or not isinstance(following[0], ast.If):
             return False
@@ -457,7 +457,7 @@ def _replace(statement: ast.stmt, old: ast.AST, new: ast.AST) -> None:
     _Replacement(old, _located(new, old)).visit(statement)
 
 
-# Functions with other code.
+# Copies of functions with other code.
 
 
 def _function(

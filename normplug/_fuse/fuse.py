@@ -49,8 +49,8 @@ class Row(NamedTuple):
         label: what it is fused with, and "(in a branch)" if the fused call is in a branch of an
             `if` and so may not run; None if it is not fused.
         owner: the module whose forward makes the fused call.
-        note: why it is not fused; or on the gradients of the convolution before it, whether they
-            cost less than PyTorch's, or why not; "" otherwise.
+        note: why it is not fused; or how the gradients of the convolution before it are computed;
+            "" otherwise.
     """
 
     path: str
@@ -107,13 +107,12 @@ def fuse(model: Model, *, recompute: bool = False) -> Model:
     - a LayerNorm or RMSNorm and the scale and shift after it: y * (1 + scale) + shift
 
     The activations are ReLU, LeakyReLU, ReLU6, SiLU, Hardswish and exact GELU. On CUDA the call is
-    one kernel per direction, or two with max pooling or the forward of two norms, and saves less
-    for the backward. Under
-    torch.compile it runs whichever way was measured to be faster. Elsewhere it runs as PyTorch's
-    operations, one by one. Max pooling runs in the kernel for channels_last input, and compares
-    values before they are rounded.
+    one kernel per direction, and saves less for the backward. Max pooling takes two kernels, and so
+    does the forward of two norms. Under torch.compile the call runs the way that was measured to be
+    faster. Elsewhere PyTorch's operations run one by one. Max pooling runs in the kernel only for
+    channels_last input, and compares values before they are rounded.
 
-    The gradients of two kinds of convolutions before these norms cost less on CUDA. A 1x1
+    On CUDA, the gradients of two kinds of convolutions before these norms cost less. A 1x1
     convolution at the start of a residual block adds its input's gradient to the shortcut's, in
     place if nothing else holds that. A depthwise convolution of stride 1 computes its input's
     gradient by a convolution with the flipped weight, where that was measured to be faster.
@@ -130,11 +129,11 @@ def fuse(model: Model, *, recompute: bool = False) -> Model:
 
     `recompute=True` saves memory: the next layer's backward recomputes the norm's output, bit for
     bit, instead of storing it. This costs one more read and write of the output. A float32 sum
-    before a norm whose output is of 16 bits, as under autocast, is saved as normalised values in
-    float16; then the bits may differ, and there are no second derivatives. It applies in
-    traced forwards, to outputs that only modules and fused additions read: of BatchNorm with an
-    activation, of an addition with LayerNorm or RMSNorm, and of every second block in a chain of
-    residual blocks. It has no effect on the CPU, under torch.compile, and inside activation
+    before a norm whose output has 16 bits, as under autocast, is saved as normalised values in
+    float16; then the bits may differ, and there are no second derivatives. The option applies in
+    traced forwards, to outputs that only modules and fused additions read: those of BatchNorm with
+    an activation, of an addition with LayerNorm or RMSNorm, and of every second block in a chain of
+    residual blocks. It has no effect on the CPU, under torch.compile, or inside activation
     checkpointing or other `torch.autograd.graph.saved_tensors_hooks`. The last call of `fuse`
     decides.
 
@@ -189,8 +188,8 @@ def fuse(model: Model, *, recompute: bool = False) -> Model:
 def unfuse(model: Model) -> Model:
     """Undo `fuse`: every module gets back the class and the forward that it had.
 
-    A wrapper that other code has put on an instance since stays, and so does a class that it has
-    derived from the fused class. Both then run the forward that is not fused.
+    If other code has since put a wrapper on an instance, or derived a class from the fused class,
+    these stay, and run the forward that is not fused.
 
     Args:
         model: any module.
@@ -376,7 +375,7 @@ class _Analysis:
         convolutions = self._beside(graph, module, sites)
         beside.rewrite(graph, convolutions)
         rewrite(graph, sites)
-        # If they get hooks, these must run where the forward calls the convolution.
+        # If these modules get hooks, the hooks must run where the forward calls them.
         moved = {
             module.get_submodule(str(each.convolution.target))
             for each in convolutions

@@ -148,7 +148,7 @@ class FusedModule(nn.Module):
             super().__init_subclass__(**options)
 
     def extra_repr(self) -> str:
-        """What the module's own class shows, and that it is fused."""
+        """The `extra_repr` of the module's own class, and that it is fused."""
         parts = [super().extra_repr(), "fused" if FORWARDS in vars(self) else ""]
         return ", ".join(filter(None, parts))
 
@@ -162,7 +162,7 @@ class FusedModule(nn.Module):
                 "normplug: a fused model is pickled without its fusion. Where it is loaded, it is "
                 "swapped, but not fused until you call normplug.fuse(model)."
             )
-        # Later protocols than 1 refuse another class than the module's.
+        # Protocols above 1 refuse a class other than the module's.
         return self._unfused_twin().__reduce_ex__(1)
 
     def _unfused_twin(self) -> nn.Module:

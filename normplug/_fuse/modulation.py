@@ -30,10 +30,10 @@ class Modulation(NamedTuple):
 
 
 def of_expression(node: Any) -> Modulation | None:
-    """The parts of an expression; None if it is no modulation.
+    """The parts of an expression; None if it is not a modulation.
 
-    Apart from the normalised value, it reads variables only, or views of them. So a norm may run
-    after the two are evaluated.
+    Apart from the normalised value, a modulation reads only variables or views of them. So the norm
+    may run after the scale and the shift are evaluated.
     """
     product: Any = node.left if _adds(node) else None
     is_product = isinstance(product, ast.BinOp) and isinstance(product.op, ast.Mult)
@@ -90,9 +90,9 @@ def norm_then_function(function: Any, norm: Any, x: Tensor, *args: Any) -> Any:
 
 
 def of_function(function: Any) -> Callable[..., Any] | None:
-    """What computes (scale, shift) from a function's arguments after the first; None if nothing.
+    """A function that computes (scale, shift) from the arguments of `function` after the first.
 
-    The function must do no more than return a modulation of its first argument.
+    None if `function` does more than return a modulation of its first argument.
     """
     if not isinstance(function, types.FunctionType):
         return None

@@ -549,13 +549,13 @@ def definition(function: types.FunctionType) -> ast.FunctionDef:
     return parsed
 
 
-# Not for `edit`, which changes what it gets.
+# Not for `edit`, which changes the definition.
 _shared_definition = functools.cache(definition)
 
 
 @functools.cache
 def _codes(source: str) -> frozenset[types.CodeType]:
-    """The code of all functions in a file; a notebook compiles each statement of a cell apart."""
+    """The code of all functions in a file; a notebook compiles a cell statement by statement."""
     tree = ast.parse(source)
     parts = [tree, *(ast.Module([statement], []) for statement in tree.body)]
     waiting: list[Any] = [
