@@ -60,7 +60,7 @@ def _is_private(cls: type[nn.Module]) -> bool:
 
 
 def replacement(module: nn.Module) -> type[TargetVarianceNorm] | None:
-    """The normplug class that a swap gives this module; None if it stays as it is."""
+    """The normplug class that a swap gives this module; None if it is left unchanged."""
     found = replacement_or_reason(module)
     return None if isinstance(found, str) else found
 

@@ -133,7 +133,7 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Text with aligned columns, the header first; a long last cell takes several lines."""
     *widths, longest = (max(map(len, column)) for column in zip(*rows, strict=True))
     start = sum(width + 2 for width in widths)
-    # Whether the last cell has no room beside the others.
+    # Whether the last cell has no room next to the others.
     below = longest > 24 > _WIDTH - start
     indent = " " * (4 if below else start)
     width = _WIDTH if below else max(_WIDTH, start + 24)

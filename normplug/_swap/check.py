@@ -68,7 +68,8 @@ class Verified(Table[CheckedLayer]):
         text = counts(modes)
         if len(modes) > 4:
             text = f"in {len(modes)} modes from {NormMode(targets[0])} to {NormMode(targets[-1])}"
-        return f"{len(self.rows)} norm layers verified: {text}"
+        layers = "norm layer" if len(self.rows) == 1 else "norm layers"
+        return f"{len(self.rows)} {layers} verified: {text}"
 
 
 def check(model: nn.Module, *batch: Any, **keywords: Any) -> Verified:
@@ -101,14 +102,14 @@ def check(model: nn.Module, *batch: Any, **keywords: Any) -> Verified:
         TypeError: `model` is not a module, is TorchScript, or cannot be copied.
 
     Warns:
-        UserWarning: the model's output for the batch is not compared, since it changes from call to
-            call, although the random number generators start alike.
+        UserWarning: the model's output for the batch is not compared, because it changes from call
+            to call, although the random number generators have the same seed.
 
     Examples:
         >>> import normplug
         >>> model = normplug.swap(nn.Sequential(nn.LayerNorm(8)))
         >>> print(check(model, torch.randn(2, 8)).summary())
-        1 norm layers verified: 1 in mode standard
+        1 norm layer verified: 1 in mode standard
     """
     _checks.module("check", model)
     layers = list(_convert.normplug_layers(model))
@@ -299,7 +300,8 @@ def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> li
         _checks.warn(
             f"normplug.check: in {', '.join(unsteady)}, two calls of {type(model).__name__} with "
             f"this batch differ by {max(unsteady.values())[0]:.3g}, although the generators of "
-            "torch, numpy and random start alike, so it was not compared with the unswapped model."
+            "torch, numpy and random have the same seed. So it is not compared with the unswapped "
+            "model."
         )
     return [
         f"the whole model: in {name}, its output differs from the unswapped model's by {off:.3g}; "
@@ -311,15 +313,15 @@ def _model_problems(model: nn.Module, args: Any, keywords: dict[str, Any]) -> li
 
 
 def _duplicate(thing: Any) -> Any:
-    """A deep copy of a model or a batch, or an error that says how to do without."""
+    """A deep copy of a model or a batch, or an error that says how to check without one."""
     try:
         return duplicate(thing)
     except Exception as error:
         what = type(thing).__name__ if isinstance(thing, nn.Module) else "batch"
         text = str(error).partition("\n")[0].rstrip(".")
         raise TypeError(
-            f"normplug.check: the {what} cannot be copied, to compare the model with the unswapped "
-            f"one: {text}. Use normplug.check(model), without a batch."
+            f"normplug.check: the {what} cannot be copied, which a comparison with the unswapped "
+            f"model needs: {text}. Use normplug.check(model), without a batch."
         ) from error
 
 

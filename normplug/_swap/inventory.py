@@ -67,7 +67,7 @@ def is_norm(module: nn.Module) -> bool:
     # A norm is a leaf, or contains an activation.
     children = list(module.children())
     if any(map(has_tensors, children)):
-        # Or its child layers compute its scale. A block that contains norms is no norm.
+        # Or its child layers compute its scale. A block that contains norms is not a norm.
         inner = chain.from_iterable(child.modules() for child in children)
         return "eps" in vars(module) and not any(map(is_norm, inner))
     return not children or "weight" in {**module._parameters, **module._buffers}

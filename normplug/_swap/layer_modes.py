@@ -105,10 +105,10 @@ def by_depth(schedule: ScheduleName | Schedule) -> ByDepth:
     arXiv:2502.05795), which multiplies the output of the norms of block l by 1 / sqrt(l).
 
     Blocks are the items of a `ModuleList`, `Sequential` or `ModuleDict` that contain norms and have
-    a number at the end of their name, such as `layers.0`, in numerical order. Where each of them
-    contains such items of one class, as ResNet stages do, these are the blocks, and are numbered
-    consecutively. A unit of one norm and otherwise only plain layers, such as a convolution with
-    its BatchNorm, is not a block unless the model has no others.
+    a number at the end of their name, such as `layers.0`, in numerical order. If each of them
+    contains such items of one class, as ResNet stages do, the inner items are the blocks, and are
+    numbered consecutively. A unit of one norm and otherwise only plain layers, such as a
+    convolution with its BatchNorm, is a block only if the model has no others.
     `print(normplug.plan(model, by_depth(schedule)))` shows each layer's block.
 
     Norms outside the blocks have mode standard. That includes the final norm: it normalises the sum

@@ -26,11 +26,11 @@ class PlanRow:
     Attributes:
         path: its first path in the model; "" is the model itself.
         module: the layer.
-        becomes: the normplug class it becomes, or already is; None where it stays as it is.
-        note: why it stays and what to do, or that it is swapped already; how its class was
+        becomes: the normplug class it becomes, or already is; None if it is left unchanged.
+        note: why it is left and what to do, or that it is swapped already; how its class was
             recognised, if by what it computes; and whether it is frozen. "" otherwise.
         aliases: its other paths, if the layer is shared.
-        mode: the mode it gets; None where it stays as it is, or the plan was made without a mode.
+        mode: the mode it gets; None if it is left unchanged, or the plan was made without a mode.
         block: the number of its block, from 1, where `normplug.by_depth` gives the mode; None
             outside of blocks.
     """
@@ -108,7 +108,7 @@ def plan(
         include: take only layers that match: a glob on the layer's path ("layer1.*"), a pattern
             "re:..." that the whole path must match, a class, a callable (path, module) -> bool,
             or a list of these; None takes all.
-        exclude: leave layers that match, whatever `include` says.
+        exclude: skip layers that match, even if they match `include`.
         sync: whether BatchNorms become SyncBatchNorms.
 
     Returns:
@@ -180,9 +180,19 @@ def _destination(module: nn.Module, sync: bool) -> tuple[str | None, str]:
         return None, "nothing to do: its scale comes from layers of its own"
     if found is not None:
         return None, found if "then swap" in found else f"nothing to do: {found}"
+    return None, _why_left(cls)
+
+
+def _why_left(cls: type[nn.Module]) -> str:
+    """Why layers of a class that normplug does not know are left, and what to do."""
+    way_out = "write an adapter (docs/add-a-norm.md)"
     stock = next((c for c in cls.__mro__ if c in _convert.REPLACEMENTS), None)
+    if stock is None and cls.__module__.startswith("torch."):
+        return "nothing to do: no normplug counterpart"
     if stock is None:
-        return None, "nothing to do: no normplug counterpart"
+        return f"no normplug counterpart: use a norm of torch.nn, or {way_out}"
     library = stock.__module__.partition(".")[0]
     name = f"{'nn' if library == 'torch' else library}.{stock.__name__}"
-    return None, f"a subclass of {name}: if it has the same forward, set its __class__"
+    if cls.forward is stock.forward:
+        return f"inherits {name}.forward: set its __class__ to {name}, then swap"
+    return f"a subclass of {name} with a forward of its own: {way_out}"

@@ -86,14 +86,14 @@ def findings(model: nn.Module) -> list[str]:
                 "with normplug.set_mode(model, mode), or with normplug.swap(model, mode, "
                 "include=...) for some layers."
             )
-    found += [
-        f"{shown(path)}: the forward of its stock class was replaced by other code, which it does "
-        "not run. Call normplug.unswap(model), or patch the class before normplug.swap, which then "
-        "leaves its layers."
-        for path, layer in _convert.normplug_layers(model)
-        for cls in _convert.plain_class(layer).__mro__
-        if cls in stock and is_class_patched(cls)
-    ]
+    for path, layer in _convert.normplug_layers(model):
+        for cls in _convert.plain_class(layer).__mro__:
+            if cls in stock and is_class_patched(cls):
+                found.append(
+                    f"{shown(path)}: the forward of its stock class was replaced by other code, "
+                    "which the layer does not run. Call normplug.unswap(model), or patch the "
+                    "class before normplug.swap, which then leaves its layers unchanged."
+                )
     return found
 
 

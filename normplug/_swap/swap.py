@@ -68,16 +68,16 @@ def swap(
 ) -> Model:
     """Replace a model's norms by normplug's: the same function in mode standard, but faster.
 
-    Other modes set the target variance that the norms normalise to.
+    Other modes set another target variance for the norms to normalise to.
 
     The swap is in place, by assignment to each layer's `__class__`: modules, parameters and buffers
     stay the same objects. So hooks, aliases, shared layers and existing optimizers stay valid.
     Layers that are normplug's already get the new mode. Known norms of timm, torchvision,
     transformers and diffusers are swapped, too, and so are norms of any class whose forward
-    computes a LayerNorm or an RMSNorm: docs/layers.md says how that is found out. Other subclasses
-    of the torch classes stay as they are, since they may have their own forward. So do layers whose
-    forward was replaced, on the class or the instance. `normplug.plan` lists which layers are
-    swapped and which stay.
+    computes a LayerNorm or an RMSNorm: docs/layers.md says how they are recognised. Other
+    subclasses of the torch classes are left unchanged, since they may have their own forward. So
+    are layers whose forward was replaced, on the class or the instance. `normplug.plan` lists which
+    layers are swapped and which are left.
 
     On CUDA, Triton compiles a kernel for each class of shapes at the first step that needs it, and
     caches it in `~/.triton/cache` or `TRITON_CACHE_DIR`. With an empty cache the first step takes
@@ -90,7 +90,7 @@ def swap(
             mapping from filters, as for `include`, to modes. The first filter that matches a layer
             wins.
         include: take only layers that match; `normplug.plan` lists what a filter may be.
-        exclude: leave layers that match, whatever `include` says.
+        exclude: skip layers that match, even if they match `include`.
         track_running_stats: whether LayerNorm, RMSNorm and GroupNorm get running statistics to
             watch; None gives them to LayerNorm only, and updates them only where normplug's kernels
             run, in eager steps. BatchNorm and InstanceNorm keep their own setting.
@@ -104,8 +104,8 @@ def swap(
         statistics: "torch" updates running statistics as torch does. "safe" keeps BatchNorms and
             InstanceNorms from being poisoned: a channel keeps its running statistics if the batch's
             mean or variance in it is not finite. `num_batches_tracked` counts a batch if its first
-            channel is finite, or with a momentum of None if any channel is. A forward inside a
-            backward, as activation checkpointing repeats it, updates nothing.
+            channel is finite, or with a momentum of None if any channel is. A forward that
+            activation checkpointing repeats inside a backward updates nothing.
         autocast_output: the dtype that LayerNorm, RMSNorm and GroupNorm return under autocast:
             "low", the autocast dtype, or "float32", torch's rule.
         backend: "auto", "triton" or "torch".
@@ -116,7 +116,7 @@ def swap(
     Raises:
         ValueError: an unknown mode, autocast_output or backend; a layer that gets no mode; an
             `include` pattern or a key of `mode` that matches nothing; `preserve_output` with a
-            weight that cannot be divided. The model stays as it was.
+            weight that cannot be divided. The model is left unchanged.
         TypeError: `model` is not a module, or is TorchScript; an option of another type.
 
     Warns:
@@ -162,8 +162,8 @@ def swap(
     if trained:
         _checks.warn(
             f"normplug.swap: trained norms ({some(trained)}) get another target "
-            "variance with the same weights, so the model's outputs change: preserve_output=True "
-            "keeps them, and preserve_output=False says that this is meant."
+            "variance with the same weights, so the model's outputs change. Pass "
+            "preserve_output=True to keep them, or preserve_output=False if this is intended."
         )
     _fold.refuse_unscalable("swap(preserve_output=True)", inventory, factors)
     _record.warn_of_lost("swap", inventory)
@@ -209,7 +209,7 @@ def unswap(model: Model, *, fold: bool = True) -> Model:
         TypeError: `model` is not a module, or is TorchScript.
         ValueError: a weight that cannot be multiplied (parametrized, computed, or shared with a
             layer that would change), or a forward that was replaced on the instance of a layer. The
-            model stays as it was.
+            model is left unchanged.
 
     Warns:
         UserWarning: a layer stays because it is a user's own subclass of a normplug class; there
@@ -257,9 +257,9 @@ def swapped(
 
     After the block, even after an exception, each layer has its former class, attributes and
     buffers, and its former mode and options if it had any. Parameters and BatchNorm's statistics
-    stay as the block left them. So stock layers then have weights that were trained in the block's
-    mode, and the outputs differ; with `preserve_output=True`, entry and exit leave the outputs
-    unchanged.
+    keep the values from the block. So stock layers then have weights that were trained in the
+    block's mode, and the outputs differ. With `preserve_output=True`, entry and exit leave the
+    outputs unchanged.
 
     Args:
         model: any module.

@@ -40,7 +40,7 @@ if RMS_NORM_AUTOCASTS:
     _AUTOCAST += [F.rms_norm, torch.rms_norm]
 _DEVICES = ("cpu", "cuda")  # for which a forward may switch autocast off
 # The share of half-precision results that may differ: float32 results that differ in the last bit
-# seldom lie on two sides of a rounding boundary.
+# rarely lie on two sides of a rounding boundary.
 _SHARE = 0.01
 _MANY = 1 << 16
 _OTHER_GATE = "its gate is not silu, before or after the norm"
@@ -80,7 +80,7 @@ class Formula(NamedTuple):
         eps: the constant, or None if it depends on the dtype or has a name.
         weight_offset: what it adds to the weight, 0 or 1.
         gate: where silu of a second input is multiplied, "first" or "last"; None without one.
-        group_size: how many values of a row are normalised together, beside a gate; else None.
+        group_size: how many values of a row are normalised together if there is a gate; else None.
         rounding: where it rounds.
         channels_first: whether it takes (N, C, H, W), and the rows are the channels.
         autocasts: whether autocast on CUDA makes it return float32.
@@ -107,7 +107,7 @@ class Layer(NamedTuple):
     Attributes:
         cls: its class.
         parameters: the names of its parameters, and whether each is a tensor or None.
-        buffers: the same of its buffers.
+        buffers: the same for its buffers.
         width: the length of all its tensors.
         settings: its other attributes, by name: values that no call can change.
         has_gate: whether its forward takes a second input.
@@ -192,7 +192,7 @@ class _Probe:
         self.channels_first = False
 
     def _random_rows(self, values: int) -> Tensor:
-        """Random rows of about so many values in total, in four dimensions.
+        """Random rows of about `values` values in total, in four dimensions.
 
         No two dimensions of images from these rows have the size of the channels.
         """
@@ -210,14 +210,14 @@ class _Probe:
     def _run(
         self, x: Tensor, values: _Values, gate: Tensor | None = None, **settings: Any
     ) -> Tensor:
-        """Run the forward on rows; without a gate, by one that has no effect."""
+        """Run the forward on rows; if it needs a gate and gets none, use one without effect."""
         inputs = [x]
         if self.layer.has_gate:
             inputs.append(torch.full_like(x, _OPEN) if gate is None else gate)
         if self.channels_first:
             inputs = [each.permute(0, 3, 1, 2).contiguous() for each in inputs]
             return self.layer.run(inputs, values, settings).permute(0, 2, 3, 1)
-        # Some classes take tensors of three dimensions only.
+        # Some classes accept only tensors of three dimensions.
         inputs = [each.flatten(0, 1) for each in inputs]
         return self.layer.run(inputs, values, settings).reshape(x.shape)
 
@@ -248,9 +248,9 @@ class _Probe:
         )
 
     def _find_layout(self) -> None:
-        """Which dimension it normalises, the last one or that of channels, and in which dtype.
+        """Find the dimension that it normalises, the last or that of channels, and the dtype.
 
-        A class may compute in float32, and then take no weight in float64.
+        A class may compute in float32, and then refuse a weight in float64.
         """
         for self.channels_first, dtype in product(
             (False, True), (torch.float64, torch.float32)
@@ -303,7 +303,7 @@ class _Probe:
         )
 
     def _find_vectors(self) -> None:
-        """Which tensor is the bias, which the weight, and what is added to the weight."""
+        """Find which tensor is the bias, which the weight, and what is added to the weight."""
         zero = self._run(torch.zeros_like(self.x), self.values)
         if not zero.isfinite().all():
             raise UnlikeError("it returns nan for a row of zeros: it adds no eps")
@@ -329,7 +329,7 @@ class _Probe:
             raise UnlikeError("it adds a bias, and normplug's RMSNorm has none")
 
     def _compare_scale(self) -> None:
-        """The result for rows so large that eps has no effect."""
+        """Compare the result for rows so large that eps has no effect."""
         width = self.width
         x = self._centred_groups(self.x * 2.0**20)
         y = self._run(self.x * 2.0**20, self.plain).unflatten(-1, (-1, width))
@@ -360,7 +360,7 @@ class _Probe:
         return float((variance / y.square().mean(-1) - variance).median())
 
     def _find_eps(self) -> None:
-        """The value of eps, and the attribute from which the forward reads it."""
+        """Find the value of eps, and the attribute from which the forward reads it."""
         tiny = self.x * 1e-7
         added = self._added(tiny)
         if not added > 1e-18:
@@ -408,7 +408,7 @@ class _Probe:
         return self._spec(gate=kind).by_formula(x, t)[0]
 
     def _compare_values(self) -> None:
-        """The results for rows of each scale, far from zero, with an outlier, and with nan."""
+        """Compare the results for rows of each scale, far from zero, with an outlier, with nan."""
         zeros = torch.cat((self.x[:1], torch.zeros_like(self.x[:1])))
         for x in (self.x, self.x * self.scale, zeros):
             self._compare(x, self.values, _OTHER_EPS)
@@ -440,7 +440,7 @@ class _Probe:
             raise UnlikeError(difference)
 
     def _find_gate(self) -> None:
-        """Where silu of the gate is multiplied, and that nothing is without a gate."""
+        """Find where silu of the gate is multiplied; check that nothing is without a gate."""
         self.gate: str | None = None
         if not self.layer.has_gate:
             return
@@ -462,7 +462,7 @@ class _Probe:
         raise UnlikeError(_OTHER_GATE)
 
     def _compare_gradients(self) -> None:
-        """A forward may detach what it divides by, or have a backward of its own."""
+        """Compare gradients: a forward may detach its divisor, or have its own backward."""
         x = self.x + 3
         gate = self._random(*x.shape).to(x.dtype) if self.layer.has_gate else None
         seed = self._random(*x.shape).to(x.dtype)
@@ -490,7 +490,7 @@ class _Probe:
             return torch.autograd.grad(y, [*inputs, *leaves], seed, allow_unused=True)
 
     def _compare_calls(self) -> None:
-        """Training, and inputs of other numbers of dimensions."""
+        """Compare calls in training, and with other numbers of dimensions."""
         x = self.x.float()
         values = {name: value.float() for name, value in self.values.items()}
         y = self._run(x, values)
@@ -508,7 +508,7 @@ class _Probe:
                 raise UnlikeError("it depends on the number of dimensions of its input")
 
     def _find_rounding(self) -> tuple[str | None, bool]:
-        """Where the forward rounds, and whether all bits are the same."""
+        """Find where the forward rounds, and whether all bits are the same."""
         results = list(self._results())
         # The problem of the kind of rounding that explains the most results.
         most, problem = -1, ""

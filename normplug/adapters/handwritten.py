@@ -1,7 +1,7 @@
 """Norms of any class, such as one written by hand, recognised by what their forward computes.
 
-No name counts, neither the class's nor those of its weight, bias and eps: `behaviour` runs the
-forward, once for each class and each setting of its other attributes.
+Names do not matter, neither the class's nor those of its weight, bias and eps: `behaviour` runs
+the forward, once for each class and each setting of its other attributes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from normplug.modules.row_norms import RowNorm, _GatedRMSNorm, _LayerNorm, _RMSN
 from normplug.modules.table import LIBRARIES, register_formula
 
 _MORE = "its forward takes more than one argument"
-_NARROWEST = 3  # rows of fewer values do not tell formulas apart
+_NARROWEST = 3  # shorter rows cannot tell formulas apart
 # The attributes that every module has.
 _OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
 # The attributes of a class that its normplug class may replace.
@@ -72,8 +72,8 @@ class AnyNorm(RowNorm):
         if not is_known and isinstance(before, CONSTANTS) and before != value:
             _checks.warn(
                 f"normplug: {name} of a {type(self).__name__} is now {value!r}, and was {before!r} "
-                "when the layer was recognised by what it computes. It has no effect now. Call "
-                "normplug.unswap(model), change it, and swap again."
+                "when the layer was recognised by what it computes. The new value has no effect. "
+                "Call normplug.unswap(model), change it, and swap again."
             )
         super().__setattr__(name, value)
 
@@ -143,9 +143,9 @@ def _alias(name: str) -> Any:
 
 
 def recognise(module: nn.Module, cls: Any) -> Recognised | None:
-    """What a leaf module of the class `cls` computes; None if it is no norm of rows.
+    """What a leaf module of the class `cls` computes; None if it is not a norm of rows.
 
-    The layer and the random number generators stay as they are.
+    The layer and the random number generators are left unchanged.
     """
     if not _may_be_norm(cls):
         return None
@@ -157,7 +157,7 @@ def recognise(module: nn.Module, cls: Any) -> Recognised | None:
     if key not in _known:
         if interposed():
             return Recognised(
-                None, "a tracer or a mode is active: leave it, then swap", False
+                None, "a tracer or a mode is active: exit it, then swap", False
             )
         _known[key] = _probed(layer)
     known = _known[key]

@@ -300,7 +300,8 @@ def test_unknown_subclasses_and_frozen_norms_are_left_and_plan_says_why(layers):
     ] == [
         (
             None,
-            "a subclass of timm.BatchNormAct2d: if it has the same forward, set its __class__",
+            "inherits timm.BatchNormAct2d.forward: set its __class__ to timm.BatchNormAct2d, "
+            "then swap",
         ),
         (None, frozen),
         (None, frozen),

@@ -61,7 +61,7 @@ def test_a_model_that_was_never_swapped_or_was_unswapped_is_an_error(net):
         ):
             check(model)
     report = check(nn.Sequential(LayerNorm(4, mode="golden")))
-    assert report.summary() == "1 norm layers verified: 1 in mode golden"
+    assert report.summary() == "1 norm layer verified: 1 in mode golden"
 
 
 @pytest.mark.parametrize("copied", [False, True])

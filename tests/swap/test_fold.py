@@ -213,8 +213,8 @@ def test_a_swap_of_trained_norms_to_another_target_warns_once_with_the_ways_out(
     before, path = frozen(model), 1 if change == "a batch" else 2
     text = (
         rf"normplug.swap: trained norms \({path}\) get another target variance with the same "
-        "weights, so the model's outputs change: preserve_output=True keeps them, and "
-        "preserve_output=False says that this is meant"
+        "weights, so the model's outputs change. Pass preserve_output=True to keep them, "
+        "or preserve_output=False if this is intended"
     )
     with pytest.raises(UserWarning, match=text):
         alone(swap, model, "golden")

@@ -78,7 +78,8 @@ def test_subclasses_and_other_norms_are_left_and_plan_says_so(net):
     net.weighty = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     notes = {row.path: row.note for row in plan(net) if not row.becomes}
     assert notes == {
-        "odd": "a subclass of nn.BatchNorm2d: if it has the same forward, set its __class__",
+        "odd": "a subclass of nn.BatchNorm2d with a forward of its own: "
+        "write an adapter (docs/add-a-norm.md)",
         "local": "nothing to do: no normplug counterpart",
     }
     swap(net, "golden")

@@ -57,7 +57,7 @@ def test_swapped_restores_the_mode_and_options_of_normplugs_layers(net):
         "auto",
         "float32",
     )
-    assert normplug.check(net).summary() == "1 norm layers verified: 1 in mode 0.5"
+    assert normplug.check(net).summary() == "1 norm layer verified: 1 in mode 0.5"
     with normplug.swapped(net, "golden"), normplug.swapped(net, 2):
         unswap(net)
     assert all(type(row.module).__module__.startswith("torch") for row in plan(net))
