@@ -1,1 +1,1 @@
-"""Running statistics that can be trusted: frozen, measured anew, watched and examined."""
+"""Tools for norms and their statistics: freeze, recalibrate, watch and examine them."""

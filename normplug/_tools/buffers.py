@@ -54,10 +54,10 @@ class _Moments:
 class Recalibrated(NamedTuple):
     """What `recalibrate` did to one layer.
 
-    calls: how many were measured, in all processes; of an InstanceNorm, how many samples. 0 if the
-        layer did not run and is unchanged.
-    mean, variance: by how many standard errors of the new running mean and variance the old ones
-        were off: the root mean square over channels; nan for fewer than two calls.
+    calls: how many calls were measured, in all processes; for an InstanceNorm, how many samples. 0
+        if the layer did not run and is unchanged.
+    mean, variance: how far the running mean and variance have moved, in standard errors of the new
+        values: the root mean square over channels; nan for fewer than two calls.
     """
 
     path: str  # "" is the model itself
@@ -72,8 +72,8 @@ class Recalibration(Table[Recalibrated]):
     row_type = Recalibrated
 
     def summary(self) -> str:
-        moved = "mean and variance have moved by so many standard errors"
-        return f"{len(self)} layers have the statistics of the data: {moved}"
+        layers = "layer" if len(self) == 1 else "layers"
+        return f"{len(self)} {layers} recalibrated. mean, variance: the shift, in standard errors"
 
 
 def recalibrate(model: nn.Module, loader: Any, steps: int | None = None) -> Recalibration:
@@ -85,8 +85,8 @@ def recalibrate(model: nn.Module, loader: Any, steps: int | None = None) -> Reca
     InstanceNorm gets the averages over samples of each sample's mean and unbiased variance. The
     batches' moments are merged by Chan's formula in float64.
 
-    The layers normalise by each batch's own statistics meanwhile, as in training, and everything
-    else is in evaluation, so dropout is off. Frozen layers keep their statistics.
+    Meanwhile the layers normalise by each batch's own statistics, as in training. Everything else
+    is in evaluation, so dropout is off. Frozen layers keep their statistics.
 
     Args:
         model: any module, swapped or stock.
@@ -98,8 +98,8 @@ def recalibrate(model: nn.Module, loader: Any, steps: int | None = None) -> Reca
         A `Recalibration`: print it to see by how many standard errors each layer has moved.
 
     In several processes, each passes batches of its own, and all get the same statistics. A model
-    with SyncBatchNorm needs as many batches in each. Modes, parameters, all other buffers and
-    random number generators are restored. If there is an error, the statistics stay as they were.
+    with SyncBatchNorm needs the same number of batches in each. Modes, parameters, all other
+    buffers and random number generators are restored. After an error, the statistics are unchanged.
 
     Raises:
         TypeError: `model` is not a module, or `loader` neither an iterable nor a batch.
@@ -178,7 +178,7 @@ def _refuse_infinite(
     if bad:
         raise ValueError(
             f"normplug.{caller}: running statistics must be finite; {cause} in "
-            f"{', '.join(bad)}. All statistics are as before. {way_out}"
+            f"{', '.join(bad)}. All statistics are unchanged. {way_out}"
         )
 
 
@@ -268,7 +268,7 @@ def sync_buffers(model: Model) -> Model:
     Raises:
         TypeError: `model` is not a module.
         ValueError: the merged mean or variance of a channel is not finite in the dtype of its
-            buffer, in every process. The statistics stay as they were.
+            buffer, in every process. The statistics are unchanged.
 
     Examples:
         >>> model = sync_buffers(nn.BatchNorm2d(4))
@@ -284,7 +284,7 @@ def sync_buffers(model: Model) -> Model:
         model,
         {path: (m.mean, m.m2 / m.count) for path, m in merged.items()},
         "the merged mean or variance is not",
-        "Call normplug.recalibrate(model, loader) in every process, which measures them anew.",
+        "Call normplug.recalibrate(model, loader) in every process, to measure them again.",
     )
     for path, layer in layers.items():
         moments = merged[path]
@@ -299,7 +299,7 @@ def sync_buffers(model: Model) -> Model:
 def _as_counted(layer: Any) -> _Moments:
     """A layer's statistics as the moments of as many values as it has counted batches."""
     moments = _Moments(layer.running_mean.numel(), layer.running_mean.device)
-    # Where no process has counted, all shares are equal.
+    # If no process has counted, all shares are equal.
     count = moments.count + _NO_COUNT
     if layer.num_batches_tracked is not None:
         count += layer.num_batches_tracked.to(count)

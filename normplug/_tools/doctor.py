@@ -1,4 +1,4 @@
-"""`doctor`: what is wrong with a model's norms, by evidence, and how to fix it.
+"""`doctor`: what is wrong with a model's norms, with evidence, and how to fix it.
 
 An `Examination` measures; the rules then judge what it has seen.
 """
@@ -31,12 +31,12 @@ from normplug._torch import BatchNormBase, InstanceNormBase
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# Thresholds. Healthy models are inside all of them, at their start and after some training.
+# Thresholds. Healthy models stay within all of them, when initialised and after some training.
 _FEW = 16  # values of a channel
 _DEAD = 1e-9  # variance of a channel, in units of eps
 _DOMINATED = 0.1  # median variance, in units of eps
 _FAR = 64  # mean, in standard deviations
-_START = 0.25  # share that the start of running statistics has in them
+_START = 0.25  # share of the initial value in running statistics
 _OFF_MEAN = 1.0  # in standard deviations
 _OFF_LOG_VARIANCE = math.log(2)
 _ERRORS = 4  # standard errors beyond that
@@ -50,14 +50,14 @@ _GROWS = "residual variance that grows with depth"
 _IDENTITY = "a norm without effect"
 
 # Finding -> its fix for the layer at {path}; {0} is a value that the rule yields. Code can be run
-# as it stands. {recalibrate} of a frozen layer thaws it before, and freezes it again.
+# unchanged. {recalibrate} of a frozen layer thaws it first, and freezes it again.
 _FIXES = {
     "poisoned running statistics": "{recalibrate}; {safe}",
-    "running statistics at their start": "{recalibrate}",
+    "running statistics at their initial values": "{recalibrate}",
     "running statistics stale, or of other data": "{recalibrate}",
-    "running statistics that are missing": "{layer}.track_running_stats = False  # if it is meant",
+    "running statistics that are missing": "{layer}.track_running_stats = False  # if intended",
     "a gap between training and evaluation": "move dropout after the norm, or freeze the norm",
-    "a momentum too slow for the steps trained": (
+    "a momentum too small for the steps trained": (
         "{recalibrate}  # or train as long again with {layer}.momentum = {0:.2g}"
     ),
     "a momentum that keeps only the last batch": "{layer}.momentum = 0.1; {recalibrate}",
@@ -65,12 +65,12 @@ _FIXES = {
     "statistics in half precision": "{layer}.float()",
     "a frozen weight, and statistics that move": 'normplug.freeze(model, include="{path}")',
     "a norm in evaluation, whose weight trains": (
-        "{layer}.train()  # or normplug.freeze({layer}, affine=False), if it is meant"
+        "{layer}.train()  # or normplug.freeze({layer}, affine=False), if intended"
     ),
-    "too few values a channel": (
+    "too few values per channel": (
         "a larger batch, GroupNorm, or normplug.swap(model, sync=True) in several processes"
     ),
-    "dead channels": "remove these channels, or start their weights anew",
+    "dead channels": "remove these channels, or reinitialise their weights",
     "eps dominates the variance": "{layer}.{0} = {1:.1g}",
     _BIAS: "{0}(..., bias=False)",
     _IDENTITY: "replace {path} by nn.Identity()",
@@ -80,7 +80,7 @@ _FIXES = {
     _GROWS: "{0}",
     "cancellation: a mean far above the deviation": "subtract the mean, and then cast to half",
     "LayerNorm over the wrong axis": "x.permute(0, 2, 3, 1) before {path}, and back after it",
-    "one value a group: the output is the bias": "fewer groups: nn.GroupNorm(1, {0})",
+    "one value per group: the output is the bias": "fewer groups: nn.GroupNorm(1, {0})",
 }
 
 
@@ -189,10 +189,10 @@ def _of_statistics(seen: Seen, started: int) -> _Claims:
         yield _Claim(path, "statistics in half precision", text)
     if _is_at_start(layer) and seen.trains and started:
         text = f"mean 0, variance 1, and {started} other layers have statistics"
-        yield _Claim(path, "running statistics at their start", text)
+        yield _Claim(path, "running statistics at their initial values", text)
     if _is_at_start(layer) and seen.calls and not seen.trains and _is_identity(layer):
-        text = "mean 0, variance 1, and in evaluation they stay"
-        yield _Claim(path, "running statistics at their start", text)
+        text = "mean 0, variance 1, and the layer is in evaluation"
+        yield _Claim(path, "running statistics at their initial values", text)
     if seen.trains:
         yield from _of_momentum(seen)
     first, *others = runs.gathered(values)
@@ -213,8 +213,9 @@ def _of_momentum(seen: Seen) -> _Claims:
         # Statistics that are as far from the mixture as from the data come from elsewhere.
         if not mixed.is_far() and 2 * math.hypot(*mixed) < math.hypot(*data):
             steps = int(layer.num_batches_tracked)
-            text = f"after {steps} batches {rest:.0%} of the statistics is their start"
-            finding = "a momentum too slow for the steps trained"
+            share = f"the initial value has a share of {rest:.0%}"
+            text = f"after {steps} batches, {share} in the statistics"
+            finding = "a momentum too small for the steps trained"
             yield _Claim(seen.path, finding, text, (min(0.5, 3 / steps),))
 
 
@@ -226,10 +227,10 @@ def _of_modes(seen: Seen, model: nn.Module) -> _Claims:
         text = "requires_grad is False, training is True"
         yield _Claim(seen.path, "a frozen weight, and statistics that move", text)
     if trains and model.training and not layer.training and not runs.is_frozen(layer):
-        text = "requires_grad is True, training is False; of the model, it is True"
+        text = "requires_grad is True, but training is False, in a model in training"
         yield _Claim(seen.path, "a norm in evaluation, whose weight trains", text)
     if seen.trains and seen.repeats and getattr(layer, "statistics", "torch") != "safe":
-        text = f"{seen.repeats} call(s) in the backward: each batch counts again"
+        text = f"{seen.repeats} call(s) in the backward: each batch counts more than once"
         yield _Claim(seen.path, "a BatchNorm under activation checkpointing", text)
     if seen.trains and seen.calls > 1 and len(seen.trained) >= seen.calls:
         yield from _of_calls(seen)
@@ -255,7 +256,7 @@ def _of_input(seen: Seen) -> _Claims:
         joins = hasattr(layer, "process_group") and group_to_join(None) is not None
         if count < _FEW and seen.trains and not joins:
             text = f"{count} for input of shape {seen.shape}"
-            yield _Claim(path, "too few values a channel", text)
+            yield _Claim(path, "too few values per channel", text)
     eps_name = getattr(_convert.declared(layer), "_eps_name", "eps")
     # None: the eps of an RMSNorm depends on the dtype.
     eps = getattr(layer, "_eps", getattr(layer, eps_name, None)) or 0.0
@@ -265,7 +266,7 @@ def _of_input(seen: Seen) -> _Claims:
         yield _Claim(
             path, "dead channels", f"{dead} of {len(var)} channels have variance 0"
         )
-    # 0: such as queries that start at 0.
+    # A median of 0 is no fault: queries, for example, may start at 0.
     elif 0 < median < _DOMINATED * eps and count > 1:
         text = f"the median variance is {median:.2g}, and eps={eps:g}"
         yield _Claim(path, "eps dominates the variance", text, (eps_name, median / 100))
@@ -276,7 +277,7 @@ def _of_input(seen: Seen) -> _Claims:
         yield _Claim(path, "cancellation: a mean far above the deviation", text)
     if isinstance(layer, nn.GroupNorm) and count == 1:
         text = f"input of shape {seen.shape} in {layer.num_groups} groups"
-        finding = "one value a group: the output is the bias"
+        finding = "one value per group: the output is the bias"
         yield _Claim(path, finding, text, (layer.num_channels,))
 
 
@@ -298,7 +299,7 @@ def _of_missing_statistics(seen: Seen) -> _Claims:
 
 
 def _of_neighbours(examination: Examination) -> _Claims:
-    """What stands before a norm. `_tried` decides on claims of an effect."""
+    """Faults of what comes before a norm. `_tried` tests the claims of an effect."""
     for before, path in examination.pairs:
         norm = examination.seen[path].layer
         shape = examination.seen[path].shape
@@ -320,7 +321,7 @@ def _of_neighbours(examination: Examination) -> _Claims:
                 )
                 yield _Claim(before.path, _BIAS, text, (type(layer).__name__, path))
         elif not before.is_read and layer is not norm:
-            text = f"{path} normalises its output at once"
+            text = f"{path} normalises its output directly"
             yield _Claim(before.path, _IDENTITY, text, (path,))
 
 
@@ -368,7 +369,7 @@ def _fix_of_growth(trials: Trials | None, batch: Any) -> str:
         examination.run([batch], None)
         if not list(_of_growth(examination)):
             return _DEPTH
-    return "smaller weights at the end of each block, or a smaller factor of the block's input"
+    return "smaller weights at the end of each block, or a smaller factor on the residual stream"
 
 
 def _of_evaluation(examination: Examination) -> _Claims:
@@ -386,7 +387,7 @@ def _of_evaluation(examination: Examination) -> _Claims:
                 text = f"the same batch in evaluation: {gap}"
                 yield _Claim(path, "a gap between training and evaluation", text)
         if seen.layer.running_mean is not None and not _is_at_start(seen.layer):
-            # From the data, or from what the start of the statistics leaves of them.
+            # The distance from the data, or from their mixture with the initial values.
             data, mixed = _distances(seen)
             nearest = _Distance(*map(min, data, mixed))
             samples = sum(call.samples for call in seen.trained)
@@ -397,7 +398,7 @@ def _of_evaluation(examination: Examination) -> _Claims:
 
 
 def _distances(seen: Seen) -> tuple[_Distance, _Distance]:
-    """How far running statistics are from the data's, and from those mixed with their start."""
+    """How far running statistics are from the data's, and from a mixture with initial values."""
     layer = seen.layer
     mean = torch.stack([call.mean for call in seen.trained]).mean(0)
     var = torch.stack([call.var for call in seen.trained]).mean(0)
@@ -416,11 +417,11 @@ def doctor(
 ) -> Diagnosis:
     """Examine a model's norms, stock or swapped, and report what is wrong, with evidence and a fix.
 
-    It runs up to four batches in training mode, the first one with a backward, and then the first
-    one in evaluation, but with norms that use the batch. Swapped norms run PyTorch's kernels, so
-    nothing is compiled. Parameters, their gradients, buffers, modes, hooks and random number
-    generators are left as they were, bit for bit: a copy of the model runs, if it can be copied. A
-    finding that claims an effect has been tried on the copy.
+    It runs up to four batches in training mode, the first one with a backward. Then it runs the
+    first batch in evaluation, except that norms use the batch's statistics. Swapped norms run
+    PyTorch's kernels, so nothing is compiled. If the model can be copied, a copy runs. Parameters,
+    their gradients, buffers, modes, hooks and random number generators are left unchanged, bit for
+    bit. A finding that claims an effect has been tried on the copy.
 
     Args:
         model: any module; each process of a distributed run passes its own.
@@ -428,7 +429,7 @@ def doctor(
             docs/doctor.md says how a batch is read, such as (inputs, labels).
         loss: called with the model's output and the batch, on the model's device, for the backward;
             None takes the mean square of all outputs.
-        optimizer: whose weight decay is examined; None skips that.
+        optimizer: the optimizer whose weight decay is examined; None skips that.
 
     Returns:
         A `Diagnosis`: print it, or read its `findings`.

@@ -1,4 +1,4 @@
-"""`freeze` and `thaw`: norms that stay on their running statistics, whatever `train()` says."""
+"""`freeze` and `thaw`: norms that keep to their running statistics, regardless of `train()`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def freeze(
     exclude: Filters = None,
     affine: bool = True,
 ) -> Model:
-    """Keep norms on their running statistics, unchanged, whatever `model.train()` says.
+    """Keep norms on their running statistics, unchanged, regardless of `model.train()`.
 
     It takes BatchNorms and InstanceNorms with running statistics, swapped or stock, in place,
     by assigning each layer's `__class__`. A later `swap`, `fuse` or `unswap` keeps them frozen,
-    and so do copies and pickles. The new class is no subclass of `torch.nn.BatchNorm2d` or the
-    like, so tools that reset or rebuild such layers leave it alone. Only the frozen class of a
-    user's subclass is one.
+    and so do copies and pickles. The new class is not a subclass of `torch.nn.BatchNorm2d` or
+    the like, so tools that reset or rebuild such layers leave it alone. The frozen class of a
+    user's subclass is the exception.
 
     Frozen with `affine`, a swapped layer saves nothing for the backward; fused with relu, one
     bit per element.
@@ -48,7 +48,7 @@ def freeze(
     Args:
         model: any module.
         include: freeze only layers that match; `normplug.plan` lists what a filter may be.
-        exclude: leave layers that match, whatever `include` says.
+        exclude: skip layers that match, even if they match `include`.
         affine: whether their weights and biases stop training, too: they get
             `requires_grad=False`, and their gradients are removed, so that no optimizer moves them.
 
@@ -98,8 +98,8 @@ def thaw(model: Model) -> Model:
 
     Each layer gets the mode that it would have without the freeze: that of the last `train()`,
     and training if the module that holds it is in training. Parameters that did not train
-    before the freeze stay as they are. So does a class that is always frozen, such as
-    FrozenBatchNorm2d.
+    before the freeze still do not. A class that is always frozen, such as FrozenBatchNorm2d, is
+    left unchanged.
 
     Args:
         model: any module.

@@ -23,12 +23,12 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split a model's parameters into two groups for an optimizer: with and without weight decay.
 
     Matrices decay: parameters of two or more dimensions. Every parameter of a norm layer, whatever
-    its shape, every bias and every parameter of fewer dimensions has no decay. A norm is known by
-    its class; of a class that only its name makes a norm, parameters with one dimension above 1
-    have no decay. The parameters of a parametrized tensor count as the tensor. A tied parameter
-    appears once, and has no decay if any of its names has none. The groups are the same before and
-    after `normplug.swap` and `fuse`, and under FSDP2. Parameters that do not require a gradient are
-    included, since an optimizer skips them until they do.
+    its shape, every bias and every parameter of fewer dimensions has no decay. A norm is recognised
+    by its class. If only the name of a class says that it is a norm, just its parameters with one
+    dimension above 1 have no decay. The parameters of a parametrized tensor count as the tensor. A
+    tied parameter appears once, and has no decay if any of its names has none. The groups are the
+    same before and after `normplug.swap` and `fuse`, and under FSDP2. Parameters that do not
+    require a gradient are included, since an optimizer skips them until they do.
 
     Args:
         model: any module.
@@ -69,8 +69,8 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def norm_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of a norm layer, which should not decay; none for another module.
 
-    A module that only its name makes a norm has those with one dimension above 1, such as
-    (1, C, 1, 1): its matrices may be those of a projection.
+    If only the name of its class says that a module is a norm, they are those with one dimension
+    above 1, such as (1, C, 1, 1): its matrices may belong to a projection.
     """
     parameters = [parameter for _, parameter in _parameters(module)]
     if is_known_norm(module):

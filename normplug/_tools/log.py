@@ -8,7 +8,7 @@ from normplug._files import write_file
 
 
 def start_log(path: Path) -> None:
-    """Start the file of a new run: remove that of an earlier one."""
+    """Start the file of a new run: remove the file of an earlier one."""
     path.unlink(missing_ok=True)
 
 

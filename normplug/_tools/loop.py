@@ -29,7 +29,7 @@ class Loop:
 
     A step is a forward of the model, in training and with gradients enabled. Until the first such
     forward, the loop may call parts of the model alone. A step then ends with a step of the
-    optimizer, and of each norm the latest call in it is measured.
+    optimizer, and the latest call of each norm in it is measured.
 
     Forward hooks of the model see its forwards, and a hook of all optimizers sees their steps.
     Parts have no hooks: `fuse` would leave them unfused, and compiled code would not call them.
@@ -61,7 +61,7 @@ class Loop:
         """Follow the loop from now on."""
         if self.is_followed:
             raise RuntimeError(
-                "normplug.watch: this watch already runs; call watch again."
+                "normplug.watch: this watch is already running. Call normplug.watch again."
             )
         after = _Hook(self, self._after)
         self._hooks = [
@@ -154,7 +154,7 @@ class Loop:
 class _Optimizers:
     """The optimizers of a model, which may take turns, as those of a GAN do.
 
-    The first one to step ends the steps of the loop. If another one steps twice in between, the
+    A step of the loop ends when the first one steps. If another one steps twice in between, the
     first one is no longer in use, and the other one takes its place.
     """
 

@@ -1,4 +1,4 @@
-"""Run a model on data without leaving a trace in it; find layers with running statistics."""
+"""Run a model on data without changing it; find layers with running statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Effects that `doctor` names, tried on a copy of the model before it names them."""
+"""Test the effects that `doctor` claims on a copy of the model, before it claims them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Trials:
     def is_norm_without_effect(self, path: str, following: str) -> bool:
         """Whether an Identity for a norm changes no output and no gradient.
 
-        The norm's own parameters must have no gradient: else training makes use of them.
+        The norm's own parameters must have no gradient: otherwise, training uses them.
         """
         norm = self._inventory.modules[path]
         before = self._observed(following, backward=True)

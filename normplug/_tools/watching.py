@@ -54,7 +54,7 @@ class LayerVariance(NamedTuple):
 
     With `details`:
     input_variance_10, _50, _90: percentiles of the variances that `input_variance` averages.
-    dead, saturated: shares of channels whose output is nowhere above 0, and nowhere below 0.
+    dead, saturated: the shares of channels whose output is never above 0, and never below 0.
     gradient: the second moment of the output's gradient; nan in a compiled model.
     """
 
@@ -197,7 +197,7 @@ class Watch:
     def start(self, model: nn.Module | None = None) -> None:
         """Have every norm measure from now on.
 
-        model: where it is set, only calls in training count, with gradients enabled: of this model.
+        model: if set, only calls of this model in training, with gradients enabled, count.
         """
         for path, layer in _convert.norm_layers(self._model):
             is_stock = not isinstance(layer, TargetVarianceNorm)
@@ -212,7 +212,7 @@ class Watch:
         return any(one.probe.measured is not None for one in self._measuring)
 
     def finish(self, step: int, epoch: int = 0) -> None:
-        """Take what was measured as this step's, and turn stock layers back.
+        """Record what was measured as this step's, and turn stock layers back.
 
         Until `release`, swapped layers run as they did while they measured, so that activation
         checkpointing repeats the same forward.
@@ -353,15 +353,15 @@ def watch(model: nn.Module, every: int = 50, details: bool = False) -> Watch:
 
     The values stay on the device until they are read. Norms that `normplug.fuse` fused run unfused
     while they measure. Stock norms are measured, too, except torch's SyncBatchNorm, whose messages
-    one process cannot change. Each process watches its own part of the batch. Watches may overlap,
-    of one model or of its parts. Copies and pickles of the model are not measured.
+    one process cannot change. Each process watches its own part of the batch. Several watches may
+    run at once, of one model or of its parts. Copies and pickles of the model are not measured.
 
-    Warns if the block ends and nothing has been measured.
+    A warning says so if the block ends and nothing has been measured.
 
     Args:
         model: the module that the loop calls, or whose parts it calls.
         every: measure on steps 0, every, 2 * every, ...
-        details: whether to measure the further columns, which cost more.
+        details: whether to measure the additional columns, which cost more.
 
     Returns:
         A `Watch`, to enter by `with`: it has `rows`, `table()`, `to_csv(path)` and `plot(path)`.

@@ -27,7 +27,7 @@ class Probe:
     the GPU, so `averages` reduces all layers of a model together. A copy or a pickle of the layer
     has no probe.
 
-    model: where it is set, only calls in training count, with gradients enabled: of this model.
+    model: if set, only calls of this model in training, with gradients enabled, count.
     """
 
     measured: Measured | None = None  # None: the norm has not run

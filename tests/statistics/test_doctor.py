@@ -172,7 +172,7 @@ class Fault(NamedTuple):
 
 
 RECALIBRATE, SAFE = "normplug.recalibrate(model, loader)", 'statistics="safe"'
-AT_START = "running statistics at their start"
+AT_START = "running statistics at their initial values"
 STALE = "running statistics stale, or of other data"
 IDENTITY = "a norm without effect"
 BIAS = "a bias before a BatchNorm, which has no effect"
@@ -186,7 +186,7 @@ FAULTS = [
     Fault(lambda: freeze(healthy()), None, "1", AT_START, "normplug.thaw("),
     Fault(healthy, dropout_before, "5", "a gap between training and evaluation",
           "dropout after the norm", with_dropout_moved),
-    Fault(healthy, small, "4", "too few values a channel", "sync=True", lambda *_: data()),
+    Fault(healthy, small, "4", "too few values per channel", "sync=True", lambda *_: data()),
     Fault(healthy, dead, "1", "dead channels", "remove these channels", with_new_weights),
     Fault(healthy, tiny, "1", "eps dominates the variance", '.get_submodule("1").eps ='),
     Fault(net, None, "0", BIAS, "Conv2d(..., bias=False)", without_biases),
@@ -199,7 +199,7 @@ FAULTS = [
     Fault(Twice, None, "norm", CALLS, "a layer for each call", with_a_layer_for_each_call),
     Fault(healthy, in_half_precision, "1", "statistics in half precision",
           '.get_submodule("1").float()'),
-    Fault(healthy, slow, "1", "a momentum too slow for the steps trained", "momentum = 0.3"),
+    Fault(healthy, slow, "1", "a momentum too small for the steps trained", "momentum = 0.3"),
     Fault(healthy, last_batch, "1", "a momentum that keeps only the last batch",
           "momentum = 0.1"),
     Fault(trained, in_evaluation, "1", "a norm in evaluation, whose weight trains",
@@ -215,7 +215,7 @@ FAULTS = [
     Fault(lambda: nn.Sequential(nn.Conv2d(3, 9, 1), nn.LayerNorm(9)), None, "1",
           "LayerNorm over the wrong axis", "x.permute(0, 2, 3, 1)", with_a_layer(1, Permuted)),
     Fault(lambda: flat(nn.GroupNorm(8, 8), bias=False), None, "2",
-          "one value a group: the output is the bias", "nn.GroupNorm(1, 8)",
+          "one value per group: the output is the bias", "nn.GroupNorm(1, 8)",
           with_a_layer(2, lambda _: nn.GroupNorm(1, 8))),
 ]  # fmt: skip
 

@@ -580,7 +580,7 @@ def test_without_a_measured_step_there_is_an_empty_table_and_a_warning(tmp_path)
         watch(model),
     ):
         model.eval()(torch.randn(8, 4))
-    with pytest.raises(RuntimeError, match="watch: this watch already runs"), w, w:
+    with pytest.raises(RuntimeError, match="watch: this watch is already running"), w, w:
         pass
 
 
