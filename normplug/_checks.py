@@ -40,10 +40,10 @@ DEFAULT_BACKEND = os.environ.get("NORMPLUG_BACKEND", "auto")
 
 def must(caller: str, name: str, rule: str, got: str, way_out: str = "") -> str:
     """Format an error message; `caller` is a function or a class of normplug."""
-    got = got if len(got) <= 200 else f"{got[:200]}..."
-    return (
-        f"normplug.{caller}: {name} must be {rule}; got {got}.{way_out and f' {way_out}'}"
-    )
+    if len(got) > 200:
+        got = f"{got[:200]}..."
+    text = f"normplug.{caller}: {name} must be {rule}; got {got}."
+    return f"{text} {way_out}" if way_out else text
 
 
 def described(value: Any) -> str:

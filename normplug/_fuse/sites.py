@@ -444,8 +444,10 @@ def rewrite(graph: fx.Graph, sites: list[Site]) -> None:
             norm, arguments = module_of(site.norm), site.arguments(module_of)
             call = graph.call_function(site.function, (norm, *arguments))
             if site.function is not add_norm:
-                single = site.function is isolated_norm
-                replace_nodes(graph, call, *([site.norm] if single else site.nodes))
+                replaced = site.nodes
+                if site.function is isolated_norm:
+                    replaced = (site.norm,)
+                replace_nodes(graph, call, *replaced)
                 continue
             y, total = (
                 graph.call_function(operator.getitem, (call, i)) for i in range(2)

@@ -65,7 +65,9 @@ def unit_of(*sizes: int) -> int:
 
 def tile_of(bytes_each: int) -> int:
     """Values of a tile that is read twice, sized for `bytes_each` bytes per value."""
-    return 8192 if bytes_each <= 4 else 4096 if bytes_each <= 8 else 2048
+    if bytes_each <= 4:
+        return 8192
+    return 4096 if bytes_each <= 8 else 2048
 
 
 def shrink_to_fill(block: int, units: int, width: int, sms: int) -> int:

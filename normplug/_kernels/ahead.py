@@ -73,10 +73,9 @@ def most_workers() -> int:
         )
     if wanted:
         return int(wanted)
-    beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    cores = len(os.sched_getaffinity(0)) // max(
-        int(beside) if beside.isdecimal() else 1, 1
-    )
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    processes = int(text) if text.isdecimal() else 1
+    cores = len(os.sched_getaffinity(0)) // max(processes, 1)
     return min(max(cores - 1, 0), _MOST)
 
 

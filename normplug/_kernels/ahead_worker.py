@@ -73,12 +73,12 @@ def compile_now(
     triton_key, kernel.hash = keys
     triton.runtime.cache.triton_key = lambda: triton_key
     source = triton.compiler.ASTSource(kernel, *arguments)
-    beside = threading.Thread(target=build_launcher, args=(source,))
+    building = threading.Thread(target=build_launcher, args=(source,))
     if launcher:
-        beside.start()  # its C compiler is another process
+        building.start()  # its C compiler is another process
     triton.compile(source, target=GPUTarget(*on), options=options)
     if launcher:
-        beside.join()
+        building.join()
 
 
 def build_launcher(source: Any) -> None:

@@ -181,10 +181,9 @@ class Launch:
             n: "*" + TYPES[dtype] for n, dtype in zip(names, dtypes, strict=False)
         }
         for name, value in zip(names[count + absent :], self._numbers, strict=False):
-            wide = isinstance(value, int) and not -(2**31) <= value < 2**31
-            signature[name] = (
-                "fp32" if isinstance(value, float) else "i64" if wide else "i32"
-            )
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if isinstance(value, float):
+                signature[name] = "fp32"
         # In the order of the arguments, on which Triton's hash depends.
         constants: dict[tuple[int], Any] = {(count + i,): None for i in range(absent)}
         constants |= {

@@ -205,7 +205,7 @@ def _agree(group: Any, device: torch.device) -> tuple[Peers | None, str]:
     if not any(_gather(group, why)):
         try:
             peers = _connect(group, device)
-        except Exception as error:  # whatever private code of torch raises
+        except Exception as error:  # private code of torch may raise any type
             why = f"symmetric memory failed on rank {group.rank()}: {error}"
         why = next(filter(None, _gather(group, why)), None)
     if peers is None or why:
@@ -247,11 +247,9 @@ def _apart(facts: list[Any], device: torch.device) -> str | None:
     if len(set(gpus)) < len(gpus):
         return "two processes use one GPU"
     for other in range(torch.cuda.device_count()):
-        beside = (
-            other != device.index
-            and str(torch.cuda.get_device_properties(other).uuid) in gpus
-        )
-        if beside and not torch.cuda.can_device_access_peer(device, other):
+        uuid = str(torch.cuda.get_device_properties(other).uuid)
+        is_peer = other != device.index and uuid in gpus
+        if is_peer and not torch.cuda.can_device_access_peer(device, other):
             return f"{device} cannot read the memory of cuda:{other}"
     return None
 

@@ -109,8 +109,9 @@ class NormOperators:
         t, (*numbers, automatic) = Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
         if automatic and not any(is_matmul_output(x) for x in t[:2] if x is not None):
             result = self.spec_of(*numbers).by_torch(t)
-            none = t.x.new_empty(0)
-            return (*(result if self.has_total else (result,)), *[none] * self._states)
+            results = result if self.has_total else (result,)
+            state = [t.x.new_empty(0)] * self._states
+            return (*results, *state)
         return _Differentiable.apply(self, *arguments)
 
     def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:

@@ -258,13 +258,13 @@ class LayerNormPlan(Plan):
         if "dy" not in given:  # y was not used
             return Program(given, empties={}, results=self._results("dtotal", needs))
         is_gated = self.spec.gate is not None
-        beside = "residual" if is_gated else "dtotal"
-        spacings, copies = self._backward_spacings(given, beside)
+        second = "residual" if is_gated else "dtotal"
+        spacings, copies = self._backward_spacings(given, second)
         dx = needs[0] or (needs[1] and not is_gated)
         wanted = (dx, needs[2], needs[3], needs[4])
         sums = 0 if self._vectors.kind == "token" else sum(wanted[1:])
         strides = Strides(
-            self._normalised, dy=spacings["dy"], dtotal=spacings.get(beside)
+            self._normalised, dy=spacings["dy"], dtotal=spacings.get(second)
         )
         sizes = (self._rows, self._width, strides.unit(self._width), self._itemsize)
         has_input_bias = self._constants.input_bias
@@ -304,12 +304,12 @@ class LayerNormPlan(Plan):
         )
 
     def _backward_spacings(
-        self, given: dict[str, Tensor], beside: str
+        self, given: dict[str, Tensor], second: str
     ) -> tuple[dict[str, Spacing], dict[str, tuple[int, ...]]]:
-        """The spacings of dy and of the tensor `beside` it, and the strides of needed copies."""
+        """The spacings of dy and of a second tensor, and the strides of needed copies."""
         copies: dict[str, tuple[int, ...]] = {}
         spacings: dict[str, Spacing] = {}
-        for name in ("dy", beside):
+        for name in ("dy", second):
             if name not in given:
                 continue
             before = (self._normalised, *self._vectors.spacings, *spacings.values())

@@ -138,7 +138,7 @@ def variance_of(rstd: Tensor, eps: float) -> Tensor:
 
 
 def has_readable_count(t: Tensors) -> bool:
-    """Whether the host can read the count of batches at once, with no wait for a device."""
+    """Whether the host can read the count of batches without waiting for a device."""
     on_host = t.tracked is not None and t.tracked.is_cpu
     return on_host and not (torch.compiler.is_compiling() or interposed())
 

@@ -28,7 +28,7 @@ def main(words: Sequence[str]) -> None:
     parser = _parser()
     options = parser.parse_args(words)
     arguments = options.arguments
-    if words[-1 - len(arguments)] == "--":  # which argparse takes for its own
+    if words[-1 - len(arguments)] == "--":  # argparse has removed it
         arguments = ["--", *arguments]
     if sys.flags.ignore_environment or sys.flags.no_site:
         parser.error(
