@@ -1,4 +1,4 @@
-"""Norms as functions. Each makes the tensors and the spec of a call, and `_ops.call` runs it."""
+"""Norms as functions. Each builds the tensors and the spec of a call, and `_ops.call` runs it."""
 
 from __future__ import annotations
 
@@ -201,8 +201,8 @@ def layer_norm(
     neither.
     Twice differentiable in `input`, `weight`, `bias`, `input_bias`, `scale` and `shift`. The
     kernels are bitwise deterministic. For the backward they save `input` and two numbers per row.
-    With a scale or a shift they hold rows of up to 8,192 values, and PyTorch's operations run the
-    call beside an `input_bias`. Adaptive LayerNorm: Peebles and Xie 2022 (arXiv:2212.09748).
+    With a scale or a shift they hold rows of up to 8,192 values; if there is an `input_bias`, too,
+    PyTorch's operations run the call. Adaptive LayerNorm: Peebles and Xie 2022 (arXiv:2212.09748).
 
     Examples:
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), mode="standard").round()
@@ -310,7 +310,7 @@ def rms_norm(
     `normalized_shape`, is the number of adjacent values of a row that are normalised together; None
     for the whole row. The gated norm of Mamba2 (Dao and Gu 2024, arXiv:2405.21060) has `gate_first`
     and groups. The kernels hold groups and gated rows of up to 8,192 values. A gate or a
-    `group_size` with a `scale` or a `shift` is a ValueError.
+    `group_size` together with a `scale` or a `shift` raises a ValueError.
 
     Returns:
         Shaped like `input`, in its dtype (under autocast: see `autocast_output`). From the kernels

@@ -34,8 +34,8 @@ Every norm takes these arguments besides its own:
     target_variance  the variance of the output where the weight is 1
 
 It returns y in the dtype of `x`, and the mean and biased variance that it normalised by, in the
-accumulator's dtype. Any device and floating dtype will do. The arithmetic is in float64 for float64
-input and in float32 for every other; y is rounded once.
+accumulator's dtype. Any device and floating-point dtype works. The arithmetic is in float64 for
+float64 input and in float32 for every other; y is rounded once.
 
 This module imports nothing else of normplug, since all other code is tested against it.
 """
@@ -190,7 +190,7 @@ def rms_norm(
     the factor is 1, whatever `weight_offset` is.
 
     `gate`, of the shape of x, multiplies y by silu(gate) or, with `gate_first`, x. With a
-    `group_size`, a row of one dimension is cut into groups of so many values, each normalised by
+    `group_size`, a row of one dimension is cut into groups of that many values, each normalised by
     itself; the second moment is then (*rows, groups). `scale` and `shift`: see `layer_norm`.
     """
     dims = tuple(range(-len(normalized_shape), 0))

@@ -25,8 +25,8 @@ class NormCallback(TrainerCallback, ExportableState):
 
     - Every `every` optimizer steps it measures as `normplug.watch` does, and appends rows to
       `variance.csv` in the Trainer's output directory. A new run starts a new file, and a resumed
-      run drops the rows of steps that it repeats. The main process measures, its own part of the
-      batch, and the last forward of an accumulated step.
+      run drops the rows of steps that it repeats. The main process measures its own part of the
+      batch, in the last forward of an accumulated step.
     - Each checkpoint records the mode of each layer, in `trainer_state.json`. Resuming in other
       modes is refused.
     - With `publish`, a stock model with the same outputs is saved there at the end, by

@@ -35,7 +35,7 @@ class SwapNorms(Callback):
         mode: one mode, or a mode for each layer, for `normplug.swap`.
         fuse: run norms and the operations next to them in one kernel, by `normplug.fuse`.
         recompute: with `fuse`, save memory by recomputing results in the backward.
-        warm_up: deprecated, and has no effect: kernels compile ahead by themselves.
+        warm_up: deprecated, without effect: worker processes compile kernels ahead of time.
         **options: further options of `normplug.swap`.
 
     Raises:
@@ -73,7 +73,7 @@ class SwapNorms(Callback):
         if warm_up is not None:
             _checks.warn(
                 "normplug.lightning.SwapNorms: warm_up is deprecated, and has no effect. Since "
-                "version 0.2, worker processes compile kernels ahead by themselves. Leave it out.",
+                "version 0.2, worker processes compile kernels ahead of time. Omit it.",
                 DeprecationWarning,
             )
         if recompute and not fuse:

@@ -17,7 +17,7 @@ from normplug._tools.watching import MEASURED, LayerVariance, Watch
 class VarianceLogger(Callback):
     """Log the variance before and after every norm layer during training.
 
-    It is `normplug.watch` for a Trainer: see there for what is measured. The values are copied to
+    It is `normplug.watch` for a Trainer, which explains what is measured. The values are copied to
     the host at the end of a logged step, in one transfer. Under `torch.compile` logged steps have a
     second graph. Under a distributed strategy only rank 0 measures, on its own part of the batch;
     the columns `rank` and `world_size` record this.

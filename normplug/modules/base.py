@@ -75,7 +75,7 @@ class HiddenEps(float):
     reader                             what it gets   so that
     ---------------------------------  -------------  -----------------------------------
     print, str, format, repr(layer)    the true eps   people see it
-    fuse_conv_bn_eval, timm's tools    nan            the outputs are loud
+    fuse_conv_bn_eval, timm's tools    nan            the mistake shows: outputs are nan
     a rebuilt layer, a stock forward   nan            the same, and `check` names the layer
     TransformerEncoderLayer            no two equal   it calls the norms, not its fast path
     TransformerEncoder itself          the true eps   it removes padding, as without a swap
@@ -116,9 +116,9 @@ class HiddenEps(float):
 
 
 def _asked_by_transformer_encoder(reader: FrameType) -> bool:
-    """Whether `nn.TransformerEncoder` reads: only to learn whether its layers take nested tensors.
+    """Whether `nn.TransformerEncoder` compares, to see if its layers can take nested tensors.
 
-    Its layers compare the same two values, to learn whether their fast path may run.
+    Its layers compare the same two values, to see if their fast path may run.
     """
     methods = nn.TransformerEncoder.__init__, nn.TransformerEncoder.forward
     return any(reader.f_code is getattr(method, "__code__", None) for method in methods)
@@ -268,7 +268,7 @@ class TargetVarianceNorm(nn.Module):
 
     @classmethod
     def _refusal(cls, module: nn.Module) -> str | None:
-        """Why a layer of the stock class has to stay as it is; None if a swap may convert it."""
+        """Why a layer of the stock class must stay stock; None if a swap may convert it."""
         return None
 
     @classmethod
@@ -321,7 +321,7 @@ class TargetVarianceNorm(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by the stock class, which can be imported: see `modules.table`."""
         if is_only_measured(self):
-            # Later protocols than 1 refuse another class than the layer's.
+            # Protocols above 1 refuse a class other than the layer's.
             return without_probe(self).__reduce_ex__(1)
         if self.is_stock_in_files() and not is_copied():
             return self._stock_twin().__reduce_ex__(1)
@@ -332,7 +332,7 @@ class TargetVarianceNorm(nn.Module):
         return (restore, name_of(type(self)), *rest)
 
     def is_stock_in_files(self) -> bool:
-        """Whether files have the stock layer: the program that writes them knows no normplug."""
+        """Whether files get the stock layer, because the program that writes them is stock."""
         return self._normplug.by_run and self.target_variance == 1.0
 
     def _stock_twin(self) -> nn.Module:
@@ -343,7 +343,7 @@ class TargetVarianceNorm(nn.Module):
             "_non_persistent_buffers_set",
         ):  # `revert` may remove some
             vars(twin)[name] = copy.copy(vars(twin)[name])
-        # Not imported before it is needed: it imports this module.
+        # Imported only when it is needed: it imports this module.
         import_module("normplug._convert").revert(twin)
         return twin
 
@@ -388,7 +388,7 @@ class TargetVarianceNorm(nn.Module):
         return call(self._function, t, spec, self._normplug.backend)
 
     def _call(self, *reading: Any) -> tuple[Tensors, Any]:
-        """The tensors and the spec of a call; `likely` asks with tensors on the meta device."""
+        """The tensors and the spec of a call; `guess` asks with tensors on the meta device."""
         raise NotImplementedError
 
     def _asks_for_kernels(self, x: Tensor) -> bool:
@@ -407,7 +407,7 @@ class TargetVarianceNorm(nn.Module):
         """The arguments of every formula in `normplug.reference`."""
         return {"eps": self._eps, "target_variance": self.target_variance}
 
-    # Reading a tensor as a module's attribute takes the host ten times as long as from the dict.
+    # Reading a tensor as an attribute of a module takes ten times as long as from its dict.
 
     def _affine(self) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias."""

@@ -218,10 +218,10 @@ class SyncBatchNorm(_SyncBatchNorm, nn.SyncBatchNorm):
     of all processes of the group. The processes' batches may differ in size, and some may be empty;
     each process must call the layers in the same order. Every process gets the same statistics, bit
     for bit. On GPUs of one host the kernels exchange the statistics themselves; elsewhere a
-    collective is sent in each direction: `normplug.status()` says which, and why. The
-    gradients of weight and bias are sums over the process's own batch, which
-    `DistributedDataParallel` averages. In eval, in one process, or where no process group is
-    initialised, it is a BatchNorm and sends nothing.
+    collective is sent in each direction: `normplug.status()` says which, and why. The gradients of
+    weight and bias are sums over the process's own batch, which `DistributedDataParallel` averages.
+    In eval, in one process, or without an initialised process group, it is a BatchNorm and sends
+    nothing.
 
     On CUDA the host never waits for the GPU, and so cannot reject a joined batch of one value per
     channel: the output is then the bias, and the running statistics are not updated.
@@ -229,8 +229,8 @@ class SyncBatchNorm(_SyncBatchNorm, nn.SyncBatchNorm):
     `DistributedDataParallel` refuses to wrap any `torch.nn.SyncBatchNorm` on the CPU. There, wrap
     first and then `normplug.swap(model, mode, sync=True)`.
 
-    It takes the arguments of `torch.nn.SyncBatchNorm`, `mode` and `backend`: the backend is the
-    same in all processes, and "triton" falls back to torch where the kernels cannot run.
+    It takes the arguments of `torch.nn.SyncBatchNorm`, `mode` and `backend`. The backend must be
+    the same in all processes; "triton" falls back to torch where the kernels cannot run.
 
     Shape: (N, C) or (N, C, *space), in and out. A layer converted from a `BatchNorm2d` still takes
     (N, C, H, W) only. Over several processes the gradient cannot be differentiated again.
@@ -238,7 +238,7 @@ class SyncBatchNorm(_SyncBatchNorm, nn.SyncBatchNorm):
     Raises:
         ValueError: an unknown mode or backend, input of another dimension, and on the CPU one value
             per channel in the joined batch.
-        RuntimeError: another process has stopped, or has left the layer out.
+        RuntimeError: another process has stopped, or has skipped the layer.
 
     Examples:
         >>> import torch

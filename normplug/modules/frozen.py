@@ -1,13 +1,11 @@
-"""The classes of frozen norms, which stay in evaluation whatever `train()` says.
+"""The classes of frozen norms, which stay in evaluation regardless of `train()`.
 
-`normplug.freeze` assigns such a class to a layer, as a swap does. `thaw` gives the old one
-back.
+`normplug.freeze` assigns such a class to a layer, as a swap does. `thaw` restores the old one.
 
-The frozen class of a norm of torch, of a known library or of normplug is no subclass of
-torch's `_BatchNorm`, as torchvision's FrozenBatchNorm2d is none. Tools look for that class to
-reset statistics or to rebuild layers: `update_bn`, stochastic weight averaging, and
-`convert_sync_batchnorm`. A user's subclass may call its base, so its frozen class derives
-from it.
+The frozen class of a norm of torch, of a known library or of normplug is not a subclass of torch's
+`_BatchNorm`, and neither is torchvision's FrozenBatchNorm2d. Tools look for `_BatchNorm` to reset
+statistics or to rebuild layers: `update_bn`, stochastic weight averaging, and
+`convert_sync_batchnorm`. A user's subclass may call its base, so its frozen class derives from it.
 
 While a layer is frozen, `vars(layer)["training"]` is the mode that it would have.
 """
@@ -56,7 +54,7 @@ class Frozen(nn.Module):
 
     @property
     def training(self) -> bool:
-        """False. What is assigned, as `train()` does, counts from `normplug.thaw` on."""
+        """Always False. A value that `train()` assigns takes effect after `normplug.thaw`."""
         return False
 
     @training.setter
@@ -64,15 +62,15 @@ class Frozen(nn.Module):
         vars(self)["training"] = mode
 
     def reset_running_stats(self) -> None:
-        """Keep the statistics: tools that average weights reset them."""
+        """Do nothing: tools that average weights call this, and would lose the statistics."""
 
     def reset_parameters(self) -> None:
-        """Initialise weight, bias and statistics, as code that makes a layer does."""
+        """Initialise weight, bias and statistics, for code that creates a layer."""
         super().reset_running_stats()  # type: ignore[misc]
         super().reset_parameters()  # type: ignore[misc]
 
     def extra_repr(self) -> str:
-        """What the layer's own class shows, and that it is frozen."""
+        """The `extra_repr` of the layer's own class, and that it is frozen."""
         return ", ".join(filter(None, [super().extra_repr(), "frozen"]))
 
     def __copy__(self) -> nn.Module:
@@ -88,7 +86,7 @@ class Frozen(nn.Module):
 
         Nothing in the pickle of a stock layer needs normplug where it is loaded.
         """
-        # Later protocols than 1 refuse another class than the layer's.
+        # Protocols above 1 refuse a class other than the layer's.
         reduced: Any = super().__reduce_ex__(1)
         make, args, *rest = reduced
         if THAWED not in vars(type(self)) or not args or args[0] is not type(self):
@@ -125,7 +123,7 @@ def _stay(layer: nn.Module) -> Callable[[bool], Any]:
 
 
 def unpack(module: nn.Module) -> None:
-    """Undo `_packed` in a layer from a pickle; another layer stays as it is."""
+    """Undo `_packed` in a layer from a pickle; any other layer is left unchanged."""
     state: Any = vars(module)
     record = state.get(RECORD, {})
     if "training" not in record:
@@ -139,7 +137,7 @@ def unpack(module: nn.Module) -> None:
 class FrozenNorm(Frozen, NormBase):
     """The base of the frozen classes of stock norms; TorchScript compiles its forward."""
 
-    # What the frozen class of a class takes from it.
+    # The methods that a frozen class takes from the class that it freezes.
     _methods: ClassVar[tuple[str, ...]] = ("_check_input_dim",)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ class _RMSNorm(RowNorm):
 
 
 class _GatedRMSNorm(_RMSNorm):
-    """RMSNorm with a gate, or of groups of a row: the base for the ones of any library.
+    """RMSNorm with a gate, or of groups of a row: the base for such a norm of any library.
 
         y = rms_norm(input) * silu(gate), or rms_norm(input * silu(gate)) if the gate is first
 

@@ -49,7 +49,7 @@ def adapted(cls: type[nn.Module]) -> type[Any] | str | None:
     is_known = cls.__module__.startswith(LIBRARIES) or "Frozen" in cls.__name__
     if not is_known or "norm" not in cls.__name__.lower():
         return None
-    # Not imported before it is needed.
+    # Imported only when it is needed.
     return importlib.import_module("normplug.adapters").adapt(cls)
 
 

@@ -55,7 +55,7 @@ class _Python:
 
 
 PYTHON: Any = _Python()
-# The loaded host path, or PYTHON. Callers read it anew for each call.
+# The loaded host path, or PYTHON. Callers read it again for each call.
 path: Any = PYTHON
 
 _NOT_STARTED = HostPath("Python", "no kernel has been needed yet")
@@ -70,7 +70,7 @@ _starting = threading.Lock()
 def host_path() -> HostPath:
     """Whether calls run through C++ or Python, and why."""
     if _state is _NOT_STARTED and not torch.cuda.is_available():
-        why = "no CUDA device: PyTorch's kernels run, no gain in speed to expect"
+        why = "no CUDA device: PyTorch's kernels run, so expect no gain in speed"
         return HostPath("Python", why)
     return _state
 
