@@ -130,11 +130,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="samples; default: 8, or the function's own",
     )
     add("--autocast", choices=("none", *DTYPES[:2]), help="default: bfloat16 on a GPU")
-    add("--channels-last", action="store_true", help="of weights and convolutions")
-    add(
-        "--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns of each arm"
-    )
-    add("--mode", type=_value, default="standard", help="of normplug; default: standard")
+    add("--channels-last", action="store_true", help="for weights and convolutions")
+    add("--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns per arm")
+    add("--mode", type=_value, default="standard", help="normplug's; default: standard")
     add("--json", metavar="FILE", type=Path, help="append the rows to this file")
 
     add = command(_op, "time one operation, and compare it with PyTorch's")
@@ -157,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--devices",
         choices=("cpu,cuda",),
-        help="one table of normplug's times on both; NAME and --shape may then be left out",
+        help="time normplug on both, in one table; NAME and --shape are then optional",
     )
     add(
         "--markdown",
@@ -170,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     add("-o", "--out", type=Path, default=Path("sweep"), help="a folder; default: sweep")
 
-    command(_table, "print a table of a file of rows", measures=False)("file", type=Path)
+    command(_table, "print a file of rows as a table", measures=False)("file", type=Path)
     add = command(_plot, "plot GB/s over the width", measures=False)
     add("file", type=Path)
     add("-o", "--out", metavar="FILE", type=Path, help="default: FILE.png")

@@ -1,4 +1,4 @@
-"""Time whole training steps of a model: as it is, compiled, swapped and fused, in turns."""
+"""Time whole training steps of a model: eager, compiled, swapped and fused, in turns."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def measure(
 
     Args:
         model: a model with stock norms, on the device to measure.
-        batch: what a loader gives, or a loader, of which the first batch is used. It is moved to
-            the model's device as a whole. docs/doctor.md says how a batch is read.
+        batch: a batch, or a loader, whose first batch is used. It is moved to the model's device as
+            a whole. docs/doctor.md says how a batch is read.
         step: returns the loss of a model for the batch, with the labels in it; by default the
             `loss` of the model's output if it has one, and otherwise the mean square of all
             floating-point outputs.
@@ -91,7 +91,7 @@ def measure(
 
     Raises:
         RuntimeError: the model does not take the batch.
-        ValueError: the loss is not finite or has no gradient, or a loader gives no batch.
+        ValueError: the loss is not finite or has no gradient, or a loader yields no batch.
     """
     gpu = next(model.parameters()).is_cuda
     reader = Reader("bench.measure", model)
@@ -163,8 +163,8 @@ def make_step(
 ) -> tuple[timing.Call, nn.Module]:
     """A training step of a changed copy of the model, and that copy."""
     net = change(copy.deepcopy(model).train())
-    # A step's work does not depend on the rate. At 0 the weights stay finite: infinities take a GPU
-    # less power, so it would run faster.
+    # A step's work does not depend on the rate. At 0 the weights stay finite: with infinities, a
+    # GPU draws less power, and so runs faster.
     optimizer = SGD(
         [p for p in net.parameters() if p.requires_grad], lr=0.0, momentum=0.9
     )
@@ -335,7 +335,7 @@ def _transformers(name: str, batch: int, length: int = 512, **options: Any) -> T
             break
     else:
         raise ValueError(
-            f"{name!r} of transformers is no language model or classifier of images."
+            f"{name!r} of transformers is not a language model or an image classifier."
         )
     model = mapping[type(config)](config)
     if kind == "IMAGE_CLASSIFICATION":

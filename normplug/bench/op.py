@@ -1,6 +1,6 @@
-"""Time a norm layer next to torch's, after its results were compared with float64.
+"""Time a norm layer compared with torch's, after a check of its results against float64.
 
-An error may be about as large as torch's own; otherwise the layer is not timed.
+A layer is timed only if its error is not much larger than torch's own.
 """
 
 from __future__ import annotations

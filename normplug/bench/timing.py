@@ -112,13 +112,13 @@ def back_to_back(call: Call, per_second: float = 1e6) -> Turn:
 
 
 def stopwatch(device: torch.device) -> Callable[[Call], Turn]:
-    """What makes turns of single operations: microseconds of the GPU alone, or of the CPU."""
+    """The stopwatch for single operations: microseconds of the GPU alone, or of the CPU."""
     return gpu_stopwatch if device.type == "cuda" else back_to_back
 
 
 @cache
 def copy_gbps(device: torch.device) -> float:
-    """The bandwidth of a large copy on a device in 1e9 bytes a second, read and written."""
+    """The bandwidth of a large copy on a device in 1e9 bytes per second, read and written."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     turn = stopwatch(device)(partial(torch.empty_like(source).copy_, source))
     return 2 * COPY_BYTES / median(turn()) / 1e3
@@ -155,8 +155,8 @@ def traced(call: Call, *activities: ProfilerActivity) -> profile:
 
 
 def gpu_ms(step: Call) -> float:
-    """Milliseconds a step in which the GPU works."""
-    # Beside the host's work, the optimizer's own label would count as work of the GPU.
+    """Milliseconds per step in which the GPU is busy."""
+    # If the host's work were traced, too, the optimizer's own label would count as GPU work.
     events = traced(step, ProfilerActivity.CUDA).events() or ()
     busy = (each.time_range for each in events if each.device_type == DeviceType.CUDA)
     return sum(each.elapsed_us() for each in busy) / STEPS / 1e3
