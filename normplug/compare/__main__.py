@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "directory for tables and plots (default: the only RUNS)"
     add("--out", metavar="DIR", help=text)
     add("--plots", action="store_true", help="also draw the runs")
-    add("--reference", metavar="ARM", help="compare with this arm, not standard")
+    add("--reference", metavar="ARM", help="compare with this arm instead of standard")
     text = "test whether differences are within ± M (TOST)"
     add("--margin", metavar="M", type=float, help=text)
     text = "average an arm's runs over learning rates"

@@ -42,7 +42,7 @@ VARIANCES = {
     "output_variance": "output, before weight and bias; dotted: the target variance",
     "affine_variance": "output, after weight and bias",
 }
-# Target variances of the arms that are not named by them.
+# Target variances of the arms whose names do not say them.
 TARGETS = {"standard": 1.0, "golden": (math.sqrt(5) - 1) / 2}
 LOG_RANGE = 10.0  # a logarithmic axis of a smaller range might have a single tick
 Styles: TypeAlias = Mapping[str, dict[str, Any]]  # arm -> options of `Axes.plot`
@@ -100,12 +100,12 @@ def figures(group: Group, styles: Styles) -> Iterator[tuple[str, Figure]]:
 
 
 def _seeds(group: Group, styles: Styles) -> Figure | None:
-    """The test score of every seed, and its difference from the reference: a row an arm."""
+    """The test score of every seed, and its difference from the reference: one row per arm."""
     if group.finished.test_score.isna().all():
         return None
     measure = group.measure
     title = (
-        f"{group.plain_title}\ntest {measure.name}: a dot a seed, mean and 95% t-interval below; "
+        f"{group.plain_title}\ntest {measure.name}: one dot per seed, mean and 95% t-interval below; "
         f"p of paired t-tests, adjusted by Holm\n{about_reference(group)}"
     )
     names = []
@@ -129,7 +129,7 @@ def _seeds(group: Group, styles: Styles) -> Figure | None:
     minus = f"test {measure.name} minus {label(group.reference or '')}, same seed"
     right.set_xlabel(textwrap.fill(f"{minus} ({measure.difference_unit})", 40))
     right.axvline(0, color=GREY, linewidth=0.8, linestyle="--", zorder=0)
-    beside = right.get_yaxis_transform()
+    by_row = right.get_yaxis_transform()
     for row, arm in group.table.iterrows():
         p = arm.difference_to_reference_p_holm
         if arm.arm == group.reference:
@@ -138,7 +138,7 @@ def _seeds(group: Group, styles: Styles) -> Figure | None:
             continue
         else:
             text = f"p: {p_text(p)}"
-        right.text(1.02, row, text, va="center", transform=beside)
+        right.text(1.02, row, text, va="center", transform=by_row)
     return figure
 
 
@@ -167,8 +167,8 @@ def _draw_dots(
             x, text = 0.88, f"{value:.4g} \u25b8"
             if value < least:
                 x, text = 0.01, f"\u25c2 {value:.4g}"
-            beside = axes.get_yaxis_transform()
-            axes.text(x, row - 0.3, text, fontsize="small", transform=beside)
+            by_row = axes.get_yaxis_transform()
+            axes.text(x, row - 0.3, text, fontsize="small", transform=by_row)
     if far.any(axis=None):
         edge = 0.05 * (most - least)
         axes.set_xlim(least - edge, most + edge)

@@ -59,7 +59,7 @@ def _section(group: Group) -> str:
 
 
 def not_averaged(group: Group) -> list[str]:
-    """A line for each run that is in no mean."""
+    """A line for each run that no mean includes."""
     without = group.runs[(group.runs.status != "finished") | group.runs.test_score.isna()]
     nothing = f"no test {group.measure.name}"
     return [
@@ -70,7 +70,7 @@ def not_averaged(group: Group) -> list[str]:
 
 
 def about_reference(group: Group) -> str:
-    """Which arm is the reference, in words, and in place of which others."""
+    """A sentence that names the reference, and the arms that it stands in for."""
     text = f"Reference: {label(group.reference or 'none')}"
     if group.lacking:
         text += f", since no arm named {group.lacking} has a finished run"

@@ -70,7 +70,9 @@ def label(arm: str) -> str:
         re.sub(r"^(gamma0|autocast)_|_(?=(?:true|false|[\d.]+)$)", r"\1=", p)
         for p in parts
     ]
-    return " ".join([*["target"] * arm[:1].isdigit(), *parts])
+    if arm[:1].isdigit():
+        parts = ["target", *parts]
+    return " ".join(parts)
 
 
 # The names of models and data in titles of pictures.
@@ -249,19 +251,19 @@ class Group:
         self.lacking = " or ".join(names[:first])
 
     def wide(self, field: str) -> pd.DataFrame:
-        """A column of the finished runs as a table: a row a seed, a column an arm."""
+        """A column of the finished runs as a table: one row per seed, one column per arm."""
         found = self.finished.pivot(index="seed", columns="arm", values=field)
         return found.reindex(index=self.seeds, columns=self.arms)
 
     def differences(self, field: str = "test_score") -> pd.DataFrame:
-        """A column of each arm minus the reference's: a row a seed, a column an arm."""
+        """A column of each arm minus the reference's: one row per seed, one column per arm."""
         wide = self.wide(field)
         if self.reference is None:
             return wide * np.nan
         return wide.sub(wide[self.reference], axis=0).assign(**{self.reference: np.nan})
 
     def lists(self, field: str) -> dict[str, pd.DataFrame]:
-        """Arm -> a column's lists: a row a seed, and columns from 1 to the end of the shortest."""
+        """Arm -> a column's lists: one row per seed, columns from 1 to the end of the shortest."""
         tables = {}
         for arm in self.table.arm:
             lists = self.finished[self.finished.arm == arm].set_index("seed")[field]
