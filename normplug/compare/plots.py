@@ -105,7 +105,8 @@ def _seeds(group: Group, styles: Styles) -> Figure | None:
         return None
     measure = group.measure
     title = (
-        f"{group.plain_title}\ntest {measure.name}: one dot per seed, mean and 95% t-interval below; "
+        f"{group.plain_title}\n"
+        f"test {measure.name}: one dot per seed, mean and 95% t-interval below; "
         f"p of paired t-tests, adjusted by Holm\n{about_reference(group)}"
     )
     names = []

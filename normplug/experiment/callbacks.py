@@ -23,6 +23,7 @@ from torch import Tensor
 
 from normplug._files import replace_file
 from normplug._measure import Measure
+from normplug._tools.watching import LayerVariance
 from normplug.experiment.errors import WHO, UserError
 from normplug.experiment.models import GPT, Block
 from normplug.lightning import VarianceLogger
@@ -30,6 +31,7 @@ from normplug.lightning import VarianceLogger
 TIMED_STEPS = 1000  # the most steps that are timed: the latest
 # Test tokens, per process, on which the loss without each block is measured.
 DROP_TOKENS = 2**15
+ON_TARGET = 0.01  # relative distance from the target that a summary does not report
 
 
 class Diverged(RuntimeError):
@@ -164,8 +166,8 @@ class StepTimer(Callback):
     """Time the latest training steps and the training part of each epoch; on a GPU, by CUDA events.
 
     A step lasts from its start to the start of the next one. Lightning's `ThroughputMonitor` waits
-    for the GPU in every step, and gives means, which steps that warm up or measure variances would
-    move. The last step of each epoch does not count as a step.
+    for the GPU in every step, and returns means, which warm-up steps and steps that measure variances
+    distort. The last step of each epoch does not count as a step.
 
     The training part of an epoch excludes its validations and the checkpoints after them. So the
     first epoch includes the compilation of the training and the capture of CUDA graphs.
@@ -239,7 +241,7 @@ def variance_loggers(trainer: Trainer) -> list[VarianceLogger]:
 
 
 def variance_lines(trainer: Trainer) -> dict[str, str]:
-    """Two lines on the variances at the latest measured step, and the file that has all of them."""
+    """Two lines on the variances at the latest measured step, with the file that has them all."""
     lines: dict[str, str] = {}
     for logger in variance_loggers(trainer):
         rows = [row for row in logger.last if math.isfinite(row.input_variance)]
@@ -248,22 +250,28 @@ def variance_lines(trainer: Trainer) -> dict[str, str]:
         low = min(rows, key=lambda row: row.input_variance)
         high = max(rows, key=lambda row: row.input_variance)
         known = [row for row in rows if math.isfinite(row.output_variance)] or rows
-        off = max(
-            known, key=lambda row: abs(row.output_variance / row.target_variance - 1)
-        )
+        off = max(known, key=_distance_from_target)
         lines["norms' inputs"] = (
             f"{rows[0].measure} from {low.input_variance:.3g} ({low.layer}) "
             f"to {high.input_variance:.3g} ({high.layer}) at step {rows[0].step}"
         )
-        lines["norms' outputs"] = (
+        outputs = (
             f"farthest from its target: {off.output_variance:.4g} for {off.target_variance:.4g} "
-            f"({off.layer}); all in {logger.path}"
+            f"({off.layer})"
         )
+        if _distance_from_target(off) <= ON_TARGET:
+            outputs = f"all within {ON_TARGET:.0%} of their targets"
+        lines["norms' outputs"] = f"{outputs}; all variances in {logger.path}"
     return lines
 
 
+def _distance_from_target(row: LayerVariance) -> float:
+    """The relative distance of an output's variance from its target."""
+    return abs(row.output_variance / row.target_variance - 1)
+
+
 def save(content: Any, path: Path) -> None:
-    """`torch.save`; a kill or a full disk during the write leaves the file that was there."""
+    """`torch.save`; if the write is killed or the disk is full, the earlier file remains."""
     with replace_file(path) as part, part.open("wb") as file:
         torch.save(content, file)
 
@@ -271,7 +279,7 @@ def save(content: Any, path: Path) -> None:
 class Checkpoints(TorchCheckpointIO):
     """Checkpoints of one run, with tensors and plain values only.
 
-    Beside Lightning's content, a checkpoint has the run's `identity`, as "run", and its scores.
+    Besides Lightning's content, a checkpoint has the run's `identity`, as "run", and its scores.
     Lightning's own files pass through a temporary directory, which a full disk leaves behind.
     """
 

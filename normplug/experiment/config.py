@@ -180,7 +180,7 @@ def _check_mode(mode: Any) -> None:
 
 
 def _check_arguments(group: str, node: Any) -> None:
-    """Refuse a number or a text that is not of the type of the object's argument."""
+    """Refuse a value that is not of the type of the object's argument."""
     with contextlib.suppress(ImportError):  # `instantiate` raises the same, with its key
         target: Any = get_object(node["_target_"])
         builder: Any = target.__init__ if inspect.isclass(target) else target
@@ -208,7 +208,7 @@ def mode_of(mode: Any) -> normplug.NormMode | ByDepth:
 
 
 def arm_name(mode: Any, gamma0: float | str | None = None, tag: str | None = None) -> str:
-    """Return the arm's name in directories, results and tables, as `standard-gamma0_0.786-tag`."""
+    """Return the arm's name in directories and tables, such as `standard-gamma0_0.786-tag`."""
     parts: list[Any] = [mode]
     with contextlib.suppress(TypeError, ValueError):
         # Directories are named before `check`.

@@ -110,7 +110,7 @@ class Source(LightningDataModule, ABC):
         return self.batch_size * self.sizes.get("block_size", 1)
 
     def about(self) -> str:
-        """A line that says where the parts come from; "" where that is no choice of the user."""
+        """A line that says where the parts come from; "" if the user has no choice."""
         return ""
 
     def facts(self, score: float) -> dict[str, Any]:
@@ -314,7 +314,7 @@ class Digits(ImageData):
 
 @dataclass(eq=False, kw_only=True, config=STRICT)
 class Torchvision(ImageData):
-    """A class of `torchvision.datasets` with its images in memory and a test set, as "CIFAR10"."""
+    """A class of `torchvision.datasets` with a test set, such as "CIFAR10", kept in memory."""
 
     dataset: str
     num_classes: PositiveInt

@@ -1,4 +1,4 @@
-"""What a mistake in the command is, in one sentence."""
+"""Explain a mistake in the command in one sentence."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def user_sentence(error: BaseException, restoring: Path | None = None) -> str | 
         why = one_line(error).split(". ")[0]  # what follows is advice for another program
         return (
             f"{WHO}: the checkpoint {restoring} cannot be restored "
-            f"({type(error).__name__}: {why[:200]}). Give a whole checkpoint of the same "
+            f"({type(error).__name__}: {why[:200]}). Give a complete checkpoint of the same "
             "run, or change this run to match it."
         )
     if isinstance(error, InstantiationException):
@@ -118,8 +118,8 @@ def _not_composed(error: BaseException) -> str:
     ambiguous = re.match(r"Ambiguous value for argument '([^=]+=(.+?))'", text)
     if ambiguous:
         return (
-            f"{WHO}: {ambiguous[1]} has several values. Add -m for a run with each, or write a "
-            f"list as [{ambiguous[2]}]."
+            f"{WHO}: {ambiguous[1]} has several values. Add -m for one run per value, or write "
+            f"a list as [{ambiguous[2]}]."
         )
     word = re.match(r"Error parsing override '(.*?)' missing EQUAL", text)
     if word:
@@ -134,9 +134,7 @@ def _no_choice(path: str, choices: Sequence[str]) -> str:
         return f'{WHO}: {path} needs a plugin: pip install "normplug[{PLUGINS[path]}]"'
     near = difflib.get_close_matches(choice, choices, 2)
     meant = f"Did you mean {' or '.join(near)}? " if near else ""
-    return (
-        f"{WHO}: {group}={choice} is no choice. {meant}Choose from {', '.join(choices)}."
-    )
+    return f"{WHO}: {group}={choice} is not a choice. {meant}Choose from {', '.join(choices)}."
 
 
 def _known(name: str) -> str:

@@ -137,8 +137,8 @@ class ClassFolders(datasets.ImageFolder):
 def find_parts(root: Path) -> dict[str, Path]:
     """Return part -> directory, for those of "training", "validation" and "test" that are there.
 
-    A single part beside the training is the test. If there are no parts, the directories in `root`
-    are the classes, and `root` is for training.
+    A single part besides the training part is the test part. If there are no parts, the directories
+    in `root` are the classes, and `root` is for training.
 
     Raises:
         UserError: images would not be read, or would be taken for those of another class.
@@ -169,11 +169,11 @@ def _unread(folders: Sequence[Path], parts: Mapping[str, Path]) -> list[str]:
         part = PART_NAMES.get(folder.name.lower())
         if part is None:
             if has_images(folder):
-                problems.append(f"{folder.name}/ is no part, but has images")
+                problems.append(f"{folder.name}/ is not a part, but has images")
         elif parts[part] != folder:
             problems.append(f"{parts[part].name}/ and {folder.name}/ are the same part")
         elif folders_in(folder) and has_own_images(folder):
-            problems.append(f"{folder.name}/ has images beside its classes")
+            problems.append(f"{folder.name}/ has images next to its classes")
     if "training" not in parts:
         problems.append("train/ is missing")
     return problems

@@ -24,7 +24,7 @@ from normplug.experiment.models import heads
 
 
 def make_optimizer(net: nn.Module, cfg: DictConfig) -> Optimizer:
-    """Norms and the head get the `factors` of their own. Of the others, only matrices decay."""
+    """Build the optimizer. Norms and the head have `factors`; of the rest, only matrices decay."""
     special: dict[Tensor, Mapping[str, float]] = {}
     for norm in Inventory(net).norms:
         for name, parameter in norm.named_parameters():
@@ -89,7 +89,7 @@ def configure_optimizers(module: LightningModule, cfg: DictConfig) -> Any:
         optimizer, int(steps), cfg.schedule, cfg.warmup, cfg.cycle_momentum
     )
     if getattr(trainer.precision_plugin, "scaler", None) is None:
-        # There is nothing to unscale; else Lightning would not clip for a fused optimizer.
+        # There is nothing to unscale. With True, Lightning would not clip for a fused optimizer.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 

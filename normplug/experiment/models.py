@@ -223,7 +223,7 @@ def timm_model(
 ) -> nn.Module:
     """An image classifier of timm, such as "convnext_atto": (N, 3, H, W) -> (N, num_classes).
 
-    Smaller images are enlarged to 64 pixels, since most models of timm reduce an image 32 times.
+    Smaller images are enlarged to 64 pixels, since most timm models downsample by a factor of 32.
     """
     with needs(f"{WHO}: model=timm", "zoo"):
         import timm
@@ -301,18 +301,18 @@ def hf_causal_lm(
     net = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **values))
     if not is_causal(net, vocabulary, block_size):
         raise UserError(
-            f"{WHO}: model.name={name} is no causal language model as it is configured: its output "
-            "for a token depends on later tokens. Choose another, such as gpt2."
+            f"{WHO}: model.name={name} is not a causal language model in this configuration: its "
+            "output for a token depends on later tokens. Choose another, such as gpt2."
         )
     return net
 
 
 @torch.no_grad()
 def is_causal(net: nn.Module, vocabulary: int, block_size: int) -> bool:
-    """Whether another last token leaves the logits of all earlier tokens as they are.
+    """Whether a change of the last token leaves the logits of all earlier tokens unchanged.
 
-    Six kinds of BERT changed them, at their random start, by at least 1.7e-4 of the change at the
-    last token; rounding changed them by at most 1.8e-7, in models with experts.
+    With random weights, six kinds of BERT changed them by at least 1.7e-4 of the change at the last
+    token. Rounding changed them by at most 1.8e-7, in mixture-of-experts models.
     """
     tokens = torch.arange(min(block_size, PROBED_TOKENS))[None] % vocabulary
     others = tokens.clone()

@@ -60,8 +60,9 @@ def train(cfg: DictConfig, run: Run) -> None:
 def make_module(cfg: DictConfig, data: Source) -> LightningModule:
     """Build the model with its norms in the mode of the arm.
 
-    A `model._target_` that is a LightningModule trains as it says. Without `configure_optimizers`
-    it gets the optimizer and the schedule of the configuration. A network becomes a `Learner`.
+    A `model._target_` that is a LightningModule trains by its own steps. Without
+    `configure_optimizers` it gets the optimizer and the schedule of the configuration. A network
+    becomes a `Learner`.
     """
     model = instantiate(cfg.model, **data.sizes, _convert_="all")
     apply_arm(model, cfg, fuses_norms(cfg))

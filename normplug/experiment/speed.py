@@ -2,8 +2,8 @@
 
     python -m normplug.experiment.speed logs/sweeps/modes
 
-The speeds that runs record are of different times, on a machine that others may use. Here the
-steps of all modes take turns in one process, so that drift and load affect all of them.
+Runs record their speeds at different times, on a machine that others may use. Here the steps of all
+modes take turns in one process, so that drift and load affect all of them.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _cells(measure: Measure, rows: pd.DataFrame) -> pd.DataFrame:
         "mode": rows.arm.map(label),
         f"{measure.name}, {measure.unit}": interval_texts(measure, rows, "test"),
         f"{measure.items}/s": rows.items_per_s.map("{:,.0f}".format),
-        "ms a step": spread.where(rows.ms.notna(), NOTHING),
+        "ms per step": spread.where(rows.ms.notna(), NOTHING),
         "MiB": rows.peak_memory_mib_median.map("{:,.0f}".format),
         "speed": rows.speed_ratio.map("{:.2f}".format),
     }
@@ -244,7 +244,7 @@ def _milliseconds(value: float) -> str:
 
 
 def _notes(table: pd.DataFrame) -> list[str]:
-    """How the table is to be read."""
+    """How to read the table."""
     seeds = table.test_n.max()
     if seeds > 1:
         score = f"± is half of a 95% t-interval over seeds (at most {seeds:.0f})."

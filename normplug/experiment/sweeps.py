@@ -31,7 +31,7 @@ class CompareArms(Callback):
         # Hydra turns any other exception of a callback into a warning.
         print(
             f"{WHO}: the runs of a sweep over {names} would share a directory, and be one arm of "
-            f"the comparison. Name an arm for each value: 'tag={tag}'. For learning rates there is "
+            f"the comparison. Name an arm for each value: 'tag={tag}'. For learning rates, use "
             "experiment=rates.",
             file=sys.stderr,
         )
@@ -70,7 +70,7 @@ class ReportSearch(Callback):
         if all(validation_of(result) is None for result in results):
             print(
                 f"{WHO}: no trial has a validation score, so best_params in "
-                f"{directory}/optimization_results.yaml means nothing. Search over other options."
+                f"{directory}/optimization_results.yaml is meaningless. Search over other options."
             )
         if statuses["failed"]:
             sys.exit(1)

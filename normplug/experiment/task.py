@@ -1,4 +1,4 @@
-"""Around a training: its run's directory, its failures, and the `result.json` that it leaves."""
+"""What surrounds a training: the run's directory, its failures, and its `result.json`."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Run:
         if there and not self._former():
             raise UserError(
                 f"{WHO}: {self.directory} has {', '.join(there)}, but not the result of a run, so "
-                f"they stay as they are. Choose another directory: {PLACE}."
+                f"they are left unchanged. Choose another directory: {PLACE}."
             )
 
     def _former(self) -> dict[str, Any]:
@@ -153,8 +153,9 @@ class Run:
     def begin(self, trainer: Trainer) -> str | None:
         """Record that the run trains now; return the checkpoint that it resumes from or tests.
 
-        If this same run has begun here, it is that run's last one, unless `ckpt_path` names another
-        of this directory. Otherwise it is `ckpt_path`. What the run would overwrite is set aside.
+        If this same run has begun here, it is the run's last checkpoint, unless `ckpt_path` names
+        another one in this directory. Otherwise it is `ckpt_path`. Files that the run would
+        overwrite are set aside.
         """
         checkpoint = self._chosen_checkpoint()
         last = self.directory / LAST
@@ -170,7 +171,7 @@ class Run:
             status="running", config=OmegaConf.to_container(self.cfg, resolve=True)
         )
         for logger in trainer.loggers:
-            # config.yaml is beside the files of a CSVLogger.
+            # config.yaml is next to the files of a CSVLogger.
             if not isinstance(logger, CSVLogger):
                 logger.log_hyperparams(self.labels | {"config": self.result["config"]})
         say(str(self.directory))
@@ -180,7 +181,7 @@ class Run:
         return str(checkpoint)
 
     def _chosen_checkpoint(self) -> Path | None:
-        """The path in `ckpt_path`; "last" is the last one here, or the newest beside."""
+        """The path in `ckpt_path`; "last" is the last checkpoint here, or the newest of others."""
         if self.cfg.ckpt_path is None:
             return None
         path = Path(self.cfg.ckpt_path)
@@ -279,7 +280,7 @@ class Run:
         peak = r["peak_memory_bytes"]
         speed = "not timed: too few steps"
         if step_ms:
-            speed = f"{r[speed_key]:,.0f} {measure.items}/s ({step_ms:.2f} ms a step)"
+            speed = f"{r[speed_key]:,.0f} {measure.items}/s ({step_ms:.2f} ms per step)"
         epochs = f"{r['epochs']} epoch{'s' * (r['epochs'] != 1)}"
         paths = sorted(self.directory.glob("[!.]*"))
         files = ", ".join(f"{p.name}/" if p.is_dir() else p.name for p in paths)
@@ -359,7 +360,7 @@ class Run:
     def _advice(self) -> str:
         if self.in_sweep:
             return "The same sweep skips what has finished and resumes this run"
-        return f"Go on with the same command and hydra.run.dir={self.directory}"
+        return f"Resume with the same command and hydra.run.dir={self.directory}"
 
 
 def labels_of(cfg: DictConfig) -> dict[str, Any]:

@@ -397,10 +397,10 @@ class TestImageFolder:
             ),
             (
                 "train holdout",
-                "It has holdout/, train/: holdout/ is no part, but has images.",
+                "It has holdout/, train/: holdout/ is not a part, but has images.",
             ),
             ("val test", "It has test/, val/: train/ is missing."),
-            ("train .", "has cat/, dog/, train/: cat/ is no part, but has images; "),
+            ("train .", "has cat/, dog/, train/: cat/ is not a part, but has images; "),
             (
                 "seg_train seg_test",
                 "seg_test/ and seg_train/ have the names of parts; each of",
@@ -424,7 +424,7 @@ class TestImageFolder:
 
     def test_refuses_images_beside_the_classes_of_a_part(self, tree):
         Image.new("RGB", (SIZE, SIZE)).save(tree / "train/unsorted.png")
-        with pytest.raises(UserError, match="train/ has images beside its classes"):
+        with pytest.raises(UserError, match="train/ has images next to its classes"):
             folder(tree)
 
     def test_refuses_pixels_that_8_bits_cannot_hold(self, tree):

@@ -29,6 +29,7 @@ import normplug
 import train
 from normplug._ops import recompute
 from normplug.compare.__main__ import main as compare_arms
+from normplug.experiment import callbacks
 from normplug.experiment.callbacks import StepTimer
 from normplug.experiment.config import BY_DEPTH, mode_of
 from normplug.experiment.errors import CONFIGS, UserError
@@ -213,8 +214,8 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
     accuracy = f"{100 * result['test_accuracy']:.2f} %"
     variances = (
         "norms' inputs",
-        "farthest from its target",
-        f"all in {directory}/variance.csv",
+        "of their targets; all variances in",
+        f"{directory}/variance.csv",
     )
     for words in (
         accuracy,
@@ -230,6 +231,31 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
         shown = r"0:\d\d:\d\d train/loss: \S+ val/loss: \S+ val/acc: \S+"
         assert re.search(rf"^Epoch {epoch}/1 +(\d+)/\1 {shown} *$", output, re.MULTILINE)
     assert accuracy in (directory / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        (0.504, "all within 1% of their targets"),
+        (0.506, "farthest from its target: 0.506 for 0.5 (head)"),
+        (math.nan, "farthest from its target: nan for 0.5 (head)"),
+    ],
+)
+def test_a_summary_names_an_output_only_if_it_is_off_its_target(
+    monkeypatch, output, text
+):
+    row = SimpleNamespace(
+        layer="head",
+        input_variance=2.0,
+        output_variance=output,
+        target_variance=0.5,
+        measure="variance",
+        step=3,
+    )
+    logger = SimpleNamespace(last=[row], path="variance.csv")
+    monkeypatch.setattr(callbacks, "variance_loggers", lambda _: [logger])
+    lines = callbacks.variance_lines(None)
+    assert lines["norms' outputs"] == f"{text}; all variances in variance.csv"
 
 
 losses = partial(logged, name="train/loss")

@@ -228,7 +228,7 @@ def test_a_result_that_is_damaged_or_not_a_runs_stays(refuses, tmp_path, text):
     path.write_text(text)
     output = refuses(*SMALL, "mode=golden,baseline", "-m")
     assert (
-        f"{path.parent} has result.json, but not the result of a run, so they stay"
+        f"{path.parent} has result.json, but not the result of a run, so they are left"
         in output
     )
     assert path.read_text() == text

@@ -33,7 +33,7 @@ def test_what_is_no_checkpoint_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("text", "UnpicklingError: Weights only load failed). Give a whole"),
+        ("text", "UnpicklingError: Weights only load failed). Give a complete"),
         ("weights", "KeyError"),
         ("optimizer", "ValueError: it lacks the optimizer"),
         ("locked", "PermissionError: [Errno 13] Permission denied"),

@@ -123,7 +123,7 @@ def test_an_interrupted_run_says_how_to_resume_and_resumes(
     output = interrupted(command, signum, *line)
     found = result_of(cut)
     assert found["status"] == "interrupted"
-    advice = f"{signum.name}. Go on with the same command and hydra.run.dir={cut}."
+    advice = f"{signum.name}. Resume with the same command and hydra.run.dir={cut}."
     assert found["error"].endswith(advice)
     assert found["error"] in output
     trains(*line)

@@ -266,7 +266,7 @@ def test_an_experiment_finishes_one_seed_after_another(name, seeds):
         ),
         ("+logger.csv.foo=1", "logger.csv cannot be built: "),
         ("optimizer=null", "only callbacks and logger can be null."),
-        ("seed=0,1", "seed=0,1 has several values. Add -m for a run with each, or"),
+        ("seed=0,1", "seed=0,1 has several values. Add -m for one run per value, or"),
         ("golden", "golden must be KEY=VALUE, such as mode=golden."),
         ("lr=1", "lr is not a key of the configuration. Did you mean optimizer.lr?"),
         (
@@ -301,7 +301,7 @@ def test_a_choice_that_no_file_of_configs_has_is_one_line_and_writes_nothing(
     refuses, tmp_path, model
 ):
     output = refuses(f"model={model}", "-m")
-    assert f"model={model} is no choice." in output
+    assert f"model={model} is not a choice." in output
     assert ("Did you mean resnet50 or resnet18?" in output) == (model == "resnet99")
     assert "Choose from gpt_24x256, gpt_tiny, hf_causal_lm, resnet18" in output
     assert len(output.splitlines()) == 1
