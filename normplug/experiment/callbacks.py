@@ -166,8 +166,8 @@ class StepTimer(Callback):
     """Time the latest training steps and the training part of each epoch; on a GPU, by CUDA events.
 
     A step lasts from its start to the start of the next one. Lightning's `ThroughputMonitor` waits
-    for the GPU in every step, and returns means, which warm-up steps and steps that measure variances
-    distort. The last step of each epoch does not count as a step.
+    for the GPU in every step, and returns means, which warm-up steps and steps that measure
+    variances distort. The last step of each epoch does not count as a step.
 
     The training part of an epoch excludes its validations and the checkpoints after them. So the
     first epoch includes the compilation of the training and the capture of CUDA graphs.
