@@ -107,7 +107,7 @@ def test_scales_that_change_within_samples_alone_are_left_to_torch():
     x, scale = torch.randn(2, 3, 8), torch.randn(1, 3, 8)
     options = {"normalized_shape": (8,), "scale": scale}
     functional.layer_norm(x, **options)
-    with pytest.raises(NotImplementedError, match="the same in each sample"):
+    with pytest.raises(NotImplementedError, match="the same for all samples"):
         functional.layer_norm(x, **options, backend="triton")
 
 

@@ -169,7 +169,7 @@ def test_warm_up_is_deprecated_and_does_nothing():
     model = nn.Linear(2, 2)
     with pytest.warns(DeprecationWarning, match="normplug.warm_up: .* Remove the call"):
         assert normplug.warm_up(model, torch.ones(2, 2)) is None
-    with pytest.warns(DeprecationWarning, match="SwapNorms: warm_up .* Leave it out"):
+    with pytest.warns(DeprecationWarning, match="SwapNorms: warm_up .* Omit it"):
         SwapNorms(warm_up=True)
 
 

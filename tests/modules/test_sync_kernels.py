@@ -141,7 +141,7 @@ def a_process_that_stops_is_named_and_no_wrong_result_is_used(rank, world, devic
     with pytest.raises(RuntimeError, match=who) as error:
         layer(x)
     assert f"of a layer of {CHANNELS} channels" in str(error.value)
-    assert str(error.value).endswith("than the timeout of the process group.")
+    assert str(error.value).endswith("than the group's timeout.")
 
 
 def a_process_that_is_too_late_does_not_use_what_the_other_made_of_its_absence(
