@@ -1,10 +1,10 @@
-"""normplug next to other tools: each tool on a golden model, an unswapped one, and a stock one.
+"""normplug with other tools: each tool on swapped models, an unswapped one, and a stock one.
 
     python benchmarks/matrix.py -o docs/compatibility.md
 
 writes the table; `--device cuda` runs the tools that work on a GPU. `test_matrix.py` runs the same
 cells. A cell applies one tool to a small model. The result must equal that of the equivalent stock
-model, whose norm weights are multiplied by sqrt(tv).
+model; in mode golden its norm weights are multiplied by sqrt(tv).
 """
 
 import argparse
@@ -38,7 +38,7 @@ import normplug
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 INSTANCE_NORM = nn.modules.instancenorm._InstanceNorm
 NORMS = (BATCH_NORM, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, INSTANCE_NORM)
-COLUMNS = ("swapped", "unswapped")
+COLUMNS = ("standard", "golden", "unswapped")
 NAN = "refused: the outputs are nan"
 
 
@@ -47,6 +47,7 @@ class Row:
     """One tool.
 
     refused: a pattern of the cell of a golden model; "" where the tool works on it.
+    always: whether the tool is refused in mode standard too.
     without: layers to leave out, since the tool does not support them even stock, or is slow.
     cpu: whether the tool works on the CPU only.
     """
@@ -56,6 +57,7 @@ class Row:
     needs: tuple[str, ...]
     refused: str
     tolerance: float
+    always: bool = False
     without: tuple[str, ...] = ()
     cpu: bool = False
 
@@ -84,9 +86,9 @@ def is_there(name):
         return False
 
 
-def row(tool, *needs, refused="", tolerance=1e-4, without=(), cpu=False):
+def row(tool, *needs, refused="", always=False, tolerance=1e-4, without=(), cpu=False):
     def add(run):
-        ROWS.append(Row(tool, run, needs, refused, tolerance, without, cpu))
+        ROWS.append(Row(tool, run, needs, refused, tolerance, always, without, cpu))
         return run
 
     return add
@@ -145,8 +147,13 @@ def folded(model, tv):
     return model
 
 
+def mode_of(name):
+    """The mode of a column's model. The unswapped one was golden."""
+    return "standard" if name == "standard" else "golden"
+
+
 def column(name, without=()):
-    net = normplug.swap(make(without), "golden")
+    net = normplug.swap(make(without), mode_of(name))
     return normplug.unswap(net) if name == "unswapped" else net
 
 
@@ -167,10 +174,10 @@ use("cpu")
 
 
 @cache
-def expected_of(one):
-    """A tool's result on the folded stock model, which every column must equal."""
+def expected_of(one, mode):
+    """A tool's result on the folded stock model, which the columns of this mode must equal."""
     torch.manual_seed(2)
-    return one.run(folded(make(one.without), normplug.target_variance("golden")))
+    return one.run(folded(make(one.without), normplug.target_variance(mode)))
 
 
 def outcome(one, name):
@@ -178,7 +185,7 @@ def outcome(one, name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            expected = expected_of(one)
+            expected = expected_of(one, mode_of(name))
         except Exception as error:
             if DEVICE.type == "cpu":
                 raise
@@ -318,6 +325,7 @@ def fuse_linear_bn_eval(model):
 @row(
     "`torch.ao.quantization.fuse_modules`",
     refused="(did not find fuser method|[Cc]annot fuse)",
+    always=True,
 )
 def fuse_modules(model):
     from torch.ao.quantization import fuse_modules
@@ -378,7 +386,8 @@ def transformer_encoder(model):
 
 @row(
     "`torch.jit.script`",
-    refused="torch.jit.script cannot compile a BatchNorm2d in mode golden",
+    refused="torch.jit.script cannot compile a BatchNorm2d in mode",
+    always=True,
 )
 def jit_script(model):
     return evaluate(torch.jit.script(model.eval()))
@@ -631,8 +640,9 @@ def forward_ad(model):
 
 def known_to_opacus(model):
     """The model in training mode; swapping it again registers normplug's norms with Opacus."""
-    if any(isinstance(m, normplug.LayerNorm) for m in model.modules()):
-        normplug.swap(model, "golden")
+    ours = [m for m in model.modules() if isinstance(m, normplug.LayerNorm)]
+    if ours:
+        normplug.swap(model, ours[0].target_variance)
     return model.train()
 
 
@@ -867,6 +877,7 @@ def ptflops_complexity(model):
     "BackPACK `BatchGrad`; has only BatchNorm",
     "backpack",
     refused="no attribute 'grad_batch'",
+    always=True,
 )
 def backpack_batch_grad(model):
     from backpack import backpack, extend
@@ -982,7 +993,7 @@ def safetensors_model(model):
 def write(path):
     """Write the table, with the versions that it was made with."""
     lines = [
-        "# normplug next to other tools",
+        "# normplug with other tools",
         "",
         "This page is about tools. Other pages have the [versions of torch](versions.md)",
         "and [344 architectures of other libraries](zoo.md) that were tested.",
@@ -991,8 +1002,9 @@ def write(path):
         "BatchNorm2d, GroupNorm, InstanceNorm2d, BatchNorm1d, LayerNorm and RMSNorm. It compares",
         "the result with the same tool on the stock model of the same function: outputs, and for",
         "tools that train also losses, gradients and statistics. *Refused* means an error, shown",
-        "by its first sentence, or outputs of nan, which a tool gives if it computes with a",
-        "layer's `eps`; use the tool before `swap` or after `normplug.unswap` instead.",
+        "by its first sentence, or outputs of nan, which a tool returns if it computes with the",
+        "`eps` of a layer in mode golden. Use such a tool before `swap`, or after",
+        "`normplug.unswap`.",
         "`normplug.check(model, batch)` finds the tools that do neither. Tools that look layers up",
         "by their exact class treat a swapped layer like the stock one if they were imported",
         "before `swap`.",
@@ -1001,13 +1013,13 @@ def write(path):
         "`torch.jit.optimize_for_inference` or Inductor with `freezing=True` runs the model",
         "after such a tool. `normplug.check(model)` then still finds that a layer was rebuilt.",
         "",
-        "| tool | swapped, golden | after `unswap` |",
-        "|---|---|---|",
+        "| tool | swapped, standard | swapped, golden | after `unswap` |",
+        "|---|---|---|---|",
     ]
     wrong = []
     for one in ROWS:
         if one.lacks:
-            lines.append(f"| {one.tool} | not run: no {one.lacks} | |")
+            lines.append(f"| {one.tool} | not run: no {one.lacks} | | |")
             continue
         cells = [outcome(one, name) for name in COLUMNS]
         wrong += [one.tool for cell in cells if cell.startswith("silently")]

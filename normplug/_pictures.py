@@ -147,6 +147,15 @@ def short_commit(commit: str) -> str:
     return f"{digits[:7]}{dash}{rest}" if digits != "unknown" else commit
 
 
+def shortest(names: set[str]) -> set[str]:
+    """The names without those that only add details to another, as "H100 80GB" does to "H100"."""
+    return {
+        name
+        for name in names
+        if not any(name != other and name.startswith(other) for other in names)
+    }
+
+
 def origin_text(rows: Iterable[Mapping[str, Any]], *packages: str) -> str:
     """Where results come from, in words: device, versions, commits and days, if they are known.
 
@@ -159,6 +168,7 @@ def origin_text(rows: Iterable[Mapping[str, Any]], *packages: str) -> str:
         found = {str(row[key]) for row in rows if row.get(key)} - {"unknown"}
         if key == "commit":
             found = set(map(short_commit, found))
+        found = shortest(found)
         if found:
             name = "" if key == "device" else f"{key} "
             parts.append(f"{name}{' or '.join(sorted(found))}".replace(" ", UNBROKEN))
