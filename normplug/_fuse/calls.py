@@ -234,6 +234,7 @@ def _may_join(norm: Any, x: Tensor, other: Any, residual: Any) -> bool:
         and _alike(x, residual)
         and norm._may_add(x)
         and other._may_add(residual)
+        and norm.group_to_join() is other.group_to_join()
     )
 
 

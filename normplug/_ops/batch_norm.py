@@ -98,18 +98,13 @@ class BatchNormSpec(NamedTuple):
         if t.input_bias is not None:
             assert t.residual is not None
             assert self.residual_eps is not None
-            *_, gain, bias = t.input_bias.chunk(6)
-            residual = torch.batch_norm(
-                t.residual.to(gain.dtype), gain, bias, None, None, True, 0.0,
-                self.residual_eps, torch.backends.cudnn.enabled,
-            )  # fmt: skip
+            *_, gain, bias = _parts_of_residual_norm(t.input_bias)
+            other = self._replace(eps=self.residual_eps, target_variance=1.0)
+            wide = t.residual.to(gain.dtype)
+            residual = other._by_batch(Tensors(wide, weight=gain, bias=bias))
             y = self._by_torch(t._replace(residual=residual, input_bias=None))
             return y.to(t.x.dtype)
-        if self.join:
-            backend = exchange.joins[self.join].backend
-            y = collectives.batch_norm(t, self, partial(channel_stats, backend=backend))
-        else:
-            y = self._normalised(t)
+        y = self._by_batch(t)
         # In place if possible: nothing else holds y, nor does the backward need it.
         in_place = not transforms_active()
         if t.residual is not None:
@@ -121,21 +116,40 @@ class BatchNormSpec(NamedTuple):
             y = _activations.apply(self.activation, y)
         return y if self.pool is None else self.pool.of(y)
 
+    def _by_batch(self, t: Tensors) -> Tensor:
+        """The norm alone, over the joined batch if the spec has a join."""
+        if not self.join:
+            return self._normalised(t)
+        return collectives.batch_norm(t, self, self._own_statistics())
+
+    def _own_statistics(self) -> collectives.Statistics:
+        """What computes the statistics of this process's batch, where processes join theirs."""
+        return partial(channel_stats, backend=exchange.joins[self.join].backend)
+
     def _for_residual(self, t: Tensors) -> Tensor:
         """The result of a `ResidualPlan`."""
         acc = accumulator_dtype(t.x.dtype)
-        mean, var = channel_stats(t.x.detach(), "torch")
-        values = t.x.numel() // t.x.shape[1]
-        if t.running_mean is not None:
-            unbiased = var * (values / (values - 1))
-            torch_way.update_running(t, self.momentum, mean, unbiased)
+        x = t.x.detach()
+        if self.join:
+            joined = collectives.moments(x, self, self._own_statistics())
+            mean, rstd, unbiased, n = joined
+            if t.running_mean is not None:
+                torch_way.update_running(t, self.momentum, mean, unbiased, counts=n > 1)
+            count = [n.view(1)]
+        else:
+            mean, var = channel_stats(x, "torch")
+            rstd = torch.rsqrt(var + self.eps)
+            values = x.numel() // x.shape[1]
+            if t.running_mean is not None:
+                unbiased = var * (values / (values - 1))
+                torch_way.update_running(t, self.momentum, mean, unbiased)
+            count = []
         gain = torch.full_like(mean, math.sqrt(self.target_variance))
         if t.weight is not None:
             gain *= t.weight.detach()
         bias = torch.zeros_like(mean) if t.bias is None else t.bias.detach().to(acc)
         unset = torch.zeros_like(mean)
-        rstd = torch.rsqrt(var + self.eps)
-        return torch.cat([unset, unset, mean, rstd, gain, bias])
+        return torch.cat([unset, unset, mean, rstd, gain, bias, *count])
 
     def _normalised(self, t: Tensors) -> Tensor:
         """Call ATen's operator, since `torch.nn.functional.batch_norm` refuses an eps of 0."""
@@ -304,6 +318,12 @@ class BatchNormSpec(NamedTuple):
         return dense(x)
 
 
+def _parts_of_residual_norm(vector: Tensor) -> tuple[Tensor, ...]:
+    """The six parts of the vector of a `ResidualPlan`, or of its gradient."""
+    c = vector.shape[0] // 6  # without the count of a joined batch
+    return vector[: 6 * c].chunk(6)
+
+
 class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -319,7 +339,7 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *_, gain, bias = gradient.chunk(6)
+        *_, gain, bias = _parts_of_residual_norm(gradient)
         dweight = gain if ctx.root == 1.0 else gain * ctx.root
         pairs = zip((dweight, bias), ctx.dtypes, strict=True)
         return (

@@ -67,7 +67,6 @@ class BatchNormPlan(Plan):
         self._constant = spec.constant and spec.pool is None
         self._has_residual = has_residual = t.residual is not None
         self._residual_norm = t.input_bias is not None
-        assert not (self._residual_norm and spec.join)
         self._renamed = {"stats": "input_bias"} if self._residual_norm else {}
         self._world = self.peers.world if self.peers else 1
         # What both directions share; `_forward` and `_backward` have the rest.
@@ -281,6 +280,7 @@ class ResidualPlan(StatisticsPlan):
     """The launch of the norm of a residual, for the call that adds its result.
 
     y, (6 * C,): room for that call's mean and rstd, then mean, rstd, gain (weight * root) and bias.
+    If kernels join the batches of several processes, the number of values per channel follows.
     """
 
     def jobs(self, t: Tensors, keep: bool) -> tuple[list[Job], list[Job]]:
@@ -289,10 +289,11 @@ class ResidualPlan(StatisticsPlan):
 
     def forward_program(self, t: Tensors, keep: bool) -> Program:
         launch, scratch = self._forward(replace(self._constants, for_residual=True))
+        size = 6 * self._channels + (self.peers is not None)
         return Program(
             named(t),
             (launch, {"stats": "y", "y": "x"}),
-            empties={"y": ((6 * self._channels,), (1,), self.acc)},
+            empties={"y": ((size,), (1,), self.acc)},
             updates=RUNNING,
             counts=self._counts,
             scratch=scratch,

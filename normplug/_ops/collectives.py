@@ -41,6 +41,8 @@ _all_gather: Any = getattr(
 
 # x -> mean and biased variance of its channels.
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
+# mean, rstd, unbiased variance, and n
+Moments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def batch_norm(t: Tensors, spec: Any, statistics: Statistics) -> Tensor:
@@ -73,6 +75,12 @@ def batch_norm(t: Tensors, spec: Any, statistics: Statistics) -> Tensor:
         # A batch of one value per channel has no variance: it updates nothing and is not counted.
         torch_way.update_running(t, spec.momentum, mean, unbiased, counts=n > 1)
     return y
+
+
+def moments(x: Tensor, spec: Any, statistics: Statistics) -> Moments:
+    """The moments of the batches of x that a `BatchNormSpec` joins, without gradients."""
+    group = exchange.joins[spec.join].group
+    return _merged(_message(x, statistics), spec.eps, group)
 
 
 class _Joined(torch.autograd.Function):
@@ -144,9 +152,6 @@ class _Joined(torch.autograd.Function):
         dscale = sum_dy_centred * rstd if ctx.needs_input_grad[1] else None
         dshift = sum_dy if ctx.needs_input_grad[2] else None
         return dx, dscale, dshift, None, None, None, None
-
-
-Moments = tuple[Tensor, Tensor, Tensor, Tensor]  # mean, rstd, unbiased variance, and n
 
 
 def _message(x: Tensor, statistics: Statistics) -> Tensor:

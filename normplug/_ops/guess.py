@@ -125,7 +125,8 @@ def _calls(
             dtype = (t.x if t.weight is None else t.weight).dtype
             # In evaluation, the norm of a residual runs by itself.
             if fusion.residual_norm and spec.training:
-                arguments.append(_of_residual_norm(like.shape[1], dtype))
+                joined = bool(shared.get("join"))
+                arguments.append(_of_residual_norm(like.shape[1], dtype, joined))
             elif fusion.adds_bias:
                 bias = torch.empty(row, dtype=dtype, device="meta", requires_grad=True)
                 arguments.append(bias)
@@ -150,10 +151,11 @@ def _input(like: Tensor, dtype: torch.dtype | None) -> Tensor | None:
     return torch.empty_like(like, dtype=dtype, requires_grad=True)
 
 
-def _of_residual_norm(channels: int, dtype: torch.dtype) -> Tensor:
+def _of_residual_norm(channels: int, dtype: torch.dtype, joined: bool) -> Tensor:
     """The `input_bias` of the norm that adds another norm's result."""
     acc = accumulator_dtype(dtype)
-    return torch.empty(6 * channels, dtype=acc, device="meta", requires_grad=True)
+    size = 6 * channels + joined
+    return torch.empty(size, dtype=acc, device="meta", requires_grad=True)
 
 
 def _inputs(x: Tensor, row: Sequence[int], first_row: Sequence[int]) -> Iterator[Tensor]:

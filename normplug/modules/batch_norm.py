@@ -16,6 +16,10 @@ from normplug._ops.spec import Pool, Tensors
 from normplug._torch import NormBase
 from normplug.modules.base import FusionSites, TargetVarianceNorm, forward_of_channels
 
+# Where a layer's reading has the spec's `join`: after input, residual, input bias, and the fields
+# from `activation` to `isolated`.
+_PLACE_OF_JOIN = 7
+
 
 class _BatchNorm(TargetVarianceNorm, NormBase):
     _function = "functional.batch_norm"
@@ -52,7 +56,7 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
         Only where `_may_add` both layers' results.
         """
         weight, bias = other._affine()
-        options = (None, False, False, 0)
+        options = (None, False, False, self._join(input))
         norms = with_gradient(
             weight,
             bias,
@@ -67,14 +71,20 @@ class _BatchNorm(TargetVarianceNorm, NormBase):
     def _may_add(self, x: Tensor) -> bool:
         """Whether kernels may run this layer in one call with another norm, which it is added to.
 
-        Both normalise by the batch of one process.
+        Both normalise by the batch, of one process or of the same group. All processes of a group
+        get the same answer.
         """
         if can_run.is_compiling() or type(x) is not Tensor:
             return False
         by_batch = self.training or self.running_var is None
-        if not by_batch or self.group_to_join() is not None:
+        if not by_batch or not can_run.has_kernels("fuse", self.backend, x):
             return False
-        return can_run.has_kernels("fuse", self.backend, x)
+        join = self._join(x)
+        return join == 0 or x.shape[1] <= exchange.most_channels(join)
+
+    def _join(self, x: Tensor) -> int:
+        """The number of the `exchange.Join` of the processes that would join their batches."""
+        return 0
 
     def _is_guarded(self) -> bool:
         # A call that updates nothing runs in the same way each time: activation checkpointing
@@ -184,20 +194,20 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 class _SyncBatchNorm(_BatchNorm):
     process_group: Any
 
-    # Without "norm": the processes exchange two sums of a backward, and two norms have three.
-    _fusion_sites = FusionSites(
-        {"forward": _BatchNorm.forward}, after=("activation", "addition", "max_pool")
-    )
-
     _function = "SyncBatchNorm"
 
     def _run(self, *reading: Any) -> Any:
         """Run a call over the joined batch of all processes in training."""
-        group = self.group_to_join()
-        if group is not None:
-            join = exchange.number_of(group, reading[0].device, self._normplug.backend)
-            reading = (*reading, join)
+        join = self._join(reading[0])
+        if join:
+            reading = (*reading[:_PLACE_OF_JOIN], join, *reading[_PLACE_OF_JOIN + 1 :])
         return super()._run(*reading)
+
+    def _join(self, x: Tensor) -> int:
+        group = self.group_to_join()
+        if group is None:
+            return 0
+        return exchange.number_of(group, x.device, self._normplug.backend)
 
     def group_to_join(self) -> Any:
         """The process group whose batches a forward would now join; None if there is none."""

@@ -68,6 +68,27 @@ def one_value_in_the_joined_batch_gives_the_bias(rank, world, device):
     assert_same_bits(layer.state_dict(), before)
 
 
+def a_norm_and_the_norm_that_it_adds_are_joined_by_collectives_too(rank, world, device):
+    """As in `fuse`, where the kernels refuse a call that they usually run."""
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 8, CHANNELS, 4, dtype=torch.float64) * 2 + 3
+    pairs = []
+    for ours in (True, False):
+        layers = [SyncBatchNorm(CHANNELS, device=device, dtype=x.dtype) for _ in "ab"]
+        own = slice(0, 5) if rank == 0 else slice(5, 8)
+        inputs = [each[own].clone().requires_grad_() for each in (x, residual)]
+        if ours:
+            y = layers[0]._fused_norms(*inputs, layers[1], "relu")
+        else:
+            y = torch.relu(layers[0](inputs[0]) + layers[1](inputs[1]))
+        y.square().sum().backward()
+        parameters = [p.grad for layer in layers for p in layer.parameters()]
+        buffers = [b for layer in layers for b in layer.buffers()]
+        gradients = [each.grad for each in inputs]
+        pairs.append([y.detach(), *gradients, *parameters, *buffers])
+    torch.testing.assert_close(*pairs)
+
+
 def data_parallel_training_matches_one_process_on_all_data(rank, world, device):
     net, images, labels = make_net(), sync_cases.IMAGES, sync_cases.LABELS
     truth = swap(make_net(), "golden", preserve_output=False)
@@ -102,6 +123,7 @@ IN_TWO = [
     one_message_forward_one_backward_and_none_in_eval,
     no_message_without_running_statistics_in_eval,
     one_value_in_the_joined_batch_is_refused_on_every_process,
+    a_norm_and_the_norm_that_it_adds_are_joined_by_collectives_too,
     data_parallel_training_matches_one_process_on_all_data,
     sync_cases.a_second_derivative_is_refused,
     sync_cases.a_compiled_layer_is_one_graph_and_computes_the_same,

@@ -118,6 +118,67 @@ def a_fused_model_computes_the_same_and_runs_each_norm_as_one_call(rank, world, 
         torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-4)
 
 
+class Shortcut(nn.Module):
+    """The end of a residual block, whose shortcut has a norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.main = nn.Conv2d(3, CHANNELS, 3, bias=False)
+        self.down = nn.Conv2d(3, CHANNELS, 3, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
+        self.relu = nn.ReLU()
+        for norm in (self.norm1, self.norm2):
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            nn.init.uniform_(norm.bias)
+
+    def forward(self, x):
+        return self.relu(self.norm1(self.main(x)) + self.norm2(self.down(x)))
+
+
+def step_of(net, x):
+    """Output, gradients and buffers of a net after a second equal step; `dx` is of x."""
+    x = x.detach().requires_grad_()
+    for _ in range(2):
+        net.zero_grad()
+        y = net(x)
+    y.square().sum().backward()
+    gradients = {name: p.grad for name, p in net.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **gradients, **dict(net.named_buffers())}
+
+
+def a_shortcuts_norm_is_joined_in_the_call_that_adds_it(rank, world, device):
+    """With the float64 results of the stock block on all processes' images."""
+    for sizes in ((5, 3), (0, 4)):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            random = torch.Generator().manual_seed(1)
+            images = torch.randn(sum(sizes), 3, 9, 8, generator=random) + 2
+            stock = Shortcut()
+            truth = step_of(copy.deepcopy(stock).double(), images.double())
+            net = stock.to(device, memory_format=layout)
+            fuse(swap(net, sync=True, backend="triton"))
+            x = images.split(sizes)[rank].to(device, memory_format=layout)
+            fused, calls = SyncBatchNorm._fused_norms, []
+
+            def counted(*call, fused=fused, calls=calls):
+                calls.append(call)
+                return fused(*call)
+
+            with patch.object(SyncBatchNorm, "_fused_norms", counted):
+                ours = step_of(net, x)
+            assert len(calls) == 2
+            for name, value in ours.items():
+                expected = truth[name].float()
+                value = value.detach().cpu().clone()
+                if name in ("y", "dx"):
+                    expected = expected.split(sizes)[rank]
+                elif name.endswith(("weight", "bias")):
+                    dist.all_reduce(value)
+                torch.testing.assert_close(
+                    value, expected.to(value), rtol=1e-3, atol=1e-3
+                )
+
+
 def a_layer_of_an_impatient_group(device, channels=CHANNELS):
     group = dist.new_group(timeout=timedelta(seconds=2))
     return SyncBatchNorm(channels, process_group=group, backend="triton", device=device)
@@ -341,6 +402,7 @@ IN_BOTH = [
     the_operators_compute_the_same_as_an_eager_call,
     one_process_can_measure_alone,
     a_fused_model_computes_the_same_and_runs_each_norm_as_one_call,
+    a_shortcuts_norm_is_joined_in_the_call_that_adds_it,
     sync_cases.a_second_derivative_is_refused,
 ]
 ON_GPU = [

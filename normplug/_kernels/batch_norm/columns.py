@@ -168,6 +168,19 @@ def coefficients(stats_ptr, vectors, channels, live, C, F):
 
 
 @triton.jit
+def place_of_count(C, F):
+    """Where a joined batch's number of values per channel is, after the statistics."""
+    if (
+        F.residual_norm
+    ):  # after this norm's mean and rstd, and four vectors of the residual's
+        return 6 * C
+    elif F.for_residual:
+        return 4 * C
+    else:
+        return 2 * C
+
+
+@triton.jit
 def finish_forward(mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, BCH, F):
     """Save a slab's statistics, update its running statistics, and count the batch.
 
@@ -190,7 +203,8 @@ def finish_forward(mean, m2, slab, sizes, running, stats_ptr, eps, PEERS, BCH, F
         n, mean, m2 = joined_moments(mean, m2, ROWS * HW, channels, there, C, PEERS, F)
         updated = there & (n > 1)
         counted = tl.where(tl.max(n, axis=0) > 1, 1, 0)
-        tl.store(stats_ptr + 2 * C + 0 * channels, n, mask=channels == 0)
+        count_ptr = stats_ptr + place_of_count(C, F)
+        tl.store(count_ptr + 0 * channels, n, mask=channels == 0)
         n = tl.maximum(n, 1.0)
     if F.safe:
         finite = is_finite(mean, m2)
@@ -267,8 +281,8 @@ def batch_norm_columns_forward(
 ):  # fmt: skip
     """Y = activation(weight * root * (x - mean) * rstd + bias + residual); stats = (mean, rstd).
 
-    If F.world > 1, the number of values per channel follows the statistics. If F.residual_norm, the
-    residual in this formula is its norm.
+    If F.world > 1, the number of values per channel follows the statistics, as `place_of_count`
+    says. If F.residual_norm, the residual in this formula is its norm.
     """
     ACC: tl.constexpr = F.acc
     R: tl.constexpr = T.u * T.bt
@@ -350,11 +364,12 @@ def batch_norm_columns_forward(
 
 
 @triton.jit
-def finish_backward(a, b, slab, sizes, stats_ptr, results, root, PEERS, BCH, F):
+def finish_backward(a, b, c, slab, sizes, stats_ptr, results, root, PEERS, BCH, F):
     """Write a slab's dweight and dbias and, if wanted, the mean of dz and the slope for its dx.
 
-    a and b are the sums of dz, and of dz * (x - mean). results: the addresses of dweight and dbias,
-    and of the mean and the slope. sizes, BCH: as in `finish_forward`.
+    a and b are the sums of dz, and of dz * (x - mean). c, if F.residual_norm: the sum of dz *
+    (residual - mean), for the slope of dresidual. results: the addresses of dweight and dbias, and
+    of the mean and the slopes. sizes, BCH: as in `finish_forward`.
     """
     C, ROWS, HW, CHANNELS = sizes
     dweight_ptr, dbias_ptr, means_ptr = results
@@ -369,35 +384,34 @@ def finish_backward(a, b, slab, sizes, stats_ptr, results, root, PEERS, BCH, F):
         tl.store(dbias_ptr + channels, a.to(dbias_ptr.dtype.element_ty), mask=there)
     n = ROWS.to(F.acc) * HW
     if F.world > 1:  # dweight and dbias remain sums over this process's batch
-        a, b = joined_sums(a, b, channels, there, C, PEERS, F)
-        n = tl.maximum(tl.load(stats_ptr + 2 * C), 1.0)
+        a, b, c = joined_sums(a, b, c, channels, there, C, PEERS, F)
+        n = tl.maximum(tl.load(stats_ptr + place_of_count(C, F)), 1.0)
     if F.late or F.share:
         tl.store(means_ptr + channels, a / n, mask=there)
         tl.store(means_ptr + C + channels, b * rstd * rstd / n, mask=there)
+    if F.residual_norm and F.late:
+        rstd = tl.load(stats_ptr + 3 * C + channels, mask=there, other=0.0)
+        tl.store(means_ptr + 2 * C + channels, c * rstd * rstd / n, mask=there)
 
 
 @triton.jit
-def finish_residual_norm(a, c, slab, sizes, stats_ptr, results, BCH, F):
-    """Write the gradient of a slab's gain and bias and, if wanted, the slope for its dresidual.
+def store_dstats(a, c, slab, sizes, stats_ptr, dstats_ptr, BCH, F):
+    """Write the gradient of `stats` if F.dstats: of a slab's gain and bias, and zeros.
 
-    a and c are the sums of dz, and of dz * (residual - mean). results: the addresses of the
-    gradient of `stats`, and of the mean of dz. sizes, BCH: as in `finish_forward`.
+    a and c are the sums of dz, and of dz * (residual - mean), over this process's batch. sizes,
+    BCH: as in `finish_forward`.
     """
     C, ROWS, HW, CHANNELS = sizes
-    dstats_ptr, means_ptr = results
     places = tl.arange(0, BCH)
     channels = slab * CHANNELS + places
     there = (places < CHANNELS) & (channels < C)
-    rstd = tl.load(stats_ptr + 3 * C + channels, mask=there, other=0.0)
     if F.dstats:
+        rstd = tl.load(stats_ptr + 3 * C + channels, mask=there, other=0.0)
         for constant in tl.static_range(4):
             zeros = tl.zeros([BCH], F.acc)
             tl.store(dstats_ptr + constant * C + channels, zeros, mask=there)
         tl.store(dstats_ptr + 4 * C + channels, c * rstd, mask=there)
         tl.store(dstats_ptr + 5 * C + channels, a, mask=there)
-    if F.late:
-        slope = c * rstd * rstd / (ROWS.to(F.acc) * HW)
-        tl.store(means_ptr + 2 * C + channels, slope, mask=there)
 
 
 @triton.jit
@@ -598,16 +612,15 @@ def batch_norm_columns_backward(
                 if F.residual_norm:
                     a, c = tl.split(tl.reshape(a, [T.bch, 2]))
                     b, same = tl.split(tl.reshape(b, [T.bch, 2]))
+                else:
+                    c = a  # not used
                 if last:
                     sizes = C, ROWS, HW, CHANNELS
                     finished = dweight_ptr, dbias_ptr, means_ptr
                     if F.residual_norm:
-                        others = dstats_ptr, means_ptr
-                        finish_residual_norm(
-                            a, c, slab, sizes, stats_ptr, others, T.bch, F
-                        )
+                        store_dstats(a, c, slab, sizes, stats_ptr, dstats_ptr, T.bch, F)
                     finish_backward(
-                        a, b, slab, sizes, stats_ptr, finished, root, PEERS, T.bch, F
+                        a, b, c, slab, sizes, stats_ptr, finished, root, PEERS, T.bch, F
                     )
                     if F.late and not T.solo:
                         arrive(flag_ptr)

@@ -5,8 +5,9 @@ own parts writes a message to the inboxes of all processes. Then it waits until 
 message from each process, and merges them in the order of the ranks. So all processes get the same
 bits.
 
-A message has three words of 64 bits per channel: two numbers and the count of values; or five in
-float64, whose numbers take two words. Half of a word is data. The other half is a flag: the number
+A message has three words of 64 bits per channel: two numbers and the count of values. In float64 it
+has five, since numbers take two words. A backward that adds another norm's result sends a third
+number in place of the count. Half of a word is data. The other half is a flag: the number
 of the exchange on this channel, and a tag of the call. A word is never seen in part, so it is its
 own signal, and plain stores suffice. Exchanges are counted in device memory, so a captured CUDA
 graph can be replayed. An inbox has two slots, used in turn. A process writes to a slot again only
@@ -30,7 +31,7 @@ import triton
 import triton.language as tl
 
 CHANNELS = tl.constexpr(8192)  # most channels of a layer
-_WORDS = tl.constexpr(5)  # room for a message, per channel
+_WORDS = tl.constexpr(6)  # room for a message, per channel
 _LOW = tl.constexpr((1 << 32) - 1)
 
 # The table of a process has words of 64 bits: its rank; the nanoseconds after which a wait times
@@ -82,10 +83,10 @@ def _read(message_ptr, word, there, ACC):
 
 
 @triton.jit
-def _missing(messages_ptr, mask, flag, ACC):
+def _missing(messages_ptr, mask, flag, ACC, NUMBERS):
     """For each process and channel, how many words have not arrived."""
     missing = tl.where(mask, 0, 0)
-    for word in tl.static_range(5 if ACC == tl.float64 else 3):
+    for word in tl.static_range(3 + NUMBERS if ACC == tl.float64 else 3):
         words = tl.load(messages_ptr + word * CHANNELS, mask=mask, other=0, volatile=True)
         missing += tl.where(mask & ((words & ~_LOW) != flag), 1, 0)
     return missing
@@ -107,12 +108,14 @@ def _agreed(place_ptr, late, ended, rounds):
 
 
 @triton.jit
-def _exchange(a, b, count, channels, there, C, PEERS, BACKWARD, F):
+def _exchange(a, b, third, channels, there, C, PEERS, BACKWARD, F):
     """Send a message to all processes, and wait for theirs.
 
-    It returns the address of the messages, WORDS * CHANNELS apart, and whether all have arrived.
+    third: the count of values; in a backward with F.residual_norm, a third number. It returns the
+    address of the messages, WORDS * CHANNELS apart, and whether all have arrived.
     """
     ACC: tl.constexpr = F.acc
+    NUMBERS: tl.constexpr = 3 if BACKWARD and F.residual_norm else 2
     WORLD: tl.constexpr = F.world
     table = PEERS.to(tl.int64).to(tl.pointer_type(tl.int64))
     rank = tl.load(table)
@@ -128,7 +131,10 @@ def _exchange(a, b, count, channels, there, C, PEERS, BACKWARD, F):
         message = inbox + slot + rank * _WORDS * CHANNELS
         _write(message, 0, a, flag, sends, ACC)
         _write(message, 1, b, flag, sends, ACC)
-        tl.store(message + 2 * CHANNELS, count | flag, mask=sends)
+        if NUMBERS == 3:
+            _write(message, 2, third, flag, sends, ACC)
+        else:
+            tl.store(message + 2 * CHANNELS, third | flag, mask=sends)
     messages = tl.load(table + _INBOXES + rank).to(tl.pointer_type(tl.int64)) + slot
     rows = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
     mask = (rows < WORLD) & there[None, :]
@@ -141,11 +147,11 @@ def _exchange(a, b, count, channels, there, C, PEERS, BACKWARD, F):
     state = tl.full([], 1, tl.int64)
     while waits:
         ended = tl.load(table + 2, volatile=True)
-        missing = _missing(all_ptr, mask, flag[None, :], ACC)
+        missing = _missing(all_ptr, mask, flag[None, :], ACC, NUMBERS)
         late = tl.sum(tl.sum(missing, axis=1), axis=0)
         polls = tl.full([], 0, tl.int32)
         while (late > 0) & (polls < _POLLS):
-            missing = _missing(all_ptr, mask, flag[None, :], ACC)
+            missing = _missing(all_ptr, mask, flag[None, :], ACC, NUMBERS)
             late = tl.sum(tl.sum(missing, axis=1), axis=0)
             polls += 1
         rounds += 1
@@ -155,7 +161,7 @@ def _exchange(a, b, count, channels, there, C, PEERS, BACKWARD, F):
         waits = ((state & 3) == 1) & (state - start < patience)
     tl.store(numbers_ptr, number, mask=there)
     if (state & 3) == 1:  # the first wait to time out
-        missing = _missing(all_ptr, mask, flag[None, :], ACC)
+        missing = _missing(all_ptr, mask, flag[None, :], ACC, NUMBERS)
         first = tl.min(tl.min(tl.where(missing > 0, rows, WORLD - 1), axis=1), axis=0)
         tl.store(table + 2, 1)
         mark = tl.load(table + 3).to(tl.pointer_type(tl.int64))
@@ -195,16 +201,25 @@ def joined_moments(mean, m2, values, channels, there, C, PEERS, F):
 
 
 @triton.jit
-def joined_sums(a, b, channels, there, C, PEERS, F):
-    """Two sums of each channel over all processes, given this process's."""
-    messages, arrived = _exchange(
-        a, b, 0 * channels.to(tl.int64), channels, there, C, PEERS, True, F
-    )
+def joined_sums(a, b, c, channels, there, C, PEERS, F):
+    """Sums of each channel over all processes, given this process's. c: used if F.residual_norm."""
+    if F.residual_norm:
+        third = c
+    else:
+        third = 0 * channels.to(tl.int64)
+    messages, arrived = _exchange(a, b, third, channels, there, C, PEERS, True, F)
     a = tl.zeros_like(a)
     b = tl.zeros_like(b)
+    c = tl.zeros_like(a)
     for r in tl.static_range(F.world):
         message = messages + r * _WORDS * CHANNELS
         a += _read(message, 0, there, F.acc)
         b += _read(message, 1, there, F.acc)
+        if F.residual_norm:
+            c += _read(message, 2, there, F.acc)
     nothing = float("nan")
-    return tl.where(arrived, a, nothing), tl.where(arrived, b, nothing)
+    return (
+        tl.where(arrived, a, nothing),
+        tl.where(arrived, b, nothing),
+        tl.where(arrived, c, nothing),
+    )

@@ -11,7 +11,11 @@ import triton
 import triton.language as tl
 
 from normplug._kernels import activation
-from normplug._kernels.batch_norm.columns import finish_backward, finish_forward
+from normplug._kernels.batch_norm.columns import (
+    finish_backward,
+    finish_forward,
+    store_dstats,
+)
 from normplug._kernels.merging import (
     merge_tile_moments,
     merge_tile_sum,
@@ -266,6 +270,8 @@ def batch_norm_planes_backward(
     total = (N.to(tl.int64) if T.wide else N) * HW
     tensors = dy_ptr, x_ptr, residual_ptr, bits_ptr
     vectors = weight_ptr, bias_ptr, root
+    # Of a joined batch, per channel: the mean of dz, and the slopes of dx and of dresidual.
+    means_ptr = partial_ptr + (2 + F.residual_norm) * TILES
     if t < TILES:
         channel, k, offsets, inside, first = _tile(t, TILES_A_CHANNEL, N, C, HW, T)
         tile = _load(tensors, offsets, inside, channel, k, total, T, F, LAST=False)
@@ -285,12 +291,19 @@ def batch_norm_planes_backward(
                 if is_last(seen, TILES_A_CHANNEL):
                     parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
                     a, b = merge_tile_sums(parts_ptr, TILES_A_CHANNEL, T.kp, F.acc)
-                    results = dweight_ptr, dbias_ptr, partial_ptr + 2 * TILES
+                    sizes = C, N, HW, 1
+                    c = 0.0
+                    if F.residual_norm:
+                        parts_ptr = partial_ptr + 2 * TILES + channel * TILES_A_CHANNEL
+                        c = merge_tile_sum(parts_ptr, TILES_A_CHANNEL, T.kp, F.acc)
+                        store_dstats(a, c, channel, sizes, stats_ptr, dstats_ptr, 1, F)
+                    results = dweight_ptr, dbias_ptr, means_ptr
                     finish_backward(
                         a,
                         b,
+                        c,
                         channel,
-                        (C, N, HW, 1),
+                        sizes,
                         stats_ptr,
                         results,
                         root,
@@ -322,10 +335,13 @@ def batch_norm_planes_backward(
             mean = tl.load(stats_ptr + channel)
             rstd = tl.load(stats_ptr + C + channel)
             if F.world > 1:
-                mean_dz = tl.load(partial_ptr + 2 * TILES + channel, cache_modifier=".cg")
-                slope = tl.load(
-                    partial_ptr + 2 * TILES + C + channel, cache_modifier=".cg"
-                )
+                mean_dz = tl.load(means_ptr + channel, cache_modifier=".cg")
+                slope = tl.load(means_ptr + C + channel, cache_modifier=".cg")
+                residual_slope = 0.0
+                if F.residual_norm:
+                    residual_slope = tl.load(
+                        means_ptr + 2 * C + channel, cache_modifier=".cg"
+                    )
             else:
                 parts_ptr = partial_ptr + 2 * channel * TILES_A_CHANNEL
                 sum_dz, sum_dz_centred = merge_tile_sums(
@@ -347,7 +363,7 @@ def batch_norm_planes_backward(
                 slope = sum_dz_centred * rstd * rstd / n
             other = _residual_norm(stats_ptr, channel, C, F)
             other_mean, other_rstd, other_scale, other_bias = other
-            if F.residual_norm:
+            if F.residual_norm and F.world == 1:
                 parts_ptr = partial_ptr + 2 * TILES + channel * TILES_A_CHANNEL
                 sum_dz_residual = merge_tile_sum(parts_ptr, TILES_A_CHANNEL, T.kp, F.acc)
                 dgain = sum_dz_residual * other_rstd

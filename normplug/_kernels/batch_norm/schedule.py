@@ -84,7 +84,7 @@ class Planes:
 
         residual_norm: whether it sums the gradient of a residual's norm, too.
         """
-        return self.c, (2 + residual_norm) * self.tiles + 2 * self.c
+        return self.c, (2 + residual_norm) * (self.tiles + self.c)
 
     def backward(self, sums: bool, late: bool) -> Work:
         """The launch of a backward; unless `late`, one program per channel finishes the sums."""
