@@ -114,16 +114,18 @@ def test_batch_norm_compiles(name, dtype, options):
         check(made, dtype)
 
 
+@pytest.mark.parametrize("join", [0, JOIN], ids=["alone", "joined"])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT64], ids=str)
 @pytest.mark.parametrize("name", BATCH_NORMS)
-def test_batch_norm_compiles_with_the_norm_of_its_residual(name, dtype):
+def test_batch_norm_compiles_with_the_norm_of_its_residual(name, dtype, join):
     activation = "relu" if dtype == BFLOAT16 else "silu"
     for options in (
         {"residual": False, "for_residual": True},
         {"residual": True, "residual_norm": True, "activation": activation},
     ):
-        for made in batch_norm_launches(BATCH_NORMS[name], dtype, **options):
-            check(made, dtype)
+        made = batch_norm_launches(BATCH_NORMS[name], dtype, **options, join=join)
+        for each in made:
+            check(each, dtype)
 
 
 @pytest.mark.parametrize(

@@ -111,12 +111,13 @@ def batch_call(
 ):
     """The tensors and the spec of a BatchNorm; residual_norm: of the norm that its residual has."""
     c = shape[1]
+    joins = bool(given.get("join"))
     t = Tensors(
         x=empty(shape, dtype, last),
         residual=empty(shape, dtype, last) if residual else None,
         weight=vector(c, dtype) if vectors else None,
         bias=vector(c, dtype) if vectors else None,
-        input_bias=vector(6 * c, dtype) if residual_norm else None,
+        input_bias=vector(6 * c + joins, dtype) if residual_norm else None,
         running_mean=vector(c, dtype) if running else None,
         running_var=vector(c, dtype) if running else None,
         tracked=empty((), torch.int64) if running and tracked else None,

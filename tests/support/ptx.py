@@ -88,6 +88,13 @@ BATCH_CALLS: dict[str, dict[str, Any]] = {
     "joined": {"join": JOIN, "activation": "relu", "needs": (ALL, DX, DBIAS)},
     "joined, safe": {"join": JOIN, "safe": True},
     "joined, cumulative": {"join": JOIN, "momentum": None},
+    "joined, residual's norm": {"join": JOIN, "for_residual": True, "needs": ()},
+    "joined, add norm": {
+        "join": JOIN,
+        "activation": "relu",
+        "residual": True,
+        "residual_norm": True,
+    },
 }
 POOL = Pool((3, 3), (2, 2), (1, 1), False)
 
