@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from normplug.modes import NormMode
@@ -89,8 +90,13 @@ _WHEN = (
 
 def mode(text: str) -> str | float:
     """Read a mode; a number is returned as one."""
-    value: Any = text if text.isalpha() else float(text)
-    NormMode(value)
+    value: Any = text
+    with suppress(ValueError):
+        value = float(text)
+    try:
+        NormMode(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return value
 
 

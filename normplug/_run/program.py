@@ -31,7 +31,7 @@ from normplug._swap import record
 from normplug._swap.check import check
 from normplug._swap.plan import plan
 from normplug._swap.swap import swap, unswap
-from normplug._table import counts, table
+from normplug._table import counts, some, table
 from normplug.modules import TargetVarianceNorm
 
 
@@ -61,6 +61,7 @@ class Run:
         self.filters = {"include": options.include, "exclude": options.exclude}
         self.rows: dict[weakref.ref[nn.Module], Row] = {}
         self.unchecked: set[int] = set()  # ids of models
+        self.elsewhere: dict[str, None] = {}  # classes of models on no GPU, in order
 
     def moved(self, model: nn.Module) -> None:
         """Take a model that was moved, unless it was taken earlier."""
@@ -96,7 +97,10 @@ class Run:
         if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
             return
         is_there = anywhere or any(map(self._is_on_device, model.parameters()))
-        if not is_there or get_worker_info() is not None:
+        if get_worker_info() is not None:
+            return
+        if not is_there:
+            self.elsewhere[type(unwrapped(model)).__name__] = None
             return
         model = unwrapped(model)
         row = self.rows.setdefault(weakref.ref(model), Row(type(model).__name__))
@@ -198,8 +202,20 @@ class Run:
         rows: list[tuple[str, ...]] = [("models", *Row._fields)]
         rows += [(str(count), *map(str, row)) for row, count in self._done().items()]
         if len(rows) == 1:
-            return f"{head}: this process moved no model with norms to a GPU, and trained none"
+            return f"{head}: {self._why_none()}"
         return f"{head}\n{table(rows)}\nkinds of calls: {counts(kinds_of_calls())}"
+
+    def _why_none(self) -> str:
+        """Why no model was swapped."""
+        if self.options.devices == "any":
+            return "this process moved no model with norms, and trained none"
+        why = "this process moved no model with norms to a GPU, and trained none on one"
+        if not self.elsewhere:
+            return why
+        models = some(list(self.elsewhere))
+        return (
+            f"{why}. On other devices: {models}. For a test on the CPU, use --devices any"
+        )
 
 
 def _say(text: str) -> None:

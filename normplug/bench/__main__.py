@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from normplug._checks import needs
+from normplug._run.command import mode
 from normplug.bench import devices, models, op, timing
 from normplug.bench.op import OPS, Problem, cases, measure_op
 from normplug.bench.rows import Rows, add_to_file, draw, read_file, report
@@ -132,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--autocast", choices=("none", *DTYPES[:2]), help="default: bfloat16 on a GPU")
     add("--channels-last", action="store_true", help="for weights and convolutions")
     add("--rounds", metavar="N", type=int, default=models.ROUNDS, help="turns per arm")
-    add("--mode", type=_value, default="standard", help="normplug's; default: standard")
+    add("--mode", type=mode, default="standard", help="normplug's; default: standard")
     add("--json", metavar="FILE", type=Path, help="append the rows to this file")
 
     add = command(_op, "time one operation, and compare it with PyTorch's")

@@ -173,6 +173,13 @@ def test_a_wrong_target_is_one_sentence(file, target, words, says):
     assert str(caught.value).startswith("normplug.bench model: ")
 
 
+def test_a_wrong_mode_measures_nothing(file, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["model", f"{file}:net", "--mode", "gold", "--device", "cpu"])
+    assert caught.value.code == 2
+    assert "mode must be 'golden'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("library", "target", "options"),
     [

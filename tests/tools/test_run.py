@@ -187,6 +187,15 @@ def test_a_wrong_command_line_starts_nothing(words, monkeypatch, capsys):
     assert "python -m normplug run: error:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mode", ["gold", "0", "nan", "1/2"])
+def test_a_wrong_mode_is_answered_by_the_rule(mode, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--mode", mode, "x.py"])
+    message = capsys.readouterr().err
+    assert "mode must be 'golden'" in message
+    assert "got " in message
+
+
 def test_a_signal_ends_the_program_itself(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import time; print('ready', flush=True); time.sleep(100)")
@@ -300,6 +309,19 @@ def test_an_optimizer_shows_the_whole_model_and_cpu_models_wait_for_a_gpu(net):
     run.sharded(net.last)
     assert type(net.norm) is normplug.BatchNorm2d
     assert [type(r()) for r in run.rows if r() in (net, outer)] == [nn.ModuleDict]
+
+
+def test_a_report_without_models_says_where_the_models_are(net):
+    run = runner(devices="cuda")
+    nothing = "this process moved no model with norms to a GPU, and trained none on one"
+    assert str(run) == f"normplug run, mode standard: {nothing}"
+    run.moved(net)
+    run.trained(torch.optim.SGD(net.parameters(), 0.1))
+    where = "On other devices: Net. For a test on the CPU, use --devices any"
+    assert str(run) == f"normplug run, mode standard: {nothing}. {where}"
+    run = runner()
+    run.moved(nn.Linear(2, 2))
+    assert str(run).endswith(": this process moved no model with norms, and trained none")
 
 
 @pytest.mark.parametrize("kind", ["fails", "dry", "check"])
