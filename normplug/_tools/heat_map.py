@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from normplug._pictures import save, styled
 
-PANELS = {"input_variance": "input", "affine_variance": "output"}
+PANELS = {"input_variance": "input", "affine_variance": "output, after weight and bias"}
 COLOURS = "RdBu_r"  # blue below the target, white at it, red above it
 LEAST = 1.1  # the end of a colour scale, so that rounding does not fill it
 

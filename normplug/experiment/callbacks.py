@@ -261,7 +261,9 @@ def variance_lines(trainer: Trainer) -> dict[str, str]:
         )
         if _distance_from_target(off) <= ON_TARGET:
             outputs = f"all within {ON_TARGET:.0%} of their targets"
-        lines["norms' outputs"] = f"{outputs}; all variances in {logger.path}"
+        lines["norms' outputs"] = (
+            f"before weight and bias: {outputs}; all variances in {logger.path}"
+        )
     return lines
 
 

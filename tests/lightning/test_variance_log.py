@@ -58,6 +58,8 @@ def draw(tmp_path, monkeypatch):
 def test_the_first_layer_is_at_the_top_and_steps_are_to_scale(draw):
     figure = draw(lambda step, depth: (1.0 + depth, 0.5, 1.0 + step))
     title, run, _ = figure.get_suptitle().split("\n")
+    panels = [axes.get_title() for axes in figure.axes[:2]]
+    assert panels == ["input", "output, after weight and bias"]
     assert title == "Net: variance at each norm, divided by its target"
     assert run == "run resnet18/digits/golden/seed_0"
     first, last, *_ = figure.axes

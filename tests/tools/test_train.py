@@ -255,7 +255,8 @@ def test_a_summary_names_an_output_only_if_it_is_off_its_target(
     logger = SimpleNamespace(last=[row], path="variance.csv")
     monkeypatch.setattr(callbacks, "variance_loggers", lambda _: [logger])
     lines = callbacks.variance_lines(None)
-    assert lines["norms' outputs"] == f"{text}; all variances in variance.csv"
+    outputs = f"before weight and bias: {text}; all variances in variance.csv"
+    assert lines["norms' outputs"] == outputs
 
 
 losses = partial(logged, name="train/loss")
