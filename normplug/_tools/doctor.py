@@ -74,7 +74,9 @@ _FIXES = {
     "eps dominates the variance": "{layer}.{0} = {1:.1g}",
     _BIAS: "{0}(..., bias=False)",
     _IDENTITY: "replace {path} by nn.Identity()",
-    "norm parameters that decay": "optimizer = ...(normplug.param_groups(model, {0:g}))",
+    "norm parameters that decay": (
+        "optimizer = {1}(normplug.param_groups(model, {0:g}), ...)"
+    ),
     "a BatchNorm under activation checkpointing": "{safe}",
     "a BatchNorm that is called on different inputs": "a layer for each call",
     _GROWS: "{0}",
@@ -281,12 +283,12 @@ def _of_input(seen: Seen) -> _Claims:
         yield _Claim(path, finding, text, (layer.num_channels,))
 
 
-def _of_decay(seen: Seen, decays: dict[int, float]) -> _Claims:
+def _of_decay(seen: Seen, decays: dict[int, float], kind: str) -> _Claims:
     norms = groups.norm_parameters(seen.layer)
     decay = max((decays.get(id(p), 0) for p in norms), default=0)
     if decay:
         text = f"weight_decay={decay:g}"
-        yield _Claim(seen.path, "norm parameters that decay", text, (decay,))
+        yield _Claim(seen.path, "norm parameters that decay", text, (decay, kind))
 
 
 def _of_missing_statistics(seen: Seen) -> _Claims:
@@ -435,7 +437,7 @@ def doctor(
         A `Diagnosis`: print it, or read its `findings`.
 
     Raises:
-        TypeError: `model` is not a module, or `loader_or_batch` of another type.
+        TypeError: `model` is not a module, or `loader_or_batch` or `optimizer` of another type.
         ValueError: there is no batch.
         RuntimeError: the model does not take a batch.
 
@@ -445,6 +447,9 @@ def doctor(
         a bias before a BatchNorm, which has no effect
     """
     _checks.module("doctor", model)
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        rule, got = "a torch.optim.Optimizer, or None", type(optimizer).__name__
+        raise TypeError(_checks.must("doctor", "optimizer", rule, got))
     inner = runnable(model)
     twin = _copy_of(inner)
     reader = Reader("doctor", inner if twin is None else twin)
@@ -459,7 +464,7 @@ def doctor(
     started = sum(not _is_at_start(layer) for layer in running.values())
     decays = _decays(optimizer)
     for path, seen in examination.seen.items():
-        claims += _of_decay(seen, decays)
+        claims += _of_decay(seen, decays, type(optimizer).__name__)
         claims += _of_missing_statistics(seen)
         if seen.trained:
             claims += _of_input(seen)

@@ -433,9 +433,12 @@ def test_a_decaying_norm_is_found_by_the_optimizer():
     rows = doctor(model, data(), optimizer=optimizer).findings
     assert [row.layer for row in rows] == ["1", "4"]
     assert {row.finding for row in rows} == {"norm parameters that decay"}
-    assert "normplug.param_groups(model, 0.1)" in rows[0].fix
+    assert rows[0].fix == "optimizer = AdamW(normplug.param_groups(model, 0.1), ...)"
     good = torch.optim.AdamW(param_groups(model, 0.1))
     assert not doctor(model, data(), optimizer=good).findings
+    rule = r"normplug\.doctor: optimizer must be a torch.optim.Optimizer, or None; got generator"
+    with pytest.raises(TypeError, match=rule):
+        doctor(model, data(), optimizer=model.parameters())
 
 
 def test_ranks_that_differ_are_found(two_ranks):
