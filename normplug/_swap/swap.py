@@ -144,9 +144,10 @@ def swap(
     taken = [row for row in planned if row.becomes]
     if not taken:
         seen = Counter(f"{row.kind} ({row.note})" for row in planned)
+        more = " print(normplug.plan(model)) lists them." if seen else ""
         _checks.warn(
             f"normplug.swap: nothing to swap in {type(model).__name__}; norm layers seen: "
-            f"{counts(seen)}. print(normplug.plan(model)) lists them."
+            f"{counts(seen)}.{more}"
         )
         return model
     factors: _fold.Factors = {}

@@ -131,7 +131,7 @@ class SwapNorms(Callback):
         self._model = pl_module
         layers = dict(_convert.normplug_layers(pl_module))
         self._targets = {path: layer.target_variance for path, layer in layers.items()}
-        rank_zero_info(f"normplug: {len(layers)} norm layers in mode {self.mode}")
+        rank_zero_info(f"normplug: norm layers in mode {self.mode}: {len(layers)}")
 
     def _verify(self, pl_module: LightningModule) -> None:
         if self._model is not pl_module:

@@ -63,7 +63,7 @@ def test_nothing_to_swap_warns_with_what_was_seen():
     with pytest.warns(UserWarning, match=text):
         assert swap(model, "golden") is model
     with pytest.warns(
-        UserWarning, match="nothing to swap in Linear; norm layers seen: none"
+        UserWarning, match=r"nothing to swap in Linear; norm layers seen: none\.$"
     ):
         swap(nn.Linear(2, 2), "golden")
 
