@@ -75,10 +75,13 @@ def needs(
         raise missing from None
 
 
-def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, at the line of the user's code that called normplug."""
+def warn(
+    text: str, category: type[Warning] = UserWarning, through: tuple[str, ...] = ()
+) -> None:
+    """Warn, at the line of the user's code that called normplug, also through other packages."""
     frame, level = sys._getframe(1), 2
-    inside = ("normplug", "contextlib")  # `swapped` is entered through the latter
+    # `swapped` is entered through contextlib.
+    inside = ("normplug", "contextlib", *through)
     while (
         frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in inside
     ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import warnings
 from collections.abc import Callable
 from importlib import import_module
 from types import FrameType
@@ -484,13 +483,13 @@ class TargetVarianceNorm(nn.Module):
         if local_metadata:
             saved = local_metadata.get("target_variance", 1.0)
             if saved != self.target_variance:
-                warnings.warn(
+                _checks.warn(
                     f"normplug: a checkpoint of mode {NormMode(saved)} is loaded into layers of "
                     f"mode {self.mode}: the same weights now give other outputs. Use "
                     f"normplug.set_mode(model, {NormMode(saved).argument}) to get the saved mode "
                     "(or a mapping from paths to modes, if the saved layers differ), or load first "
                     "and then swap with preserve_output=True.",
-                    stacklevel=2,
+                    through=("torch",),  # where `load_state_dict` is
                 )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **named)
 

@@ -169,10 +169,11 @@ def test_checkpoints_carry_the_mode_and_loading_into_another_mode_warns(
     ):
         nn.Sequential(ours(4, mode=0.5)).load_state_dict(state)
     message = r"mode standard is loaded into layers of mode golden.*set_mode\(model, 'standard'\)"
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message) as said:
         nn.Sequential(ours(4, mode="golden")).load_state_dict(
             nn.Sequential(stock(4)).state_dict()
         )
+    assert [each.filename for each in said] == [__file__]
 
 
 def saved_and_loaded(layer):
