@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +61,11 @@ class Row(NamedTuple):
     note: str
 
 
+@dataclass(frozen=True)
 class Fusions(Table[Row]):
     """Every norm layer of a model, in order; `print` it for a table."""
+
+    is_done: bool = True  # False: the rows say what `fuse` would do
 
     def columns(self) -> dict[str, list[str]]:
         """The cells of each column."""
@@ -76,9 +80,9 @@ class Fusions(Table[Row]):
         """One line: how many norms are fused with what, how many are not, and why."""
         fused = Counter(f"with {row.label}" for row in self.rows if row.label)
         left = Counter(row.note for row in self.rows if not row.label)
-        parts = [
-            f"{fused.total()} of {len(self.rows)} norm layers fused: {counts(fused)}"
-        ]
+        done = "fused" if self.is_done else "can be fused by normplug.fuse(model)"
+        head = f"{fused.total()} of {len(self.rows)} norm layers {done}"
+        parts = [f"{head}: {counts(fused)}" if fused else head]
         if left:
             parts.append(
                 "not fused: " + ", ".join(f"{n} ({why})" for why, n in left.items())
@@ -226,7 +230,8 @@ def fusions(model: nn.Module) -> Fusions:
         for m in model.modules()
         if FORWARDS in vars(m) and has_fused_class(m)
     }
-    return _report(model, fused or analysis.fusions, analysis)
+    report = _report(model, fused or analysis.fusions, analysis)
+    return replace(report, is_done=bool(fused or not analysis.fusions))
 
 
 def _report(

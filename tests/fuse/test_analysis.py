@@ -162,9 +162,13 @@ def test_what_a_class_does_not_declare_is_not_fused_and_the_reason_is_given(make
 
 def test_stock_norms_are_left_and_reported_as_such():
     model = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8), nn.ReLU())
-    with pytest.warns(UserWarning, match=r"2 \(not swapped\)"):
+    nothing = r"Sequential; 0 of 2 norm layers fused; not fused: 2 \(not swapped\)\."
+    with pytest.warns(UserWarning, match=nothing):
         fuse(model)
-    fuse(swap(model, include="0"))
+    swap(model, include="0")
+    could = "1 of 2 norm layers can be fused by normplug.fuse(model): 1 with ReLU; not fused: 1"
+    assert fusions(model).summary() == f"{could} (not swapped)"
+    fuse(model)
     notes = [(row.label, row.note) for row in fusions(model)]
     assert notes == [("ReLU", ""), (None, "not swapped")]
     assert "1 of 2 norm layers fused: 1 with ReLU" in str(fusions(model))
