@@ -70,7 +70,7 @@ _starting = threading.Lock()
 def host_path() -> HostPath:
     """Whether calls run through C++ or Python, and why."""
     if _state is _NOT_STARTED and not torch.cuda.is_available():
-        why = "no CUDA device: PyTorch's kernels run, so expect no gain in speed"
+        why = "no CUDA device, so PyTorch's kernels run and nothing gets faster"
         return HostPath("Python", why)
     return _state
 

@@ -95,7 +95,7 @@ def warnings(caplog):
 def test_it_is_compiled_once_when_a_kernel_is_needed(
     compiler, folder, monkeypatch, caplog
 ):
-    why = "no CUDA device: PyTorch's kernels run, so expect no gain in speed"
+    why = "no CUDA device, so PyTorch's kernels run and nothing gets faster"
     if torch.cuda.is_available():
         why = "no kernel has been needed yet"
     first = f"normplug: calls run through Python: {why}."
