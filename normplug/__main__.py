@@ -64,7 +64,23 @@ def report() -> str:
     return table(rows)
 
 
+_USAGE = """\
+usage: python -m normplug                  print the environment, for bug reports
+       python -m normplug run PROGRAM ...  train with a program; run --help has the options
+"""
+
+
+def main(words: list[str]) -> None:
+    """Run a program, or print the environment."""
+    if words[:1] == ["run"]:
+        command.main(words[1:])
+    elif words in (["-h"], ["--help"]):
+        print(_USAGE, end="")
+    elif words:
+        sys.exit(f"{_USAGE}python -m normplug: error: unknown argument {words[0]!r}")
+    else:
+        print(report())
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["run"]:
-        command.main(sys.argv[2:])
-    print(report())
+    main(sys.argv[1:])

@@ -16,6 +16,7 @@ from torch import nn
 
 import normplug
 from normplug import LayerNorm
+from normplug import __main__ as entry
 from normplug._convert import fused_modules
 from normplug._run import command, program
 from programs import ROOT
@@ -185,6 +186,14 @@ def test_a_wrong_command_line_starts_nothing(words, monkeypatch, capsys):
         command.main(words)
     assert ended.value.code == 2
     assert "python -m normplug run: error:" in capsys.readouterr().err
+
+
+def test_without_run_it_takes_no_argument(capsys):
+    entry.main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: python -m normplug  ")
+    with pytest.raises(SystemExit) as ended:
+        entry.main(["rum", "x.py"])
+    assert str(ended.value).endswith("error: unknown argument 'rum'")
 
 
 @pytest.mark.parametrize("mode", ["gold", "0", "nan", "1/2"])
