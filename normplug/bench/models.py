@@ -282,9 +282,13 @@ def load(target: str, batch: int | None, options: dict[str, Any]) -> Target:
             continue
         if name in names():
             return make(name, batch or 8, **options)
-    raise ValueError(
-        f"no model {target!r} in torchvision, timm or transformers, if installed."
-    )
+    text = f"no model {target!r} in torchvision, timm or transformers."
+    if target.endswith(".py"):
+        text += f" For a function of a file, give {target}:NAME."
+    missing = [name for name in _LIBRARIES if not importlib.util.find_spec(name)]
+    if missing:
+        text += f" Not installed: {', '.join(missing)} (pip install {' '.join(missing)})."
+    raise ValueError(text)
 
 
 def _from_file(path: Path, name: str, options: dict[str, Any]) -> Target:

@@ -163,7 +163,8 @@ def test_a_function_of_a_file(file, tmp_path, capsys):
         ("{file}:nothing", [], "must return (model, batch) or (model, batch, step)"),
         ("{file}:with_step", ["--batch", "2"], "unexpected keyword argument 'batch'"),
         ("no/such.py:net", [], "No such file or directory"),
-        ("resnet5", [], "no model 'resnet5' in torchvision, timm or transformers"),
+        ("resnet5", [], "no model 'resnet5' in torchvision, timm or transformers."),
+        ("net.py", [], "For a function of a file, give net.py:NAME."),
     ],
 )
 def test_a_wrong_target_is_one_sentence(file, target, words, says):
@@ -171,6 +172,13 @@ def test_a_wrong_target_is_one_sentence(file, target, words, says):
         main(["model", target.format(file=file), *words, "--device", "cpu"])
     assert says in str(caught.value)
     assert str(caught.value).startswith("normplug.bench model: ")
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    how = r"Not installed: .*timm, transformers \(pip install .*timm transformers\)\."
+    with pytest.raises(ValueError, match=how):
+        models.load("timm:x", None, {})
 
 
 def test_a_wrong_mode_measures_nothing(file, capsys):
