@@ -1,6 +1,6 @@
 """Hugging Face: fine-tune a language model with swapped norms, and publish a stock model.
 
-    pip install normplug transformers accelerate
+    pip install -e . transformers accelerate  # in a clone of the repository
     python examples/hugging_face.py
 
 It downloads nothing: the script makes a small Llama from a configuration, trains it on sums such as

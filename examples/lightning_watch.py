@@ -1,6 +1,6 @@
 """Lightning: swap the norms by a callback, and log the variances at every norm.
 
-    pip install "normplug[lightning]"
+    pip install -e ".[lightning]"  # in a clone of the repository
     python examples/lightning_watch.py
 
 A network of residual blocks learns whether two points of a square are close to each other. The

@@ -1,6 +1,6 @@
 """A plain training loop: ask `doctor`, swap and fuse, train, ask again, and publish.
 
-    pip install normplug
+    pip install -e .  # in a clone of the repository
     python examples/plain_loop.py
 
 It trains a small convolutional network on images of stripes, which the script makes itself. Which
