@@ -432,7 +432,8 @@ def print_config(cfg: DictConfig) -> None:
     for key, value in cfg.items():
         if OmegaConf.is_config(value):
             text = OmegaConf.to_yaml(value).rstrip()
-            tree.add(str(key)).add(Syntax(text, "yaml", background_color="default"))
+            shown = Syntax(text, "yaml", background_color="default", word_wrap=True)
+            tree.add(str(key)).add(shown)
         else:
-            tree.add(f"{key!s}: {value}")
+            tree.add(OmegaConf.to_yaml({key: value}).rstrip())
     rich.print(tree)

@@ -22,6 +22,7 @@ import pandas as pd
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule
+from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -36,6 +37,7 @@ from normplug.experiment.errors import CONFIGS, UserError
 from normplug.experiment.learner import make_optimizer, make_scheduler
 from normplug.experiment.models import GPT, apply_arm, hf_causal_lm, resnet, vit
 from normplug.experiment.run import make_module
+from normplug.experiment.task import print_config
 from programs import program
 from statistics_cases import rows_of
 from training import (
@@ -231,6 +233,17 @@ def test_one_run_reports_and_writes_all_that_it_promises(trains, tmp_path):
         shown = r"0:\d\d:\d\d train/loss: \S+ val/loss: \S+ val/acc: \S+"
         assert re.search(rf"^Epoch {epoch}/1 +(\d+)/\1 {shown} *$", output, re.MULTILINE)
     assert accuracy in (directory / "train.log").read_text()
+
+
+def test_the_configuration_is_printed_as_yaml_in_full(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    long = ".".join(["module"] * 10)
+    print_config(
+        OmegaConf.create({"a": None, "b": False, "c": {"d": {"_target_": long}}})
+    )
+    output = capsys.readouterr().out
+    assert output.startswith("config\n├── a: null\n├── b: false\n└── c\n")
+    assert long in output
 
 
 @pytest.mark.parametrize(
