@@ -114,7 +114,8 @@ def _figure(rows: Sequence[Row], title: str | None) -> Figure:
     )
     if found.empty:
         raise ValueError(
-            "it has no rows of LayerNorm or RMSNorm: `op` and `sweep` write them"
+            "it has no rows with the GB/s of LayerNorm or RMSNorm: `op NAME` and `sweep` "
+            "write them"
         )
     found[["rows", "width"]] = found["shape"].str.rsplit("x", n=1, expand=True)
     found = found.astype({"width": int})

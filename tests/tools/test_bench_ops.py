@@ -265,7 +265,7 @@ def test_a_file_without_rows_or_speeds_is_one_sentence_and_left_as_it_is(tmp_pat
         ("{", "Expecting property name"),
         (
             '[{"arm": "golden"}]',
-            "it has no rows of LayerNorm or RMSNorm: `op` and `sweep` write",
+            "it has no rows with the GB/s of LayerNorm or RMSNorm: `op NAME` and `sweep` write",
         ),
         ('{"rows": 5}', "is not a list of rows"),
     ):
