@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import os
 import re
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +16,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from normplug._checks import needs
 
 Row = TypeVar("Row")
-_WIDTH = 120  # columns of a printed report
+_WIDTH = 120  # columns of a printed report, where a terminal has not fewer
+_NARROW = 80  # the fewest that a report is made for
 _wrap = partial(textwrap.wrap, break_on_hyphens=False)
 _NUMBER = re.compile(r"(?:0|[1-9]\d*)(?=\.(?!\.)|$)")  # ends a name; not those of {0..79}
 _MOST = 8  # texts that an error or a warning lists
@@ -49,8 +52,9 @@ class Table(Generic[Row]):
     def __str__(self) -> str:
         columns = self.columns()
         rows = folded(list(zip(*columns.values(), strict=True)))
-        summary = "\n".join(_wrap(self.summary(), _WIDTH))
-        return f"{table([tuple(columns), *rows])}\n{summary}"
+        width = _columns_of_output()
+        summary = "\n".join(_wrap(self.summary(), width))
+        return f"{table([tuple(columns), *rows], width)}\n{summary}"
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -129,14 +133,44 @@ def _without(number: re.Match[str], cells: Sequence[str]) -> tuple[str, ...]:
     return tuple(re.sub(pattern, blank, cell) if head in cell else cell for cell in cells)
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Text with aligned columns, the header first; a long last cell takes several lines."""
+def _columns_of_output() -> int:
+    """The columns of the terminal, within limits; 120 where the output goes elsewhere."""
+    try:
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns
+    except (AttributeError, OSError, ValueError):  # no file, no terminal, or it is closed
+        return _WIDTH
+    return min(max(columns, _NARROW), _WIDTH)
+
+
+def _blocks(rows: Sequence[tuple[str, ...]], width: int) -> str:
+    """Text with a line for each cell, below the first one of its row."""
+    (_, *names), *body = rows
+    start = max(map(len, names)) + 4
+    lines = []
+    for first, *cells in body:
+        lines.append(first)
+        for name, cell in zip(names, cells, strict=True):
+            head = f"  {name}".ljust(start)
+            lines += _wrap(
+                cell, width, initial_indent=head, subsequent_indent=" " * start
+            )
+    return "\n".join(lines)
+
+
+def table(rows: Sequence[tuple[str, ...]], total: int | None = None) -> str:
+    """Text with aligned columns, the header first; a long last cell takes several lines.
+
+    With a total width, the cells stand below each other if the columns have no room.
+    """
     *widths, longest = (max(map(len, column)) for column in zip(*rows, strict=True))
     start = sum(width + 2 for width in widths)
+    if total is not None and total < _WIDTH and start + min(longest, 24) > total:
+        return _blocks(rows, total)
+    total = total or _WIDTH
     # Whether the last cell has no room next to the others.
-    below = longest > 24 > _WIDTH - start
+    below = longest > 24 > total - start
     indent = " " * (4 if below else start)
-    width = _WIDTH if below else max(_WIDTH, start + 24)
+    width = total if below else max(total, start + 24)
     lines = []
     for *cells, last in rows:
         padded = [cell.ljust(size + 2) for cell, size in zip(cells, widths, strict=True)]

@@ -1,5 +1,9 @@
 """What reports look like, and what an error proposes."""
 
+import io
+import os
+import sys
+
 import pytest
 from torch import nn
 
@@ -64,6 +68,27 @@ def test_a_line_has_at_most_120_columns(net):
     normplug.swap(net)
     for report in (normplug.plan(net), normplug.fusions(net)):
         assert max(map(len, str(report).splitlines())) <= 120
+
+
+class Terminal(io.StringIO):
+    def fileno(self):
+        return 1
+
+
+@pytest.mark.parametrize(("terminal", "columns"), [(40, 80), (100, 100), (200, 120)])
+def test_a_report_is_as_wide_as_the_terminal(net, monkeypatch, terminal, columns):
+    net["long_" * 8] = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())
+    report = normplug.fusions(normplug.swap(net))
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(
+        os, "get_terminal_size", lambda _: os.terminal_size((terminal, 9))
+    )
+    lines = str(report).splitlines()
+    assert columns - 30 < max(map(len, lines)) <= columns
+    if columns == 80:  # a line for each cell
+        assert lines[8:11] == ["norm", "  class       LayerNorm", "  fused with  -"]
+    else:
+        assert lines[0].split()[:4] == ["path", "class", "fused", "with"]
 
 
 def test_a_report_is_a_table_in_a_notebook_and_a_data_frame(net):
