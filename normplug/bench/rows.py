@@ -140,12 +140,10 @@ def _figure(rows: Sequence[Row], title: str | None) -> Figure:
         if "copy_gbps" in part:
             copy = part["copy_gbps"].iloc[0]
             axes.axhline(copy, color=GREY, linestyle="--", label="a copy")
-        axes.set(
-            xlabel="width of a row",
-            ylabel="median GB/s, higher is better",
-            ylim=(0, None),
-        )
+        axes.set(xlabel="width of a row", ylabel="median GB/s, higher is better")
         axes.label_outer()
+    # After all panels, which share the axis: this ends its scaling.
+    grid.flat[0].set_ylim(bottom=0)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_axis_off()
     handles = grid[0][0].get_legend_handles_labels()

@@ -258,6 +258,20 @@ def test_a_sweep_writes_everything(tmp_path, monkeypatch):
         assert any(called in event.get("name", "") for event in events)
 
 
+def test_a_plot_shows_every_row_of_every_panel():
+    same = {"op": "layer_norm", "layout": "rows", "dtype": "bfloat16", "copy_gbps": 3.9}
+    same |= {"device": "CPU", "provider": "normplug"}
+    made = [
+        {**same, "shape": f"4x{width}", "direction": direction, "gbps": speed}
+        for direction, speed in (("F", 1.0), ("F+B", 10.4))
+        for width in (8, 16)
+    ]
+    for axes in rows._figure(made, "title").axes:
+        low, high = axes.get_ylim()
+        assert low == 0
+        assert high > 10.4
+
+
 def test_a_file_without_rows_or_speeds_is_one_sentence_and_left_as_it_is(tmp_path):
     path = tmp_path / "some.json"
     for content, says in (
