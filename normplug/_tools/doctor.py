@@ -318,9 +318,8 @@ def _of_neighbours(examination: Examination) -> _Claims:
                 and bias is not None
                 and bias.any()
             ):
-                text = (
-                    f"{path} subtracts the mean; the bias has {bias.numel()} parameters"
-                )
+                norm_does = f"BatchNorm {path} subtracts the mean"
+                text = f"{norm_does}; the bias has {bias.numel()} parameters"
                 yield _Claim(before.path, _BIAS, text, (type(layer).__name__, path))
         elif not before.is_read and layer is not norm:
             text = f"{path} normalises its output directly"
@@ -436,6 +435,9 @@ def doctor(
     Returns:
         A `Diagnosis`: print it, or read its `findings`.
 
+    Warns:
+        UserWarning: the model has no norm layer.
+
     Raises:
         TypeError: `model` is not a module, or `loader_or_batch` or `optimizer` of another type.
         ValueError: there is no batch.
@@ -454,6 +456,11 @@ def doctor(
     twin = _copy_of(inner)
     reader = Reader("doctor", inner if twin is None else twin)
     examination = Examination(inner, reader)
+    if not examination.seen:
+        kind = type(inner).__name__
+        _checks.warn(
+            f"normplug.doctor: there is nothing to examine: {kind} has no norm layer."
+        )
     with runs.untouched(inner) if twin is None else runs.uncompiled():
         data = examination.run(loader_or_batch, loss)
         trials = None if twin is None else Trials(reader, data[0], examination.modes)

@@ -427,6 +427,11 @@ def test_an_optimizer_that_steps_in_the_backward_does_not_step(copies):
     assert optimizer.state
 
 
+def test_a_model_without_norms_is_not_called_healthy():
+    with pytest.warns(UserWarning, match="nothing to examine: Linear has no norm layer"):
+        assert not doctor(nn.Linear(2, 2), torch.randn(4, 2)).findings
+
+
 def test_a_decaying_norm_is_found_by_the_optimizer():
     model = healthy()
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
