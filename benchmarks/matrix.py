@@ -1,4 +1,4 @@
-"""normplug with other tools: each tool on swapped models, an unswapped one, and a stock one.
+"""Compatibility with other tools: each tool on swapped models, an unswapped one, a stock one.
 
     python benchmarks/matrix.py -o docs/compatibility.md
 
@@ -993,25 +993,25 @@ def safetensors_model(model):
 def write(path):
     """Write the table, with the versions that it was made with."""
     lines = [
-        "# normplug with other tools",
+        "# Compatibility with other tools",
         "",
-        "This page is about tools. Other pages have the [versions of torch](versions.md)",
-        "and [344 architectures of other libraries](zoo.md) that were tested.",
+        "This page is about tools. The [versions of torch](versions.md) and",
+        "[344 architectures of other libraries](zoo.md) that were tested have their own pages.",
         "",
         "Each cell applies one tool to a small model of a convolution and linear layers with",
         "BatchNorm2d, GroupNorm, InstanceNorm2d, BatchNorm1d, LayerNorm and RMSNorm. It compares",
-        "the result with the same tool on the stock model of the same function: outputs, and for",
-        "tools that train also losses, gradients and statistics. *Refused* means an error, shown",
-        "by its first sentence, or outputs of nan, which a tool returns if it computes with the",
-        "`eps` of a layer in mode golden. Use such a tool before `swap`, or after",
+        "the result with that of the same tool on the stock model of the same function: outputs,",
+        "and for tools that train also losses, gradients and statistics. *Refused* means an error,",
+        "shown by its first sentence, or outputs of nan, which a tool returns if it computes with",
+        "the `eps` of a layer in mode golden. Use such a tool before `swap`, or after",
         "`normplug.unswap`.",
-        "`normplug.check(model, batch)` finds the tools that do neither. Tools that look layers up",
-        "by their exact class treat a swapped layer like the stock one if they were imported",
-        "before `swap`.",
+        "`normplug.check(model, batch)` finds tools that silently change the outputs. Tools that",
+        "look layers up by their exact class treat a swapped layer like the stock one if they were",
+        "imported before `swap`.",
         "",
         "oneDNN's ReLU turns nan into 0. So on a CPU the outputs may be zeros instead of nan, if",
         "`torch.jit.optimize_for_inference` or Inductor with `freezing=True` runs the model",
-        "after such a tool. `normplug.check(model)` then still finds that a layer was rebuilt.",
+        "after such a tool. `normplug.check(model)` still finds that a layer was rebuilt.",
         "",
         "| tool | swapped, standard | swapped, golden | after `unswap` |",
         "|---|---|---|---|",
