@@ -364,13 +364,14 @@ def batch_norm_columns_forward(
 
 
 @triton.jit
-def finish_backward(a, b, c, slab, sizes, stats_ptr, results, root, PEERS, BCH, F):
+def finish_backward(sums, slab, sizes, stats_ptr, results, root, PEERS, BCH, F):
     """Write a slab's dweight and dbias and, if wanted, the mean of dz and the slope for its dx.
 
-    a and b are the sums of dz, and of dz * (x - mean). c, if F.residual_norm: the sum of dz *
-    (residual - mean), for the slope of dresidual. results: the addresses of dweight and dbias, and
-    of the mean and the slopes. sizes, BCH: as in `finish_forward`.
+    sums: a of dz; b of dz * (x - mean); and c, if F.residual_norm, of dz * (residual - mean), for
+    the slope of dresidual. results: the addresses of dweight and dbias, and of the mean and the
+    slopes. sizes, BCH: as in `finish_forward`.
     """
+    a, b, c = sums
     C, ROWS, HW, CHANNELS = sizes
     dweight_ptr, dbias_ptr, means_ptr = results
     places = tl.arange(0, BCH)
@@ -619,8 +620,9 @@ def batch_norm_columns_backward(
                     finished = dweight_ptr, dbias_ptr, means_ptr
                     if F.residual_norm:
                         store_dstats(a, c, slab, sizes, stats_ptr, dstats_ptr, T.bch, F)
+                    merged = a, b, c
                     finish_backward(
-                        a, b, c, slab, sizes, stats_ptr, finished, root, PEERS, T.bch, F
+                        merged, slab, sizes, stats_ptr, finished, root, PEERS, T.bch, F
                     )
                     if F.late and not T.solo:
                         arrive(flag_ptr)

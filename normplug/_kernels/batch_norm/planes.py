@@ -298,18 +298,9 @@ def batch_norm_planes_backward(
                         c = merge_tile_sum(parts_ptr, TILES_A_CHANNEL, T.kp, F.acc)
                         store_dstats(a, c, channel, sizes, stats_ptr, dstats_ptr, 1, F)
                     results = dweight_ptr, dbias_ptr, means_ptr
+                    merged = a, b, c
                     finish_backward(
-                        a,
-                        b,
-                        c,
-                        channel,
-                        sizes,
-                        stats_ptr,
-                        results,
-                        root,
-                        PEERS,
-                        1,
-                        F,
+                        merged, channel, sizes, stats_ptr, results, root, PEERS, 1, F
                     )
                     arrive(counters_ptr + channel)
         if not F.late:
