@@ -100,11 +100,11 @@ class BatchNormSpec(NamedTuple):
             assert self.residual_eps is not None
             *_, gain, bias = _parts_of_residual_norm(t.input_bias)
             other = self._replace(eps=self.residual_eps, target_variance=1.0)
-            wide = t.residual.to(gain.dtype)
-            residual = other._by_batch(Tensors(wide, weight=gain, bias=bias))
+            wide = Tensors(t.residual.to(gain.dtype), weight=gain, bias=bias)
+            residual = other._joined(wide) if self.join else other._normalised(wide)
             y = self._by_torch(t._replace(residual=residual, input_bias=None))
             return y.to(t.x.dtype)
-        y = self._by_batch(t)
+        y = self._joined(t) if self.join else self._normalised(t)
         # In place if possible: nothing else holds y, nor does the backward need it.
         in_place = not transforms_active()
         if t.residual is not None:
@@ -116,10 +116,8 @@ class BatchNormSpec(NamedTuple):
             y = _activations.apply(self.activation, y)
         return y if self.pool is None else self.pool.of(y)
 
-    def _by_batch(self, t: Tensors) -> Tensor:
-        """The norm alone, over the joined batch if the spec has a join."""
-        if not self.join:
-            return self._normalised(t)
+    def _joined(self, t: Tensors) -> Tensor:
+        """The norm alone, over the joined batch of several processes."""
         return collectives.batch_norm(t, self, self._own_statistics())
 
     def _own_statistics(self) -> collectives.Statistics:
