@@ -108,7 +108,7 @@ def test_the_readme_has_the_counts_of_tools_and_architectures():
     assert f"0 failures of {tried} in" in text
     assert (
         f"{found['ok']} compared, {found['none taken']} with nothing to swap, "
-        f"{found['unsteady']} undecidable" in text
+        f"{found['unsteady']} inconclusive" in text
     )
     table = (tables.DOCS / "compatibility.md").read_text()
     cell = r"(works|refused[^|]*)"
