@@ -32,6 +32,7 @@ from normplug._swap.check import check
 from normplug._swap.plan import plan
 from normplug._swap.swap import swap, unswap
 from normplug._table import counts, some, table
+from normplug.modes import target_variance
 from normplug.modules import TargetVarianceNorm
 
 
@@ -203,7 +204,16 @@ class Run:
         rows += [(str(count), *map(str, row)) for row, count in self._done().items()]
         if len(rows) == 1:
             return f"{head}: {self._why_none()}"
-        return f"{head}\n{table(rows)}\nkinds of calls: {counts(kinds_of_calls())}"
+        lines = [head, table(rows), f"kinds of calls: {counts(kinds_of_calls())}"]
+        if self._is_swapped_in_another_mode():
+            lines.append(
+                "pickles of whole models: they need normplug to be loaded, since the mode is not "
+                "standard; pickle normplug.unswap(model) to need none"
+            )
+        return "\n".join(lines)
+
+    def _is_swapped_in_another_mode(self) -> bool:
+        return not self.options.dry_run and target_variance(self.options.mode) != 1.0
 
     def _why_none(self) -> str:
         """Why no model was swapped."""

@@ -385,6 +385,7 @@ def test_filters_and_other_modes(net):
     assert net.last.target_variance == 0.5
     assert row_of(run, net).left == "1 BatchNorm2d (not included)"
     assert pickle.loads(pickle.dumps(net)).last.target_variance == 0.5
+    assert str(run).endswith("pickle normplug.unswap(model) to need none")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
