@@ -1,13 +1,13 @@
 """`param_groups` and `python -m normplug`."""
 
 import os
-import runpy
 
 import pytest
 import torch
 from torch import nn
 
 import normplug
+from normplug import __main__ as entry
 from normplug import param_groups, swap
 
 
@@ -49,7 +49,7 @@ def test_bad_arguments_are_refused():
 
 def test_the_module_prints_what_an_issue_needs(capsys, monkeypatch):
     monkeypatch.setitem(os.environ, "NORMPLUG_BACKEND", "auto")
-    runpy.run_module("normplug", run_name="__main__")
+    entry.main([])
     out = capsys.readouterr().out
     for text in (
         normplug.__version__,
