@@ -19,6 +19,7 @@ from normplug._pictures import (
     SPARE,
     STYLE,
     colours_of,
+    origin_text,
     save,
     short_commit,
     styled,
@@ -117,3 +118,13 @@ def test_a_commit_has_seven_digits():
     assert short_commit(f"{commit}-dirty") == "b149bb7-dirty"
     assert short_commit("ef394f15") == "ef394f1"
     assert short_commit("unknown") == "unknown"
+
+
+def test_the_origin_names_a_device_once_however_fully_rows_name_it():
+    rows = [
+        {"device": "1 x NVIDIA H100", "torch": "2.11.0", "commit": "0123456789"},
+        {"device": "1 x NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130"},
+        {"device": "1 x NVIDIA H200", "torch": "2.11.0"},
+    ]
+    text = origin_text(rows).replace("\N{NO-BREAK SPACE}", " ")
+    assert text == "1 x NVIDIA H100 or 1 x NVIDIA H200, torch 2.11.0, commit 0123456"
