@@ -147,9 +147,33 @@ MUTATIONS = (
     Mutation(
         "fuse: a frozen shortcut's norm takes the batch's statistics",
         "normplug/modules/batch_norm.py",
-        "if not by_batch or self.group_to_join() is not None:",
-        "if self.group_to_join() is not None:",
+        'if not by_batch or not can_run.has_kernels("fuse", self.backend, x):',
+        'if not can_run.has_kernels("fuse", self.backend, x):',
         tests_of(SHORTCUTS, "test_a_norm_with_a_hook_or_frozen_statistics_runs_apart"),
+    ),
+    Mutation(
+        "joined shortcut: its slope is of this process's batch",
+        "normplug/_kernels/batch_norm/columns.py",
+        "a, b, c = joined_sums(",
+        "a, b, own = joined_sums(",
+        tests_of(
+            "tests/modules/test_sync_kernels.py",
+            "test_in_each_of_two_processes[interpreted-"
+            "a_shortcuts_norm_is_joined_in_the_call_that_adds_it]",
+        ),
+        INTERPRETER,
+    ),
+    Mutation(
+        "joined shortcut: the gain's gradient is of all processes",
+        "normplug/_kernels/batch_norm/planes.py",
+        "                        store_dstats(a, c, channel,",
+        "                        store_dstats(2 * a, c, channel,",
+        tests_of(
+            "tests/modules/test_sync_kernels.py",
+            "test_in_each_of_two_processes[interpreted-"
+            "a_shortcuts_norm_is_joined_in_the_call_that_adds_it]",
+        ),
+        INTERPRETER,
     ),
     Mutation(
         "columns: every channel counts the batch",

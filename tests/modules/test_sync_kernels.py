@@ -149,10 +149,16 @@ def step_of(net, x):
 
 def a_shortcuts_norm_is_joined_in_the_call_that_adds_it(rank, world, device):
     """With the float64 results of the stock block on all processes' images."""
-    for sizes in ((5, 3), (0, 4)):
+    small, large = (9, 8), (13, 15)  # for the kernels of rows, and of planes
+    for sizes, size in (
+        ((5, 3), small),
+        ((0, 4), small),
+        ((2, 1), large),
+        ((0, 2), large),
+    ):
         for layout in (torch.contiguous_format, torch.channels_last):
             random = torch.Generator().manual_seed(1)
-            images = torch.randn(sum(sizes), 3, 9, 8, generator=random) + 2
+            images = torch.randn(sum(sizes), 3, *size, generator=random) + 2
             stock = Shortcut()
             truth = step_of(copy.deepcopy(stock).double(), images.double())
             net = stock.to(device, memory_format=layout)
