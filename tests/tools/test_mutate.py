@@ -115,4 +115,6 @@ def test_each_mutation_changes_a_file_and_has_a_name_of_its_own():
         assert mutation.old != mutation.new, mutation.name
         assert mutation.tests, mutation.name
         for test in mutation.tests:
-            assert (mutate.CHECKOUT / test.partition("::")[0]).is_file(), mutation.name
+            path, _, name = test.partition("::")
+            source = (mutate.CHECKOUT / path).read_text()
+            assert f"def {name.partition('[')[0]}" in source, mutation.name
