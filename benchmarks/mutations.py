@@ -75,6 +75,11 @@ def tests_of(path: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{path}::{name}" for name in names)
 
 
+JOINED_SHORTCUT = tests_of(
+    "tests/modules/test_sync_kernels.py",
+    "test_in_each_of_two_processes[interpreted-"
+    "a_shortcuts_norm_is_joined_in_the_call_that_adds_it]",
+)
 MUTATIONS = (
     # Kernels.
     Mutation(
@@ -156,23 +161,15 @@ MUTATIONS = (
         "normplug/_kernels/batch_norm/columns.py",
         "a, b, c = joined_sums(",
         "a, b, own = joined_sums(",
-        tests_of(
-            "tests/modules/test_sync_kernels.py",
-            "test_in_each_of_two_processes[interpreted-"
-            "a_shortcuts_norm_is_joined_in_the_call_that_adds_it]",
-        ),
+        JOINED_SHORTCUT,
         INTERPRETER,
     ),
     Mutation(
-        "joined shortcut: the gain's gradient is of all processes",
+        "joined shortcut: the bias's gradient is doubled",
         "normplug/_kernels/batch_norm/planes.py",
         "                        store_dstats(a, c, channel,",
         "                        store_dstats(2 * a, c, channel,",
-        tests_of(
-            "tests/modules/test_sync_kernels.py",
-            "test_in_each_of_two_processes[interpreted-"
-            "a_shortcuts_norm_is_joined_in_the_call_that_adds_it]",
-        ),
+        JOINED_SHORTCUT,
         INTERPRETER,
     ),
     Mutation(

@@ -129,8 +129,8 @@ class BatchNormSpec(NamedTuple):
         acc = accumulator_dtype(t.x.dtype)
         x = t.x.detach()
         if self.join:
-            joined = collectives.moments(x, self, self._own_statistics())
-            mean, rstd, unbiased, n = joined
+            moments = collectives.moments(x, self, self._own_statistics())
+            mean, rstd, unbiased, n = moments
             if t.running_mean is not None:
                 torch_way.update_running(t, self.momentum, mean, unbiased, counts=n > 1)
             count = [n.view(1)]

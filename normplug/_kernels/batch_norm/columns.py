@@ -169,10 +169,11 @@ def coefficients(stats_ptr, vectors, channels, live, C, F):
 
 @triton.jit
 def place_of_count(C, F):
-    """Where a joined batch's number of values per channel is, after the statistics."""
-    if (
-        F.residual_norm
-    ):  # after this norm's mean and rstd, and four vectors of the residual's
+    """Where a joined batch's number of values per channel is: after all statistics.
+
+    With F.residual_norm these are this norm's mean and rstd, and four vectors of the residual's.
+    """
+    if F.residual_norm:
         return 6 * C
     elif F.for_residual:
         return 4 * C
