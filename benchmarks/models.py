@@ -63,9 +63,8 @@ def plain_convolutions_compiled(net: nn.Module) -> nn.Module:
     return PlainConvolutions(torch.compile(fused))
 
 
-def with_shortcuts_apart(net: nn.Module) -> nn.Module:
-    """Fuse all norms but those of shortcuts, which run by themselves."""
-    normplug.fuse(normplug.swap(net, MODE))
+def shortcuts_apart(net: nn.Module) -> nn.Module:
+    """Let the norms of a fused model's shortcuts run by themselves."""
     for module in net.modules():
         if hasattr(module, "_may_add"):
             module._may_add = lambda x: False
@@ -81,7 +80,9 @@ ARMS = _USUAL | {
     "swap+fuse+recompute": lambda net: normplug.fuse(
         normplug.swap(net, MODE), recompute=True
     ),
-    "swap+fuse-shortcuts": with_shortcuts_apart,
+    "swap+fuse-shortcuts": lambda net: shortcuts_apart(
+        normplug.fuse(normplug.swap(net, MODE))
+    ),
     "no-norm": without_norms,
     "liger": rivals.liger_llama,
 }

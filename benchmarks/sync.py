@@ -21,6 +21,7 @@ from torch import nn
 
 import nets
 import normplug
+from models import shortcuts_apart
 from normplug._files import stamp
 from normplug.bench.models import Change, make_step
 from normplug.bench.rows import Row, Rows, report
@@ -34,6 +35,7 @@ ARMS: dict[str, tuple[Change, ...]] = {
     "torch": (nn.SyncBatchNorm.convert_sync_batchnorm,),
     "normplug": (_joined,),
     "normplug+fuse": (_joined, normplug.fuse),
+    "normplug+fuse-shortcuts": (_joined, normplug.fuse, shortcuts_apart),
     "normplug-local": (normplug.swap,),
     "normplug-local+fuse": (normplug.swap, normplug.fuse),
 }
