@@ -175,13 +175,13 @@ def a_shortcuts_norm_is_joined_in_the_call_that_adds_it(rank, world, device):
             assert len(calls) == 2
             for name, value in ours.items():
                 expected = truth[name].float()
-                value = value.detach().cpu().clone()
+                value = value.detach().clone()
                 if name in ("y", "dx"):
                     expected = expected.split(sizes)[rank]
                 elif name.endswith(("weight", "bias")):
                     dist.all_reduce(value)
                 torch.testing.assert_close(
-                    value, expected.to(value), rtol=1e-3, atol=1e-3
+                    value.cpu(), expected.to(value.cpu()), rtol=1e-3, atol=1e-3
                 )
 
 
