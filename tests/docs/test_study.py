@@ -20,9 +20,12 @@ REPORTS = {
     "e2": (("e2_h100",), {"reference": "0.25", "margin": 0.2}),
     "e2_standard": (("e2_h100",), {"reference": "standard"}),
     "e3": (("e3_h100",), {"reference": "standard", "margin": 0.2}),
+    "e6": (("e6_h200",), {"reference": "standard", "margin": 0.2}),
+    "e6_equal": (("e6_h200",), {"reference": "standard-golden_equal", "margin": 0.2}),
     ".": (("depth_h100", "depth_small_cpu", "targets_h100"), {}),
 }
 RUNS = {"E1": "e1_h100", "E2": "e2_h100", "E3": "e3_h100", "ViT": "targets_h100"}
+RUNS |= {"E6": "e6_h200"}
 RUNS |= {"GPT 24": "depth_h100 depth_other_rates_h100", "GPT 12": "depth_small_cpu"}
 MODELS = {"ViT": "vit_tiny", "GPT 24": "gpt_24x256", "GPT 12": "gpt_tiny"}
 ARMS = {
@@ -30,10 +33,12 @@ ARMS = {
     "bias_16": "standard-bias_16",
     "head": "standard-head",
     "bias_and_head": "standard-bias_and_head",
-    "small_weights": "standard-gamma0_0.1-slow_weights",
+    "golden_equal": "standard-golden_equal",
 }
 PRIMARY = ("E1: golden, from its start", "E2: bias_and_head, from 0.25", "E3: 0.25")
+PRIMARY += ("E6: golden", "E6: golden, from golden_equal")
 STARTS = {"its start": "standard gamma0=0.786", "0.25": "0.25"}
+STARTS |= {"golden_equal": "standard-golden_equal"}
 
 
 def results(name):
@@ -103,7 +108,8 @@ def test_the_first_lines_have_the_differences_of_the_table():
     text = " ".join(PAGE.read_text().split("## What")[0].split())
     differences = {cells[0]: cells[3] for cells in rows_of_the_page()}
     for name, digits, words in [
-        ("E1: golden", 2, "better than `standard` by {} ± {} points"),
+        ("E6: golden", 2, "better than `standard` by {} ± {} points"),
+        ("E6: 0.5", 2, "gained more (+{} ± {})"),
         ("E3: golden", 2, "no difference was found (+{} ± {})"),
         ("GPT 24: golden", 3, "worse than `standard` by {} ± {} nats per byte"),
         ("GPT 24: golden, own rates", 3, "the difference is +{} ± {} (p 0.113)"),
@@ -177,7 +183,7 @@ def test_the_study_has_the_variances_of_the_residual_stream():
 def test_readme_has_the_differences_of_the_study():
     text = " ".join(README.read_text().split())
     differences = {cells[0]: cells[3] for cells in rows_of_the_page()}
-    assert f"12 epochs ({differences['E1: golden']} points, a 95%" in text
+    assert f"12 epochs ({differences['E6: golden']} points, a 95%" in text
     assert (
         f"After 60 epochs no difference was found ({differences['E3: golden']})" in text
     )
@@ -190,5 +196,5 @@ def test_readme_has_the_differences_of_the_study():
         mean, half_width = cell.split(" ± ")
         found[name] = abs(float(mean)) > float(half_width)
     clear = {name for name in found if name.endswith(": golden") and found[name]}
-    assert clear == {"E1: golden", "GPT 24: golden"}
+    assert clear == {"E1: golden", "E6: golden", "GPT 24: golden"}
     assert not found["E1: golden, from its start"]

@@ -154,7 +154,8 @@ def test_the_price_of_synchronisation_is_that_of_the_results():
     readme = readme_text()
     page = " ".join((tables.DOCS / "distributed_speed.md").read_text().split())
     price, torchs, plain = {}, {}, {}
-    for name in ("sync_h100", "sync_h200", "sync_idle_h100", "sync_compiled_h100"):
+    names = ("sync_h100", "sync_h200", "sync_later_h200", "sync_idle_h100")
+    for name in (*names, "sync_compiled_h100"):
         rows = read_file(tables.DOCS / "results" / f"{name}.json")
         ms = {
             (row["batch"], row["arm"]): row["ms"]
@@ -181,6 +182,8 @@ def test_the_price_of_synchronisation_is_that_of_the_results():
         in page
     )
     assert f"| H200 | {shown['sync_h200', 32]} | {shown['sync_h200', 128]} | |" in page
+    later = " | ".join(shown["sync_later_h200", batch] for batch in (32, 128, 256))
+    assert f"| H200, another host | {later} |" in page
     first = f"{torchs['sync_h100', 128]:.1f} times"
     assert f"took {first} as long as a synchronised and fused one (two H100s" in readme
     over_plain = f"{plain['sync_h100', 128]:.2f} times as long as one with plain"

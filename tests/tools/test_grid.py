@@ -7,12 +7,14 @@ pytest.importorskip("normplug.compare")
 import json
 import math
 from itertools import product
+from pathlib import Path
 
 import grid
 from normplug.compare.runs import find_runs
 
 FACTORS = (1.0, 4.0, 16.0)
 RATES = (0.1, 0.8)
+STUDY = Path(__file__).parents[2] / "docs/results/e8_h200.json"
 
 
 def a_run(factor, rate, seed):
@@ -44,6 +46,20 @@ def test_a_cell_is_the_mean_of_the_last_validation_over_seeds(file):
     assert found.loc[4.0, 0.8] == pytest.approx(50 + 4 + 8 + 1)
     assert math.isnan(found.loc[16.0, 0.8])
     assert found.isna().to_numpy().sum() == 1
+
+
+def test_a_run_that_was_cut_off_is_not_in_the_mean(file):
+    runs = json.loads(file.read_text())
+    runs.append(a_run(1.0, 0.1, 3) | {"status": "running"})
+    file.write_text(json.dumps(runs))
+    found = grid.grid_of(find_runs([file])[0])
+    assert found.loc[1.0, 0.1] == pytest.approx(50 + 1 + 1 + 1)
+
+
+def test_in_the_study_the_highest_factor_is_best_at_each_rate():
+    found = grid.grid_of(find_runs([STUDY])[0])
+    assert found.shape == (5, 4)
+    assert (found.idxmax() == 16.0).all()
 
 
 def test_the_picture_has_each_value_and_says_what_diverged(file, tmp_path, capsys):
