@@ -610,9 +610,7 @@ MUTATIONS = (
         "normplug/native/convolutions.h",
         "t.storage().use_count() == 1",
         "true",
-        tests_of(
-            CONVOLUTIONS, "test_a_gradient_is_changed_only_if_nothing_else_holds_it"
-        ),
+        tests_of(CONVOLUTIONS, "test_who_holds_the_shortcuts_gradient_sees_it_unchanged"),
         IN_CPP,
     ),
     Mutation(
