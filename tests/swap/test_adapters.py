@@ -1,6 +1,7 @@
 """Norms of other libraries: swap converts those that it knows, with all that they add."""
 
 import copy
+import inspect
 import pickle
 import warnings
 from functools import partial
@@ -116,6 +117,15 @@ def test_standard_equals_the_librarys_layer(layer):
         for a, b in zip(run(ours, x, training), run(layer, x, training), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
             assert a.stride() == b.stride()
+
+
+def test_the_input_may_be_passed_by_the_name_that_the_library_gives_it(layer):
+    (name,) = inspect.signature(layer.forward).parameters
+    ours = swap(copy.deepcopy(layer).eval())
+    expected = layer.eval()(**{name: X})
+    torch.testing.assert_close(ours(**{name: X}), expected)
+    with pytest.raises(TypeError, match="wrong"):
+        ours(wrong=X)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -51,6 +51,13 @@ class GroupedGated(nn.Module):
         return self.weight * h.to(x.dtype)
 
 
+class OtherNames(Gated):
+    """Its arguments have the names of variables in the forward that a swap gives it."""
+
+    def forward(self, y, node):
+        return super().forward(y, node)
+
+
 KNOWN = [(Gated, {}), (GroupedGated, {}), (GroupedGated, {"group_size": WIDTH})]
 
 
@@ -71,6 +78,17 @@ def test_plan_says_what_was_recognised(layer):
     assert row.note == (
         "recognised by what it computes: an RMSNorm with a gate, bit for bit"
     )
+
+
+@pytest.mark.parametrize(("cls", "names"), [(Gated, "x gate"), (OtherNames, "y node")])
+def test_arguments_may_be_passed_by_their_names(cls, names):
+    inputs = dict(zip(names.split(), inputs_of(), strict=True))
+    layer = cls()
+    expected = layer(**inputs)
+    assert torch.equal(swap(layer)(**inputs), expected)
+    assert type(layer).__module__ == "normplug.adapters"
+    first, second = inputs.values()
+    assert torch.equal(layer(second, first), unswap(layer)(second, first))
 
 
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)

@@ -1,6 +1,7 @@
 """Norms written by hand: which are recognised by what they compute, and which stay."""
 
 import copy
+import inspect
 import pickle
 import random
 import warnings
@@ -183,6 +184,13 @@ def layer(request):
     torch.manual_seed(random.randrange(1000))
     cls, options, _ = request.param
     return made(cls, **options)
+
+
+def test_the_input_may_be_passed_by_the_name_that_the_class_gives_it(layer):
+    (name,) = inspect.signature(layer.forward).parameters
+    x = {name: input_of(layer)}
+    expected = layer(**x)
+    torch.testing.assert_close(swap(layer)(**x), expected)
 
 
 @pytest.mark.parametrize(("cls", "options", "kind"), KNOWN, ids=str)
