@@ -10,8 +10,6 @@ not timm's fast norm is on.
 from __future__ import annotations
 
 import functools
-import inspect
-import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -21,6 +19,7 @@ from normplug import _activations
 from normplug._torch import GLOBAL_HOOKS, has_hooks
 from normplug.adapters import frozen, rms_norms
 from normplug.modules import GroupNorm, LayerNorm, TargetVarianceNorm
+from normplug.modules.base import name_arguments
 from normplug.modules.batch_norm import _BatchNorm, _SyncBatchNorm
 from normplug.modules.frozen import FrozenBatchNorm, register
 from normplug.modules.row_norms import RowNorm, _RMSNorm
@@ -276,32 +275,5 @@ def class_for(
     text = f"`{name}` that normalises to the target of its mode."
     namespace = {"__module__": __name__, "__doc__": text, **declarations}
     ours = type(prefix + cls.__name__, bases, namespace)
-    _name_arguments(ours, cls)
+    name_arguments(ours, cls)
     return ours
-
-
-def _name_arguments(ours: Any, cls: Any) -> None:
-    """Give the arguments of a forward the names that they have in a library's class.
-
-    A call may pass them by keyword. The forward is the same code with other names, so a call costs
-    nothing more.
-    """
-    forward = ours.forward
-    code = forward.__code__
-    count = code.co_argcount
-    theirs = list(inspect.signature(cls.forward).parameters.values())[:count]
-    names = tuple(parameter.name for parameter in theirs)
-    can_be_named = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in theirs)
-    if not can_be_named or len(names) < count or code.co_varnames[:count] == names:
-        return
-    # No variable may have the name of an argument.
-    variables = [f"{v}_" if v in names else v for v in code.co_varnames[count:]]
-    named = code.replace(co_varnames=(*names, *variables))
-    ours.forward = types.FunctionType(
-        named, forward.__globals__, "forward", forward.__defaults__, forward.__closure__
-    )
-    ours.forward.__doc__ = forward.__doc__
-    sites = ours._fusion_sites
-    if sites is not None and sites.methods.get("forward") is forward:
-        methods = {**sites.methods, "forward": ours.forward}
-        ours._fusion_sites = sites._replace(methods=methods)

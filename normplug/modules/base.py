@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -502,3 +503,30 @@ def forward_of_channels(self: Any, input: Tensor) -> Tensor:
     if self._probe is not None:
         self._record(input, y)
     return y
+
+
+def name_arguments(ours: Any, stock: Any) -> None:
+    """Give the arguments of a forward the names that they have in the stock class.
+
+    A call may pass them by keyword. The forward is the same code with other names, so a call costs
+    nothing more.
+    """
+    forward = ours.forward
+    code = forward.__code__
+    count = code.co_argcount
+    theirs = list(inspect.signature(stock.forward).parameters.values())[:count]
+    names = tuple(parameter.name for parameter in theirs)
+    can_be_named = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in theirs)
+    if not can_be_named or len(names) < count or code.co_varnames[:count] == names:
+        return
+    # No variable may have the name of an argument.
+    variables = [f"{v}_" if v in names else v for v in code.co_varnames[count:]]
+    named = code.replace(co_varnames=(*names, *variables))
+    ours.forward = FunctionType(
+        named, forward.__globals__, "forward", forward.__defaults__, forward.__closure__
+    )
+    ours.forward.__doc__ = forward.__doc__
+    sites = ours._fusion_sites
+    if sites is not None and sites.methods.get("forward") is forward:
+        methods = {**sites.methods, "forward": ours.forward}
+        ours._fusion_sites = sites._replace(methods=methods)

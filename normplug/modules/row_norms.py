@@ -12,7 +12,7 @@ from normplug._ops import subclasses
 from normplug._ops.row_norms import LayerNormSpec
 from normplug._ops.spec import Tensors, autocast_dtype
 from normplug._torch import RMS_NORM_AUTOCASTS
-from normplug.modules.base import FusionSites
+from normplug.modules.base import FusionSites, name_arguments
 from normplug.modules.watched import WatchedRows
 
 
@@ -286,3 +286,6 @@ class RMSNorm(_RMSNorm, nn.RMSNorm):
         >>> RMSNorm(8, mode=0.5)
         RMSNorm((8,), eps=None, elementwise_affine=True, ..., mode=0.5)
     """
+
+
+name_arguments(RMSNorm, nn.RMSNorm)  # torch calls the input x

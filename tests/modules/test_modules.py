@@ -144,6 +144,13 @@ def test_other_tools_may_set_attributes_and_a_bad_setting_of_ours_is_rejected(
     assert (layer.mode.target_variance, layer.backend) == (0.5, "auto")
 
 
+def test_torchs_rms_norm_calls_its_input_x():
+    x = torch.randn(6, 4)
+    assert torch.equal(RMSNorm(4)(x=x), nn.RMSNorm(4)(x=x))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'input'"):
+        RMSNorm(4)(input=x)
+
+
 def test_a_strict_load_still_rejects_other_missing_or_unexpected_keys():
     layer = LayerNorm(4, mode="standard")
     with pytest.raises(RuntimeError, match="Missing key.*weight"):
