@@ -240,6 +240,8 @@ class _GatedRMSNorm(_RMSNorm):
             path = tracer.path_of_module(self)
             node: Any = tracer.create_proxy("call_module", path, (input, gate), {})
             return node
+        if gate is not None and gate.shape != input.shape:
+            input, gate = torch.broadcast_tensors(input, gate)
         y: Tensor = self._run(input, gate, None)
         if self._probe is not None:
             self._record_without_gate(input.detach(), gate)

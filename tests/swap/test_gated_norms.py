@@ -130,6 +130,17 @@ def test_every_tool_works_in_mode_golden_and_unswap_restores_the_layer(layer):
     assert vars(layer).keys() == vars(stock).keys()
 
 
+@pytest.mark.parametrize("shape", [(WIDTH,), (2, 1, WIDTH), (5, 1), (3, 2, 5, WIDTH)])
+def test_the_gate_may_be_of_many_rows_or_values(layer, shape):
+    leaves = [inputs_of()[0].requires_grad_(), torch.randn(shape, requires_grad=True)]
+    expected = layer(*leaves)
+    seed = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, leaves, seed)
+    y = swap(layer)(*leaves)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad(y, leaves, seed), gradients)
+
+
 def test_the_gate_may_be_left_out():
     layer = GroupedGated()
     x, _ = inputs_of()
