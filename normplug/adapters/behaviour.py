@@ -43,7 +43,7 @@ _DEVICES = ("cpu", "cuda")  # for which a forward may switch autocast off
 # rarely lie on two sides of a rounding boundary.
 _SHARE = 0.01
 _MANY = 1 << 16
-_OTHER_GATE = "its gate is not silu, before or after the norm"
+_OTHER_GATE = "its second argument is not a silu gate"
 _OTHER_EPS = "its eps is not added to the variance inside the root"
 _Values: TypeAlias = Mapping[str, Tensor]
 

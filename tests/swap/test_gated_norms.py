@@ -201,7 +201,7 @@ class GateDetached(Gated):
 @pytest.mark.parametrize(
     ("cls", "why"),
     [
-        (SigmoidGated, "its gate is not silu, before or after the norm"),
+        (SigmoidGated, "its second argument is not a silu gate"),
         (SelfGated, "it computes something else without a gate"),
         (GateDetached, "its gradients are not those of its result"),
     ],

@@ -197,7 +197,7 @@ def test_a_missing_weight_is_created_if_the_forward_can_use_it():
 @pytest.mark.parametrize(
     ("cls", "options", "why"),
     [
-        (GatedNorm, {}, "its gate is not silu, before or after the norm"),
+        (GatedNorm, {}, "its second argument is not a silu gate"),
         (HalfStatisticsNorm, {}, "it rounds between its steps for bfloat16 input"),
         (LateEpsNorm, {}, "its eps is not added to the variance inside the root"),
         (
