@@ -39,7 +39,7 @@ _VARIABLES = (
 
 
 def report() -> str:
-    """Versions, GPUs, backend, host path and environment variables, one per line."""
+    """Versions, GPUs, backend, C++ launcher and environment variables, one per line."""
     rows = [
         ("normplug", normplug.__version__),
         ("Python", f"{platform.python_version()}, {platform.platform()}"),
@@ -54,9 +54,9 @@ def report() -> str:
     why = can_run.refusal_now() or can_run.refusal_of_device(device)
     rows.append(("backend", f"{DEFAULT_BACKEND}; kernels: {why or 'they can run'}"))
     try:
-        rows.append(("host path", str(compiled())))
+        rows.append(("C++ launcher", str(compiled())))
     except (ImportError, OSError, RuntimeError) as error:
-        rows.append(("host path", str(error).partition("\n")[0]))
+        rows.append(("C++ launcher", str(error).partition("\n")[0]))
     rows.append(("status", str(normplug.status())))
     for name, value in sorted(os.environ.items()):
         if name.startswith(_VARIABLES):

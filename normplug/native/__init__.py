@@ -93,7 +93,7 @@ def build() -> Path:
             building.load(library)
     except (ImportError, OSError, RuntimeError) as error:
         raise RuntimeError(
-            f"normplug: the host path cannot be compiled: {error}"
+            f"normplug: the C++ launcher cannot be compiled: {error}"
         ) from error
     return library
 
@@ -160,7 +160,7 @@ def _load_or_compile(library: Path) -> None:
     try:
         _load(library)
     except (ImportError, OSError):
-        why = "the host path in C++ is being compiled"
+        why = "the C++ launcher is being compiled"
         _set_state(HostPath("Python", why), logging.DEBUG)
         threading.Thread(target=_compile, args=(library,), daemon=True).start()
 
@@ -179,7 +179,7 @@ def _load(library: Path) -> None:
     for norm in _operators:
         _loaded.implement(norm)
     _choose_path()
-    _set_state(HostPath("C++", "the host path is compiled", library), logging.DEBUG)
+    _set_state(HostPath("C++", "the C++ launcher is compiled", library), logging.DEBUG)
 
 
 def _set_state(state: HostPath, level: int = logging.WARNING) -> None:

@@ -1,4 +1,4 @@
-"""Compile the host path in C++, or print where it is; exit status 1 unless it is compiled."""
+"""Compile the C++ launcher, or print where it is; exit status 1 unless it is compiled."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _SCRIPT = '"$@" && sync "$PART" && mv -f "$PART" "$TARGET" || { rm -f "$PART"; e
 def library() -> Path:
     """The path of the compiled file, whether or not it exists yet."""
     if sys.platform != "linux":
-        raise RuntimeError(f"the host path in C++ needs Linux; this is {sys.platform}")
+        raise RuntimeError(f"the C++ launcher needs Linux; this is {sys.platform}")
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = os.environ.get("NORMPLUG_CACHE_DIR") or Path(caches, "normplug")
     # SOABI names Python's version and the machine type.

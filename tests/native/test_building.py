@@ -83,7 +83,7 @@ def restart(monkeypatch):
 def start():
     """Need a kernel, wait for the build that this starts, and return the status."""
     native.start()
-    compiling = "the host path in C++ is being compiled"
+    compiling = "the C++ launcher is being compiled"
     wait_until(lambda: normplug.status().why != compiling)
     return normplug.status()
 
@@ -102,7 +102,7 @@ def test_it_is_compiled_once_when_a_kernel_is_needed(
     assert str(normplug.status()).startswith(first)
     status = start()
     assert (status.way, [status.library]) == ("C++", [*folder.iterdir()])
-    why = f"the host path is compiled ({status.library})"
+    why = f"the C++ launcher is compiled ({status.library})"
     assert str(status).startswith(f"normplug: calls run through C++: {why}.")
     restart(monkeypatch)  # another process needs no compiler
     monkeypatch.setenv("CXX", "nowhere")

@@ -54,7 +54,7 @@ def test_the_module_prints_what_an_issue_needs(capsys, monkeypatch):
     for text in (
         normplug.__version__,
         str(torch.__version__),
-        "host path",
+        "C++ launcher",
         "NORMPLUG_BACKEND",
     ):
         assert text in out
