@@ -1065,6 +1065,20 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "swap: an argument has our name, not the stock forward's",
+        "normplug/modules/base.py",
+        "if not can_be_named or len(names) < count or",
+        "if True or",
+        tests_of(GATED, "test_arguments_may_be_passed_by_their_names"),
+    ),
+    Mutation(
+        "gated norms: a gate of many rows is refused",
+        "normplug/modules/row_norms.py",
+        "input, gate = torch.broadcast_tensors(input, gate)",
+        "pass",
+        tests_of(GATED, "test_the_gate_may_be_of_many_rows_or_values"),
+    ),
+    Mutation(
         "handwritten: layers of one class share what was learned",
         "normplug/adapters/handwritten.py",
         "        settings.append((name, value))\n",
