@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from normplug import functional
-from normplug._batches import unwrapped
+from normplug._batches import runnable, unwrapped
 from normplug._convert import FORWARDS, fused_modules, normplug_layers
 from normplug._fuse.fuse import fuse
 from normplug._ops.call import kinds_of_calls
@@ -42,6 +42,9 @@ def start() -> None:
     run = Run(Namespace(**(chosen() if options == 1 else options)))
     _patch(run)
     atexit.register(run.report, os.getpid())
+
+
+_FAILED = "all: an error"
 
 
 class Row(NamedTuple):
@@ -105,6 +108,8 @@ class Run:
             return
         model = unwrapped(model)
         row = self.rows.setdefault(weakref.ref(model), Row(type(model).__name__))
+        if row.left == _FAILED:
+            return
         with self._kept(model):
             planned = plan(model, self.options.mode, **self.filters)
             layers = [each.module for each in planned if each.becomes]
@@ -155,6 +160,7 @@ class Run:
 
     def check(self, model: nn.Module, args: Any, keywords: Any) -> None:
         """Compare a model with its stock model, on the first batch that it gets."""
+        model = runnable(model)  # torch.compile calls the inner model without `checked`
         if id(model) in self.unchecked:
             self.unchecked.remove(id(model))
             if list(normplug_layers(model)):  # the program may have folded all of them
@@ -174,7 +180,7 @@ class Run:
                     unswap(model, fold=False)
                 reference = weakref.ref(model)
                 row = self.rows[reference]
-                self.rows[reference] = Row(row.model, row.norms, left="all: an error")
+                self.rows[reference] = Row(row.model, row.norms, left=_FAILED)
                 why = " ".join(str(error).split()) or type(error).__name__
                 _say(f"normplug run: {row.model} is unchanged: {why}")
 
