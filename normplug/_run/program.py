@@ -219,7 +219,10 @@ class Run:
         return "\n".join(lines)
 
     def _is_swapped_in_another_mode(self) -> bool:
-        return not self.options.dry_run and target_variance(self.options.mode) != 1.0
+        is_swapped = any(row.swapped for row in self.rows.values())
+        if self.options.dry_run or not is_swapped:
+            return False
+        return target_variance(self.options.mode) != 1.0
 
     def _why_none(self) -> str:
         """Why no model was swapped."""

@@ -336,7 +336,7 @@ def test_a_report_without_models_says_where_the_models_are(net):
 @pytest.mark.parametrize("kind", ["fails", "dry", "check"])
 def test_a_model_stays_as_it_was(net, kind, monkeypatch, capsys):
     before = state(net)
-    run = runner(dry_run=kind == "dry", check=kind == "check")
+    run = runner(mode="golden", dry_run=kind == "dry", check=kind == "check")
 
     def fail(*_, **__):
         raise ZeroDivisionError("by\nzero")
@@ -353,6 +353,7 @@ def test_a_model_stays_as_it_was(net, kind, monkeypatch, capsys):
     assert capsys.readouterr().err == said
     assert row_of(run, net).swapped == (2 if kind == "dry" else 0)
     assert len(run.rows) == 1
+    assert "pickles" not in str(run)
 
 
 def test_the_first_batch_is_checked(net, monkeypatch):
