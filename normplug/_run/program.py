@@ -79,7 +79,7 @@ class Run:
 
     def sharded(self, module: nn.Module) -> None:
         """Take the model of a module, before FSDP moves it to a GPU and changes its class."""
-        for root in self._roots(module.parameters()):
+        for root in self._roots(_parameters(module)):
             self.take(root, anywhere=True)
 
     def _roots(self, parameters: Any) -> list[nn.Module]:
@@ -88,19 +88,19 @@ class Run:
         for reference in self.rows:
             model = reference()
             if model is not None:
-                ids -= set(map(id, model.parameters()))
+                ids -= set(map(id, _parameters(model)))
         if not ids:
             return []
         modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
         inner = {id(child) for m in modules for child in _children(m)}
         outer = [m for m in modules if id(m) not in inner]
-        return [m for m in outer if not ids.isdisjoint(map(id, m.parameters()))]
+        return [m for m in outer if not ids.isdisjoint(map(id, _parameters(m)))]
 
     def take(self, model: Any, anywhere: bool = False) -> None:
         """Swap and fuse a model in place, if it is on a GPU, or anywhere."""
         if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
             return
-        is_there = anywhere or any(map(self._is_on_device, model.parameters()))
+        is_there = anywhere or any(map(self._is_on_device, _parameters(model)))
         if get_worker_info() is not None:
             return
         if not is_there:
@@ -130,7 +130,7 @@ class Run:
         return parameter.is_cuda
 
     def _swap(self, model: nn.Module, row: Row) -> Row:
-        device = next(model.parameters()).device
+        device = _parameters(model)[0].device
         if device.type == "cuda":
             _try_kernels(device)
         # As in PyTorch: no extra buffers, and the same dtypes under autocast.
@@ -245,6 +245,16 @@ def _say(text: str) -> None:
 
 def _children(module: nn.Module) -> list[nn.Module]:
     return list(filter(None, vars(module).get("_modules", {}).values()))
+
+
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module, even if its class has another `parameters`.
+
+    None of one whose constructor has not run, which the search for models may find.
+    """
+    if "_parameters" not in vars(module):
+        return []
+    return list(nn.Module.parameters(module))
 
 
 @functools.cache

@@ -320,6 +320,23 @@ def test_an_optimizer_shows_the_whole_model_and_cpu_models_wait_for_a_gpu(net):
     assert [type(r()) for r in run.rows if r() in (net, outer)] == [nn.ModuleDict]
 
 
+class Unmade(nn.Module):
+    def __init__(self):
+        pass
+
+
+class Unlike(Net):
+    parameters = None
+
+
+def test_modules_without_parameters_to_list_hide_no_model(net):
+    others = [Unmade(), Unlike()]
+    run = runner()
+    run.trained(torch.optim.SGD(net.parameters(), 0.1))
+    assert type(net.norm) is normplug.BatchNorm2d
+    assert type(others[1].norm) is nn.BatchNorm2d
+
+
 def test_a_report_without_models_says_where_the_models_are(net):
     run = runner(devices="cuda")
     nothing = "this process moved no model with norms to a GPU, and trained none on one"
