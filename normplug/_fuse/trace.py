@@ -503,6 +503,9 @@ class Trace(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        raise Untraceable("its forward has a branch on its input or on `self.training`")
+
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor):  # parameters and buffers come as proxies
             raise Untraceable("its forward makes a tensor")

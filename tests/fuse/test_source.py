@@ -206,3 +206,18 @@ def test_a_forward_that_a_trace_would_bake_values_into_is_left_with_the_reason(n
     (row,) = fusions(model)
     assert row.label is None
     assert row.note.startswith("Written: ")
+
+
+def test_a_branch_on_the_input_or_the_training_flag_is_the_reason():
+    class Branches(Parts):
+        def forward(self, x):
+            y = self.act(self.norm(x) + x)
+            return y if self.training else y + 1
+
+    children = {"norm": nn.BatchNorm2d(8), "act": nn.ReLU()}
+    why = "its forward has a branch on its input or on `self.training`"
+    for model in (Branches(**children), written(Untraceable, "data", **children)):
+        with pytest.warns(UserWarning, match="nothing to fuse"):
+            fuse(swapped(model))
+        (row,) = fusions(model)
+        assert why in row.note
