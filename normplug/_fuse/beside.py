@@ -24,6 +24,7 @@ from normplug._fuse.sites import (
 )
 from normplug._ops import convolutions
 from normplug._ops.guess import Fusion
+from normplug.modules import TargetVarianceNorm
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def find(graph: fx.Graph, root: nn.Module, sites: Iterable[Site]) -> Iterator[Be
             if adds_bias or shortcut is None or shortcut in taken:
                 continue
             moves = traced.order[shortcut] < traced.order[node]
+            if moves and not _may_move(traced, node, shortcut):
+                continue
         refusal = convolutions.refusal(layer, adds_bias)
         if not refusal:
             taken.add(node)
@@ -118,6 +121,21 @@ def _shortcut(traced: Forward, convolution: fx.Node) -> fx.Node | None:
     else:
         is_harmless = adds is not add_in_place or other.args[0] is not x
     return other if is_harmless else None
+
+
+def _may_move(traced: Forward, convolution: fx.Node, shortcut: fx.Node) -> bool:
+    """Whether a convolution may run before the shortcut: nothing changes its input in between.
+
+    A view of the input may be changed, too, so only what returns a new tensor may run.
+    """
+    for node in (shortcut, *traced.amid(shortcut, convolution)):
+        module = traced.module(node)
+        is_new = getattr(type(module), "forward", None) in FRESH
+        if isinstance(module, TargetVarianceNorm) or is_new or reads_metadata(node):
+            continue
+        if node.op != "get_attr" and addition(node) is not operator.add:
+            return False
+    return True
 
 
 def rewrite(graph: fx.Graph, found: Iterable[Beside]) -> None:

@@ -382,9 +382,10 @@ class _Analysis:
         rewrite(graph, sites)
         # If these modules get hooks, the hooks must run where the forward calls them.
         moved = {
-            module.get_submodule(str(each.convolution.target))
+            module.get_submodule(str(node.target))
             for each in convolutions
-            if each.moves
+            for node in (each.convolution, each.shortcut)
+            if each.moves and node is not None and node.op == "call_module"
         }
         if self._recompute:
             recompute_results(graph, module)

@@ -73,6 +73,19 @@ class Shortcuts(Parts):
         x += y
         return self.act(x)
 
+    def view_changes_after_shortcut(self, x):
+        y = x * 1
+        x = y.view(y.shape)
+        identity = self.other(x)
+        y += 1
+        return self.act(self.norm(self.conv(x))) + identity
+
+    def shortcut_changes_view(self, x):
+        y = x * 1
+        x = y.view(y.shape)
+        y += x
+        return self.act(self.norm(self.conv(x))) + y
+
     def input_is_activated_in_place(self, x):
         x = x * 1
         y = self.act(self.norm(self.conv(x)))
@@ -118,6 +131,15 @@ def test_the_first_convolution_of_a_residual_block_is_taken(name, ran):
     assert ran == ["fork"]
     ran.clear()
     assert_same_step(unfuse(model), plain, X)
+    assert ran == []
+
+
+def test_a_hook_of_the_shortcut_changes_the_input_of_a_convolution_after_it(ran):
+    model, plain = twins(written(Shortcuts, "shortcut_first", **parts()))
+    for each in (model, plain):
+        each.other.register_forward_pre_hook(lambda _, args: (args[0].mul_(2),))
+    with torch.no_grad():
+        assert torch.equal(model(X.clone()), plain(X.clone()))
     assert ran == []
 
 
