@@ -468,7 +468,7 @@ class TargetVarianceNorm(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
-        if metadata is not None:
+        if metadata is not None and not self.is_stock_in_files():
             metadata["target_variance"] = self.target_variance
 
     def _load_from_state_dict(

@@ -409,6 +409,13 @@ def test_filters_and_other_modes(net):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_checkpoint_is_that_of_the_stock_layers(net):
+    stock = net.state_dict()._metadata
+    runner().moved(net)
+    assert net.state_dict()._metadata == stock
+    net.load_state_dict(net.state_dict())
+
+
 def test_torchscript_compiles_the_stock_layers(net):
     runner().take(net)
     expected = net(X)
