@@ -1065,6 +1065,22 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "convolutions: one moves past a change of its input",
+        "normplug/_fuse/beside.py",
+        "if moves and not _may_move(traced, node, shortcut):",
+        "if False:",
+        tests_of(BESIDE, "test_a_convolution_without_a_plain_shortcut_is_left"),
+    ),
+    Mutation(
+        "run: a checkpoint names the target variance",
+        "normplug/modules/base.py",
+        "if metadata is not None and not self.is_stock_in_files():",
+        "if metadata is not None:",
+        tests_of(
+            "tests/tools/test_run.py", "test_a_checkpoint_is_that_of_the_stock_layers"
+        ),
+    ),
+    Mutation(
         "swap: an argument has our name, not the stock forward's",
         "normplug/modules/base.py",
         "if not can_be_named or len(names) < count or",

@@ -408,7 +408,6 @@ def test_filters_and_other_modes(net):
     assert str(run).endswith("pickle normplug.unswap(model) to need none")
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_checkpoint_is_that_of_the_stock_layers(net):
     stock = net.state_dict()._metadata
     runner().moved(net)
@@ -416,6 +415,7 @@ def test_a_checkpoint_is_that_of_the_stock_layers(net):
     net.load_state_dict(net.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_torchscript_compiles_the_stock_layers(net):
     runner().take(net)
     expected = net(X)
