@@ -526,7 +526,13 @@ def name_arguments(ours: Any, stock: Any) -> None:
         named, forward.__globals__, "forward", forward.__defaults__, forward.__closure__
     )
     ours.forward.__doc__ = forward.__doc__
+    ours.forward.copied_from = forward
     sites = ours._fusion_sites
     if sites is not None and sites.methods.get("forward") is forward:
         methods = {**sites.methods, "forward": ours.forward}
         ours._fusion_sites = sites._replace(methods=methods)
+
+
+def original_of(method: Any) -> Any:
+    """The method that `name_arguments` copied for other names, or the method itself."""
+    return getattr(method, "copied_from", method)
