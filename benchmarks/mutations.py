@@ -1088,6 +1088,16 @@ MUTATIONS = (
         tests_of(GATED, "test_arguments_may_be_passed_by_their_names"),
     ),
     Mutation(
+        "check: a layer whose arguments were renamed is not compared",
+        "normplug/modules/base.py",
+        "    ours.forward.copied_from = forward\n",
+        "",
+        tests_of(
+            "tests/modules/test_guards.py",
+            "test_a_stock_forward_gives_nan_and_check_names_the_layer",
+        ),
+    ),
+    Mutation(
         "gated norms: a gate of many rows is refused",
         "normplug/modules/row_norms.py",
         "input, gate = torch.broadcast_tensors(input, gate)",
