@@ -27,7 +27,7 @@ PROGRAM = """
 import copy, os, sys
 # Torch 2.6 adds a new temporary folder.
 paths = [path for path in sys.path if not os.path.basename(path).startswith("tmp")]
-print(sys.argv, paths, __name__, __spec__, sys.flags.optimize, sys.stdin.read())
+print(sys.argv, paths, __name__, __spec__, sys.flags.bytes_warning, sys.stdin.read())
 
 import multiprocessing
 import torch
@@ -111,8 +111,8 @@ def test_a_program_and_its_files_are_the_same_and_need_no_normplug(tmp_path):
         folder.mkdir()
     report = tmp_path / "report.txt"
     options = ("--report", report, script)
-    stock = python("-O", script, folders[0], "--mode", "x", input="in")
-    run = python("-O", *RUN, *options, folders[1], "--mode", "x", input="in")
+    stock = python("-b", script, folders[0], "--mode", "x", input="in")
+    run = python("-b", *RUN, *options, folders[1], "--mode", "x", input="in")
     assert run.stdout.replace(str(folders[1]), str(folders[0])) == stock.stdout
     assert "in" in stock.stdout
     assert run.stderr == stock.stderr
