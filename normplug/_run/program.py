@@ -44,6 +44,7 @@ def start() -> None:
     atexit.register(run.report, os.getpid())
 
 
+# What a report says of a model that an error has left unchanged. It is not taken again.
 _FAILED = "all: an error"
 
 
