@@ -132,7 +132,7 @@ class BatchNormSpec(NamedTuple):
             moments = collectives.moments(x, self, self._own_statistics())
             mean, rstd, unbiased, n = moments
             if t.running_mean is not None:
-                torch_way.update_running(t, self.momentum, mean, unbiased, counts=n > 1)
+                collectives.update_running(t, self, mean, unbiased, n)
             count = [n.view(1)]
         else:
             mean, var = channel_stats(x, "torch")

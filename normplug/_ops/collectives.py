@@ -15,8 +15,8 @@ formula of `normplug.reference` with the n of the joined batch. The gradients of
 stay sums over the process's own batch, which DDP averages, as in `torch.nn.SyncBatchNorm`.
 
 On CUDA, normplug's kernel computes the statistics of a process, and the kernels of
-`torch.nn.SyncBatchNorm` apply them. The function around these would make the host wait for the
-GPU, and takes no empty 16-bit batch.
+`torch.nn.SyncBatchNorm` merge and apply them. The function around these would make the host wait
+for the GPU, and takes no empty 16-bit batch.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ from normplug.reference import accumulator_dtype, channel_dims, per_channel
 _all_gather: Any = getattr(
     dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
 )
+
+# The number of values of an empty batch: PyTorch's kernel divides by it.
+_NEARLY_0 = 1e-30
 
 # x -> mean and biased variance of its channels.
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -62,25 +65,39 @@ def batch_norm(t: Tensors, spec: Any, statistics: Statistics) -> Tensor:
     weight, shift = (None if v is None else v.to(acc) for v in (t.weight, t.bias))
     shape = (t.x.shape[1],)
     scale = torch_way.scaled(weight, spec.target_variance, shape, acc, t.x.device)
-    # A compiler fuses PyTorch's operations instead.
-    kernels = t.x.is_cuda and not torch.compiler.is_compiling()
     message = _message(t.x.detach(), statistics)
     y, mean, unbiased, n = _Joined.apply(
-        t.x, scale, shift, message, spec.eps, group, kernels
+        t.x, scale, shift, message, spec.eps, group, _may_run_kernels(t.x)
     )
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
         whole = f"the joined batch of {dist.get_world_size(group)} processes"
         raise _checks.one_value("SyncBatchNorm", whole)
     if t.running_mean is not None:
-        # A batch of one value per channel has no variance: it updates nothing and is not counted.
-        torch_way.update_running(t, spec.momentum, mean, unbiased, counts=n > 1)
+        update_running(t, spec, mean, unbiased, n)
     return y
 
 
 def moments(x: Tensor, spec: Any, statistics: Statistics) -> Moments:
     """The moments of the batches of x that a `BatchNormSpec` joins, without gradients."""
     group = exchange.joins[spec.join].group
-    return _merged(_message(x, statistics), spec.eps, group)
+    return _merged(x, _message(x, statistics), spec.eps, group, _may_run_kernels(x))
+
+
+def update_running(
+    t: Tensors, spec: Any, mean: Tensor, unbiased: Tensor, n: Tensor
+) -> None:
+    """Update the running statistics of a `BatchNormSpec` by the moments of the joined batch.
+
+    A batch of one value per channel has no variance: it updates nothing and is not counted. If this
+    process alone has more, nobody needs to look.
+    """
+    counts = None if t.x.numel() > t.x.shape[1] else n > 1
+    torch_way.update_running(t, spec.momentum, mean, unbiased, counts=counts)
+
+
+def _may_run_kernels(x: Tensor) -> bool:
+    """Whether PyTorch's kernels for SyncBatchNorm may run; a compiler fuses operations instead."""
+    return x.is_cuda and not torch.compiler.is_compiling()
 
 
 class _Joined(torch.autograd.Function):
@@ -100,7 +117,7 @@ class _Joined(torch.autograd.Function):
         kernels: whether to run PyTorch's kernels for SyncBatchNorm.
         """
         x = dense(x) if kernels else x
-        mean, rstd, unbiased, n = _merged(message, eps, group)
+        mean, rstd, unbiased, n = _merged(x, message, eps, group, kernels)
         if x.numel() == 0:
             y = torch.empty_like(x)
         elif kernels:
@@ -157,17 +174,28 @@ class _Joined(torch.autograd.Function):
 def _message(x: Tensor, statistics: Statistics) -> Tensor:
     """What a process tells the others: mean, biased variance and number of its values."""
     c = x.shape[1]
-    message = x.new_zeros(2 * c + 1, dtype=accumulator_dtype(x.dtype))
     if x.numel() == 0:
-        return message
+        return x.new_zeros(2 * c + 1, dtype=accumulator_dtype(x.dtype))
+    mean, var = statistics(x)
     # A count above 2^24 is rounded in float32, a relative error of 1e-7 in a weight.
-    return torch.cat([*statistics(x), message.new_full((1,), x.numel() // c)])
+    return torch.cat([mean, var, mean.new_full((1,), x.numel() // c)])
 
 
-def _merged(message: Tensor, eps: float, group: Any) -> Moments:
-    """The moments of the joined batch."""
-    c = message.shape[0] // 2
+def _merged(x: Tensor, message: Tensor, eps: float, group: Any, kernels: bool) -> Moments:
+    """The moments of the joined batch; kernels: whether PyTorch's kernel merges them."""
+    c = x.shape[1]
     means, variances, counts = _gathered(message, group).split([c, c, 1], dim=1)
+    if kernels:
+        rstds = torch.rsqrt(variances + eps)
+        counts = counts.clamp(min=_NEARLY_0).flatten()
+        # With a momentum of 1, running statistics become those of the batch.
+        mean, unbiased = message.new_zeros(2, c)
+        _, rstd = torch.batch_norm_gather_stats_with_counts(
+            x, means, rstds, mean, unbiased, 1.0, eps, counts
+        )
+        if x.numel() == 0:
+            rstd = rstd.nan_to_num()  # where all processes are without data
+        return mean, rstd, unbiased, counts.sum()
     n = counts.sum()
     weights = counts / n.clamp(min=1)
     mean = (weights * means).sum(0)

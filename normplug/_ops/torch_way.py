@@ -166,11 +166,9 @@ def update_running(
         # In torch.nn it is a float, for which the host would have to wait for the GPU.
         assert tracked is not None
         step = tracked.to(running_var).clamp(min=1).reciprocal()
-    if counts is not None:
-        step = counts.to(running_var.dtype) * step
     if running_mean is not None and mean is not None:
-        _move(running_mean, mean, step)
-    _move(running_var, var, step)
+        _move(running_mean, mean, step, counts)
+    _move(running_var, var, step, counts)
 
 
 def guarded(t: Tensors, momentum: float | None, run: Callable[[Tensors], Any]) -> Any:
@@ -212,9 +210,15 @@ def _finite_copy(running: Tensor) -> Tensor:
     return torch.nan_to_num(running, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _move(running: Tensor, value: Tensor, step: float | Tensor) -> None:
+def _move(
+    running: Tensor, value: Tensor, step: float | Tensor, counts: Tensor | None
+) -> None:
+    value = value.to(running.dtype)
+    if counts is not None:
+        # A step from a value to itself changes no bit.
+        value = value.where(counts, running)
     if running.dim() == 0 and running.dtype == torch.float64:
         # On the CPU, torch.compile of torch 2.8 to 2.13 drops writes to such a tensor, but keeps
         # writes to a view of it.
         running = running.view(1)
-    running.lerp_(value.to(running.dtype), step)
+    running.lerp_(value, step)

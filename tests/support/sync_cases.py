@@ -99,6 +99,8 @@ FLAGS = [
     Case((5, 3), track_running_stats=False, mode=0.5),
     Case((3, 2), params=torch.float32, dtype=torch.bfloat16),
     Case((5, 0), (), offset=1e3),
+    Case((0, 5), offset=1e3, layout="channels_last"),
+    Case((0, 0)),
     Case((1, 1), (), mode="standard"),
 ]
 LAYOUTS = {
