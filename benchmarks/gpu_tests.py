@@ -3,8 +3,8 @@
     python benchmarks/gpu_tests.py --json docs/results/gpu_tests_h200.json
     NORMPLUG_NATIVE=0 python benchmarks/gpu_tests.py --tests tests/kernels tests/modules
 
-`NORMPLUG_NATIVE=0` runs the calls through Python instead of C++. A row is written as soon as its
-folder is done. The exit status is 1 if a test fails.
+`NORMPLUG_NATIVE=0` runs the calls through Python instead of C++. `minutes` is the time of a
+folder's tests, which several processes share. The exit status is 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -12,36 +12,46 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
-import normplug
 from normplug._files import stamp
 from normplug.bench.rows import Row, Rows, report
 from normplug.bench.timing import ready
 from versions import run_pytest
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 COLUMNS = ("tests", "native", "passed", "failed", "skipped", "minutes")
 
 
-def folders() -> list[str]:
-    """The folders of tests and the test modules outside a folder, as paths from the checkout."""
-    tests = CHECKOUT / "tests"
-    inner = {path.parent for path in tests.glob("*/test_*.py")}
-    paths = [*sorted(inner), *sorted(tests.glob("test_*.py"))]
-    return [str(path.relative_to(CHECKOUT)) for path in paths]
+def folder_of(module: str) -> str:
+    """The folder of a test by its module or class: `tests.fuse.test_models` -> `tests/fuse`.
+
+    A module outside a folder stands for itself: `tests.test_gpu` -> `tests/test_gpu`.
+    """
+    return "/".join(module.split(".")[:2])
 
 
-def measure(tests: Sequence[str], jobs: str) -> Iterator[Row]:
-    """A row for each of these paths: the numbers of its tests, and the minutes they took."""
-    for path in tests:
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", jobs, path]
-        counts = run_pytest(command, dict(os.environ))
-        if counts["passed"] + counts["failed"] + counts["skipped"] == 0:
-            continue  # no test of this path needs a GPU
-        native = normplug.status().way
-        yield {"tests": path, "native": native, **counts, **stamp(True)}
+def outcome_of(case: ElementTree.Element) -> str:
+    """Whether a test of a report in JUnit's format has passed, failed or was skipped."""
+    found = {child.tag for child in case}
+    if found & {"failure", "error"}:
+        return "failed"
+    return "skipped" if "skipped" in found else "passed"
+
+
+def counted(text: str) -> Iterator[Row]:
+    """A row for each folder of a report in JUnit's format: its numbers of tests, and minutes."""
+    outcomes: dict[str, Counter[str]] = {}
+    seconds: Counter[str] = Counter()
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        folder = folder_of(case.attrib["classname"])
+        outcomes.setdefault(folder, Counter())[outcome_of(case)] += 1
+        seconds[folder] += float(case.attrib["time"])
+    for folder, numbers in sorted(outcomes.items()):
+        counts = {name: numbers[name] for name in ("passed", "failed", "skipped")}
+        yield {"tests": folder, **counts, "minutes": round(seconds[folder] / 60, 1)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,18 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tests", nargs="+", default=folders(), metavar="PATH")
+    parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH")
     parser.add_argument("--jobs", default="auto", metavar="N", help="processes of pytest")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="append the rows to this file"
     )
     a = parser.parse_args(argv)
     ready("cuda")
-    failed = 0
-    for row in measure(a.tests, a.jobs):
-        report([Rows([row], COLUMNS, [])], a.json)
-        failed += row["failed"]
-    return int(failed > 0)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", a.jobs, *a.tests]
+    found = counted(run_pytest(command, dict(os.environ)))
+    # The suite asks for C++ by itself, and fails where it cannot be compiled.
+    native = "Python" if os.environ.get("NORMPLUG_NATIVE") == "0" else "C++"
+    rows = [{**row, "native": native, **stamp(True)} for row in found]
+    report([Rows(rows, COLUMNS, [])], a.json)
+    return int(any(row["failed"] for row in rows))
 
 
 if __name__ == "__main__":

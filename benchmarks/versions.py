@@ -131,23 +131,23 @@ def run(python: Path, jobs: str, arguments: Sequence[str]) -> dict[str, Any]:
     variables["NORMPLUG_COMMIT"] = commit()
     stamp = subprocess.check_output([python, "-c", STAMP], text=True, env=variables)
     command = [str(python), "-m", "pytest", "-q", "-n", jobs]
-    total = Counter(run_pytest([*command, *arguments], variables))
+    total = Counter(counts(run_pytest([*command, *arguments], variables)))
     has_triton = json.loads(stamp).get("triton") is not None
     if not arguments and has_triton:
         interpreted = {**variables, "TRITON_INTERPRET": "1"}
-        total.update(run_pytest([*command, "tests/interpreted"], interpreted))
+        total.update(counts(run_pytest([*command, "tests/interpreted"], interpreted)))
     return {**json.loads(stamp), **total, "minutes": round(total["minutes"], 1)}
 
 
-def run_pytest(command: Sequence[str], variables: dict[str, str]) -> dict[str, float]:
-    """Run a command of pytest on the checkout; return the `counts` of its report."""
+def run_pytest(command: Sequence[str], variables: dict[str, str]) -> str:
+    """Run a command of pytest on the checkout; return its report in JUnit's format."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         reporting = [*command, f"--junitxml={report}"]
         subprocess.run(reporting, cwd=CHECKOUT, env=variables)
         if not report.exists():
             raise OSError(f"pytest ended without a report: {command[0]}")
-        return counts(report.read_text())
+        return report.read_text()
 
 
 def counts(report: str) -> dict[str, float]:
