@@ -101,7 +101,7 @@ MODELS = {
     "llama_16x1024": "Llama-style, 16 x 1024",
     "qwen3": "Qwen3-style",
     "t5_small": "T5-small",
-    "unet2d": "diffusion UNet, 64x64, channels_last only",
+    "unet2d": "diffusion UNet, 64x64",
     "nnunet3d": "3d U-Net, 128x128x128",
 }
 # The names of operations and providers in tables and pictures.
@@ -131,10 +131,10 @@ PROVIDERS = {
 # The arms of the table of training steps in docs/speed.md, if they were measured.
 ARMS = ("eager", "compile", "swap", "swap+fuse", "swap+fuse+compile")
 BUSY = 0.9  # a step in which the GPU is busy for a smaller share waits for the host, and is marked
-# The results of training steps; the second file has the compiled arms, the third the models that
-# were timed in more than one memory layout.
-STEPS = ("models_h100", "compiled_h100", "layouts_h100")
-LAYOUTS = STEPS[2]
+# The page and the picture of training steps, and their results. Rows with a layout are of models
+# that were timed in more than one.
+STEPS_PAGE = "models_h100"
+STEPS = ("models_h100", "compiled_h100", "layouts_h100", "layouts_h200")
 # The first picture that a reader sees: a few models by name.
 DOOR = "door_h100"
 DOOR_MODELS = {
@@ -172,7 +172,6 @@ TITLES = {
     "layer_norm_h100": "LayerNorm",
     "models_h100": "Training steps",
 }
-STEPS_PICTURE = "models_h100"
 STEPS_ARMS = {
     "swap": "swap",
     "swap+fuse": "swap + fuse",
@@ -325,17 +324,22 @@ def _origin(rows: Sequence[Row]) -> str:
 
 def rows_of(name: str) -> list[Row]:
     """The rows of a page of tables or a picture, from the results of the same name."""
-    return _steps() if name == STEPS[0] else _read(name)
+    return _steps() if name == STEPS_PAGE else _read(name)
 
 
 def _read(name: str) -> list[Row]:
     return read_file(DOCS / "results" / f"{name}.json")
 
 
+def in_layouts(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the models that were timed in several memory layouts."""
+    return [row for row in rows if "layout" in row]
+
+
 def _steps() -> list[Row]:
     """The rows of training steps. A model timed in several layouts has no times in one alone."""
-    several = {(row["model"], row["batch"]) for row in _read(LAYOUTS)}
     rows = [row for name in STEPS for row in _read(name)]
+    several = {(row["model"], row["batch"]) for row in in_layouts(rows)}
     for row in rows:
         if (row["model"], row["batch"]) in several and "layout" not in row:
             for field in ("ms", "gpu_ms"):
@@ -345,10 +349,11 @@ def _steps() -> list[Row]:
 
 def layouts_note(rows: Sequence[Row]) -> str:
     """What a picture must say about the models that were timed in several layouts."""
-    names = dict.fromkeys(
-        str(row["model"]) for row in rows if "model" in row and "layout" in row
-    )
-    return "; ".join(f"{name}: GPU time, each arm in its faster layout" for name in names)
+    names = {}
+    for row in in_layouts(rows):
+        names[row["model"]] = "" if "ms" in row else " (GPU time)"
+    each = " and ".join(f"{name}{time}" for name, time in names.items())
+    return f"{each}: each arm in its faster layout" if each else ""
 
 
 def text_of(page: Path) -> str:
@@ -358,7 +363,7 @@ def text_of(page: Path) -> str:
 
 def steps() -> str:
     """The table of training steps in docs/speed.md, with the arms of `ARMS` that were measured."""
-    found = pd.DataFrame(rows_of(STEPS[0]))
+    found = pd.DataFrame(rows_of(STEPS_PAGE))
     busy = in_faster_layout(pivot(found, "gpu_ms"))
     times = in_faster_layout(pivot(found, "ms")).reindex(busy.index)
     arms = [arm for arm in ARMS if arm in times]
@@ -385,9 +390,8 @@ def steps() -> str:
 
 def layouts() -> str:
     """The table of the models that were timed in several memory layouts."""
-    return markdown(
-        pivot(pd.DataFrame(named(_read(LAYOUTS))), "gpu_ms").map("{:.1f}".format)
-    )
+    found = pd.DataFrame(named(in_layouts(rows_of(STEPS_PAGE))))
+    return markdown(pivot(found, "gpu_ms").map("{:.1f}".format))
 
 
 def readme_steps() -> str:
@@ -396,7 +400,7 @@ def readme_steps() -> str:
     A model with `*` waits for the host in at least one arm. One with a dagger has GPU times, each
     arm in its faster layout; its memory is of the layout that both arms were measured in.
     """
-    rows = rows_of(STEPS[0])
+    rows = rows_of(STEPS_PAGE)
     found = pd.DataFrame(rows)
     faster = speeds(rows).loc[list(DOOR_MODELS)].sort_values("swap+fuse", ascending=False)
     memory = in_faster_layout(pivot(found, "peak_gib"))
@@ -520,9 +524,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_file(page, text_of(page))
     for page in (README, DOCS / "speed.md"):
         write_file(page, filled(page.read_text()))
-    steps_of_models = rows_of(STEPS[0])
+    steps_of_models = rows_of(STEPS_PAGE)
     save(draw_door(steps_of_models), DOCS / f"{DOOR}.png")
-    save(draw_models(steps_of_models), DOCS / f"{STEPS_PICTURE}.png")
+    save(draw_models(steps_of_models), DOCS / f"{STEPS_PAGE}.png")
     for name, picture in PICTURES.items():
         save(draw_picture(picture), DOCS / f"{name}.png")
     rows = shown(rows_of(LINES), ("op", "dtype", "shape"), LINES_PATTERN)

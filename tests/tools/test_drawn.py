@@ -23,16 +23,16 @@ from normplug._pictures import COLOURS, DPI, GREY, STYLE, WIDTH
 from normplug.bench import rows
 from normplug.bench.rows import read_file
 
-STEPS = tables.rows_of(tables.STEPS[0])
+STEPS = tables.rows_of(tables.STEPS_PAGE)
 DRAWN = {
     **{
         name: partial(tables.draw_picture, picture)
         for name, picture in tables.PICTURES.items()
     },
     tables.DOOR: partial(tables.draw_door, STEPS),
-    tables.STEPS_PICTURE: partial(tables.draw_models, STEPS),
+    tables.STEPS_PAGE: partial(tables.draw_models, STEPS),
 }
-FIRST = {tables.STEPS_PICTURE: "swap + fuse"}
+FIRST = {tables.STEPS_PAGE: "swap + fuse"}
 
 
 def bars_of(axes):
