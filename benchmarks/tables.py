@@ -389,9 +389,10 @@ def steps() -> str:
 
 
 def layouts() -> str:
-    """The table of the models that were timed in several memory layouts."""
+    """The table of the models that were timed in several memory layouts: "contiguous / other"."""
     found = pd.DataFrame(named(in_layouts(rows_of(STEPS_PAGE))))
-    return markdown(pivot(found, "gpu_ms").map("{:.1f}".format))
+    times = pivot(found, "gpu_ms").map("{:.1f}".format)
+    return markdown(times.groupby(["model", "batch"], sort=False).agg(" / ".join))
 
 
 def readme_steps() -> str:
@@ -426,7 +427,7 @@ def filled(page: str) -> str:
     """The text of docs/speed.md or README, with the tables of steps and of layouts."""
     for start, table in (
         ("model, batch | eager, ms", steps()),
-        ("model | batch | layout", layouts()),
+        ("model | batch | eager", layouts()),
         ("model, batch | normplug", readme_steps()),
     ):
         pattern = rf"\| {re.escape(start)} \|[^\n]*\n(?:\|[^\n]*\n)*"
