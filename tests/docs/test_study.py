@@ -22,10 +22,11 @@ REPORTS = {
     "e3": (("e3_h100",), {"reference": "standard", "margin": 0.2}),
     "e6": (("e6_h200",), {"reference": "standard", "margin": 0.2}),
     "e6_equal": (("e6_h200",), {"reference": "standard-golden_equal", "margin": 0.2}),
+    "e7": (("e7_h200",), {"reference": "standard", "margin": 0.2}),
     ".": (("depth_h100", "depth_small_cpu", "targets_h100"), {}),
 }
 RUNS = {"E1": "e1_h100", "E2": "e2_h100", "E3": "e3_h100", "ViT": "targets_h100"}
-RUNS |= {"E6": "e6_h200"}
+RUNS |= {"E6": "e6_h200", "E7": "e7_h200"}
 RUNS |= {"GPT 24": "depth_h100 depth_other_rates_h100", "GPT 12": "depth_small_cpu"}
 MODELS = {"ViT": "vit_tiny", "GPT 24": "gpt_24x256", "GPT 12": "gpt_tiny"}
 ARMS = {
@@ -36,7 +37,7 @@ ARMS = {
     "golden_equal": "standard-golden_equal",
 }
 PRIMARY = ("E1: golden, from its start", "E2: bias_and_head, from 0.25", "E3: 0.25")
-PRIMARY += ("E6: golden", "E6: golden, from golden_equal")
+PRIMARY += ("E6: golden", "E6: golden, from golden_equal", "E7: 0.25")
 STARTS = {"its start": "standard gamma0=0.786", "0.25": "0.25"}
 STARTS |= {"golden_equal": "standard-golden_equal"}
 
@@ -119,6 +120,29 @@ def test_the_first_lines_have_the_differences_of_the_table():
         mean, half_width = map(float, differences[name].split(" ± "))
         shown = words.format(f"{abs(mean):.{digits}f}", f"{half_width:.{digits}f}")
         assert shown in text, name
+
+
+@pytest.mark.parametrize(
+    ("report", "arm", "words"),
+    [
+        ("e1", "golden", "equivalent within 0.2 points (TOST: p {})."),
+        (
+            "e2",
+            "standard-bias_and_head",
+            "equivalent to a target of 0.25 within 0.2 points (TOST: p {}),",
+        ),
+        ("e3", "0.25", "equivalence was not shown (E3, TOST: p {})"),
+        ("e6_equal", "golden", "within 0.2 points was just missed (TOST: p {})"),
+        ("e7", "0.25", "equivalent to `standard` within 0.2 points (TOST: p {})"),
+    ],
+)
+def test_the_study_says_how_equivalent_arms_are(report, arm, words, tmp_path):
+    names, options = REPORTS[report]
+    table = compared(names, tmp_path, **options).table.set_index("arm")
+    p = table.loc[arm].difference_to_reference_p_equivalent
+    assert (p < 0.05) == words.startswith("equivalent ")
+    text = " ".join(PAGE.read_text().split())
+    assert words.format(p_text(p)) in text
 
 
 def scores_of(name, arm, rate=0.8):
