@@ -417,6 +417,23 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "joined batch by PyTorch's kernel: an empty batch of the first process",
+        "normplug/_ops/collectives.py",
+        "counts.clamp(min=_NEARLY_0).flatten()",
+        "counts.flatten()",
+        tests_of(
+            SYNC,
+            "test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch",
+        ),
+    ),
+    Mutation(
+        "joined batch: one value of all processes updates the running statistics",
+        "normplug/_ops/collectives.py",
+        "counts = None if t.x.numel() > t.x.shape[1] else n > 1",
+        "counts = None",
+        tests_of(SYNC, "test_three_processes_with_uneven_and_empty_batches"),
+    ),
+    Mutation(
         "joined batch: running variance over n",
         "normplug/_ops/collectives.py",
         "unbiased = var * (n / (n - 1).clamp(min=1))",

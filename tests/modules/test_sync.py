@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import emulated
 import lightning_cases
 import normplug
 import sync_cases
@@ -35,6 +36,12 @@ def numbers(rank, world, device):
     """Every case's outcome."""
     cases = TWO if world == 2 else THREE
     return [outcome(*case.of_rank(rank, device), case.activation) for case in cases]
+
+
+def numbers_by_kernels(rank, world, device):
+    """The same through PyTorch's CUDA kernels, which the CPU emulates."""
+    with emulated.kernels_of_sync_batch_norm():
+        return numbers(rank, world, device)
 
 
 def one_message_forward_one_backward_and_none_in_eval(rank, world, device):
@@ -136,11 +143,14 @@ def two_processes(*where):
         sync_cases.a_compiled_layer_is_one_graph_and_computes_the_same,
         with_lightning,
     )
-    sync_cases.process(*where, [numbers, *IN_TWO, with_lightning], may_warn=warning)
+    sync_cases.process(
+        *where, [numbers, numbers_by_kernels, *IN_TWO, with_lightning], may_warn=warning
+    )
 
 
 def three_processes(*where):
-    sync_cases.process(*where, [numbers, a_process_group_joins_its_own_processes_only])
+    checks = [numbers, numbers_by_kernels, a_process_group_joins_its_own_processes_only]
+    sync_cases.process(*where, checks)
 
 
 def by_collectives(*where):
@@ -162,9 +172,15 @@ def three(tmp_path_factory):
         return ran(three_processes, 3, folder)
 
 
+WAYS = ("numbers", "numbers_by_kernels")
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", TWO, ids=str)
-def test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch(case, two):
-    assert_joined(case, [result["numbers"][TWO.index(case)] for result in two])
+def test_two_processes_are_as_close_to_float64_on_the_joined_batch_as_torch(
+    case, way, two
+):
+    assert_joined(case, [result[way][TWO.index(case)] for result in two])
 
 
 @pytest.mark.gpu
@@ -175,9 +191,10 @@ def test_so_are_two_gpus_whose_kernels_cannot_exchange_statistics(tmp_path):
     assert_passed(one_value_in_the_joined_batch_gives_the_bias, results)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", THREE, ids=str)
-def test_three_processes_with_uneven_and_empty_batches(case, three):
-    assert_joined(case, [result["numbers"][THREE.index(case)] for result in three])
+def test_three_processes_with_uneven_and_empty_batches(case, way, three):
+    assert_joined(case, [result[way][THREE.index(case)] for result in three])
 
 
 @pytest.mark.parametrize("check", IN_TWO, ids=lambda check: check.__name__)
