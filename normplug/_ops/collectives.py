@@ -65,10 +65,9 @@ def batch_norm(t: Tensors, spec: Any, statistics: Statistics) -> Tensor:
     weight, shift = (None if v is None else v.to(acc) for v in (t.weight, t.bias))
     shape = (t.x.shape[1],)
     scale = torch_way.scaled(weight, spec.target_variance, shape, acc, t.x.device)
-    message = _message(t.x.detach(), statistics)
-    y, mean, unbiased, n = _Joined.apply(
-        t.x, scale, shift, message, spec.eps, group, _may_run_kernels(t.x)
-    )
+    mean, rstd, unbiased, n = moments(t.x.detach(), spec, statistics)
+    kernels = _may_run_kernels(t.x)
+    y: Tensor = _Joined.apply(t.x, scale, shift, mean, rstd, n, group, kernels)
     if n.device.type == "cpu" and not torch.compiler.is_compiling() and n == 1:
         whole = f"the joined batch of {dist.get_world_size(group)} processes"
         raise _checks.one_value("SyncBatchNorm", whole)
@@ -80,7 +79,11 @@ def batch_norm(t: Tensors, spec: Any, statistics: Statistics) -> Tensor:
 def moments(x: Tensor, spec: Any, statistics: Statistics) -> Moments:
     """The moments of the batches of x that a `BatchNormSpec` joins, without gradients."""
     group = exchange.joins[spec.join].group
-    return _merged(x, _message(x, statistics), spec.eps, group, _may_run_kernels(x))
+    message = _message(x, statistics)
+    gathered = _gathered(message, group)
+    if _may_run_kernels(x):
+        return _merged_by_kernel(x, message, gathered, spec.eps)
+    return _merged(gathered, spec.eps)
 
 
 def update_running(
@@ -107,32 +110,32 @@ class _Joined(torch.autograd.Function):
         x: Tensor,
         scale: Tensor | None,
         shift: Tensor | None,
-        message: Tensor,
-        eps: float,
+        mean: Tensor,
+        rstd: Tensor,
+        n: Tensor,
         group: Any,
         kernels: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """y, and of the joined batch: mean, unbiased variance, number of values per channel.
+    ) -> Tensor:
+        """y, from the mean, the rstd and the number of values per channel of the joined batch.
 
         kernels: whether to run PyTorch's kernels for SyncBatchNorm.
         """
         x = dense(x) if kernels else x
-        mean, rstd, unbiased, n = _merged(x, message, eps, group, kernels)
         if x.numel() == 0:
             y = torch.empty_like(x)
         elif kernels:
-            y = torch.batch_norm_elemt(x, scale, shift, mean, rstd, eps)
+            # They take an eps, and do not read it.
+            y = torch.batch_norm_elemt(x, scale, shift, mean, rstd, 0.0)
         else:
             slope = rstd if scale is None else rstd * scale
             var = torch.ones_like(rstd)
             y = torch.batch_norm(x, slope, shift, mean, var, False, 0.0, 0.0, False)
         ctx.group, ctx.kernels = group, kernels
         ctx.save_for_backward(x, scale, mean, rstd, n)
-        ctx.mark_non_differentiable(mean, unbiased, n)
-        return y, mean, unbiased, n
+        return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(exchange.NO_SECOND_DERIVATIVE)
         x, scale, mean, rstd, n = ctx.saved_tensors
@@ -168,40 +171,51 @@ class _Joined(torch.autograd.Function):
                 dx = (dx * per_channel(slope, x)).to(x.dtype)
         dscale = sum_dy_centred * rstd if ctx.needs_input_grad[1] else None
         dshift = sum_dy if ctx.needs_input_grad[2] else None
-        return dx, dscale, dshift, None, None, None, None
+        return dx, dscale, dshift, None, None, None, None, None
 
 
 def _message(x: Tensor, statistics: Statistics) -> Tensor:
     """What a process tells the others: mean, biased variance and number of its values."""
     c = x.shape[1]
     if x.numel() == 0:
-        return x.new_zeros(2 * c + 1, dtype=accumulator_dtype(x.dtype))
+        message = x.new_zeros(2 * c + 1, dtype=accumulator_dtype(x.dtype))
+        message[-1:] = _NEARLY_0
+        return message
     mean, var = statistics(x)
     # A count above 2^24 is rounded in float32, a relative error of 1e-7 in a weight.
     return torch.cat([mean, var, mean.new_full((1,), x.numel() // c)])
 
 
-def _merged(x: Tensor, message: Tensor, eps: float, group: Any, kernels: bool) -> Moments:
-    """The moments of the joined batch; kernels: whether PyTorch's kernel merges them."""
-    c = x.shape[1]
-    means, variances, counts = _gathered(message, group).split([c, c, 1], dim=1)
-    if kernels:
-        rstds = torch.rsqrt(variances + eps)
-        counts = counts.clamp(min=_NEARLY_0).flatten()
-        # With a momentum of 1, running statistics become those of the batch.
-        mean, unbiased = message.new_zeros(2, c)
-        _, rstd = torch.batch_norm_gather_stats_with_counts(
-            x, means, rstds, mean, unbiased, 1.0, eps, counts
-        )
-        if x.numel() == 0:
-            rstd = rstd.nan_to_num()  # where all processes are without data
-        return mean, rstd, unbiased, counts.sum()
+def _merged(gathered: Tensor, eps: float) -> Moments:
+    """The moments of the joined batch, from the messages of all processes."""
+    means, variances, counts = _parts(gathered)
     n = counts.sum()
     weights = counts / n.clamp(min=1)
     mean = (weights * means).sum(0)
     var = (weights * (variances + (means - mean).square())).sum(0)
     unbiased = var * (n / (n - 1).clamp(min=1))
     return mean, torch.rsqrt(var + eps), unbiased, n
+
+
+def _merged_by_kernel(
+    x: Tensor, message: Tensor, gathered: Tensor, eps: float
+) -> Moments:
+    """The same by PyTorch's kernel. The message, which has been sent, is its workspace."""
+    means, variances, counts = _parts(gathered)
+    mean, unbiased = message[:-1].chunk(2)
+    # With a momentum of 1, running statistics become those of the batch.
+    _, rstd = torch.batch_norm_gather_stats_with_counts(
+        x, means, torch.rsqrt(variances + eps), mean, unbiased, 1.0, eps, counts.view(-1)
+    )
+    if x.numel() == 0:
+        rstd = rstd.nan_to_num()  # where all processes are without data
+    return mean, rstd, unbiased, counts.sum()
+
+
+def _parts(gathered: Tensor) -> tuple[Tensor, ...]:
+    """Means, variances and numbers of values of all processes, from their messages."""
+    c = gathered.shape[1] // 2
+    return gathered.split([c, c, 1], dim=1)
 
 
 def _gathered(message: Tensor, group: Any) -> Tensor:
