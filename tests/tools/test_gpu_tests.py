@@ -33,21 +33,12 @@ def test_each_folder_is_a_row_and_a_failure_is_the_exit_status(
     words = ["--tests", "tests/fuse", "tests/test_gpu.py", "--jobs", "3"]
     assert gpu_tests.main([*words, "--json", str(path)]) == failed
     (command,) = commands
-    assert command[3:] == [
-        "-q",
-        "-m",
-        "gpu",
-        "-n",
-        "3",
-        "tests/fuse",
-        "tests/test_gpu.py",
-    ]
+    assert " ".join(command[3:]) == "-q -m gpu -n 3 tests/fuse tests/test_gpu.py"
+    fuse = {"passed": 1, "failed": 0, "skipped": 1, "minutes": 1.1}
+    gpu = {"passed": 1 - failed, "failed": failed, "skipped": 0, "minutes": 0.1}
     alike = {"native": "Python", "device": "1 x GPU"}
     assert json.loads(path.read_text()) == [
-        {"tests": "tests/fuse", "passed": 1, "failed": 0, "skipped": 1, "minutes": 1.1}
-        | alike,
-        {"tests": "tests/test_gpu", "passed": 1 - failed, "failed": failed, "skipped": 0}
-        | {"minutes": 0.1}
-        | alike,
+        {"tests": "tests/fuse", **fuse, **alike},
+        {"tests": "tests/test_gpu", **gpu, **alike},
     ]
     assert "tests/fuse" in capsys.readouterr().out
