@@ -56,16 +56,20 @@ NORMPLUG_COMPILE = "#0f9d8a"
 NORMPLUG_PYTHON = "#efb07a"
 # A colour for each arm, in every picture. The names in a line are of one arm.
 COLOURS = {
-    **dict.fromkeys(("eager", "baseline"), EAGER),
-    **dict.fromkeys(("normplug", "swap+fuse", "standard"), NORMPLUG),
-    **dict.fromkeys(("compile", "torch.compile"), COMPILE),
+    **dict.fromkeys(("eager", "baseline", "baseline-eager"), EAGER),
     **dict.fromkeys(
-        ("swap+fuse+compile", "normplug and torch.compile"), NORMPLUG_COMPILE
+        ("normplug", "swap+fuse", "standard", "standard-fused-eager"), NORMPLUG
+    ),
+    **dict.fromkeys(("compile", "torch.compile", "baseline-compiled"), COMPILE),
+    **dict.fromkeys(
+        ("swap+fuse+compile", "normplug and torch.compile", "standard-fused-compiled"),
+        NORMPLUG_COMPILE,
     ),
     **dict.fromkeys(
         ("swap", "normplug-python", "normplug, through Python"), NORMPLUG_PYTHON
     ),
-    "normplug, CUDA graphs": "#b5541c",
+    **dict.fromkeys(("normplug, CUDA graphs", "standard-fused-graph"), "#b5541c"),
+    "baseline-graph": "#5f6b7a",
     **dict.fromkeys(("liger", "Liger-Kernel"), "#3c9a5f"),
     **dict.fromkeys(("quack", "QuACK"), "#b0306a"),
     **dict.fromkeys(("flaggems", "FlagGems"), "#a9744f"),
