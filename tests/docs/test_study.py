@@ -13,6 +13,7 @@ from normplug.compare.report import p_text
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "study.md"
+APPENDIX = DOCS / "study/appendix.md"
 README = DOCS.parent / "README.md"
 MEANS = {"over_rates": True}
 REPORTS = {
@@ -20,16 +21,21 @@ REPORTS = {
     "e2": (("e2_h100",), {"reference": "0.25", "margin": 0.2}),
     "e2_standard": (("e2_h100",), {"reference": "standard"}),
     "e3": (("e3_h100",), {"reference": "standard", "margin": 0.2}),
+    "e4": (("e4_h200",), {"reference": "standard", "margin": 0.2} | MEANS),
+    "e5": (("e5_h200",), {"reference": "standard", "margin": 0.02} | MEANS),
     "e6": (("e6_h200",), {"reference": "standard", "margin": 0.2}),
     "e6_equal": (("e6_h200",), {"reference": "standard-golden_equal", "margin": 0.2}),
     "e7": (("e7_h200",), {"reference": "standard", "margin": 0.2}),
     ".": (("depth_h100", "depth_small_cpu", "targets_h100"), {}),
 }
-RUNS = {"E1": "e1_h100", "E2": "e2_h100", "E3": "e3_h100", "ViT": "targets_h100"}
-RUNS |= {"E6": "e6_h200", "E7": "e7_h200"}
+RUNS = {"E1": "e1_h100", "E2": "e2_h100", "E3": "e3_h100"}
+RUNS |= {f"E{number}": f"e{number}_h200" for number in (4, 5, 6, 7)}
 RUNS |= {"GPT 24": "depth_h100 depth_other_rates_h100", "GPT 12": "depth_small_cpu"}
-MODELS = {"ViT": "vit_tiny", "GPT 24": "gpt_24x256", "GPT 12": "gpt_tiny"}
+MODELS = {"E4": "vit_tiny"}
+MODELS |= {"E5": "gpt_24x256", "GPT 24": "gpt_24x256", "GPT 12": "gpt_tiny"}
+START = "standard-gamma0_0.786"
 ARMS = {
+    "its start": START,
     "bias_4": "standard-bias_4",
     "bias_16": "standard-bias_16",
     "head": "standard-head",
@@ -38,8 +44,20 @@ ARMS = {
 }
 PRIMARY = ("E1: golden, from its start", "E2: bias_and_head, from 0.25", "E3: 0.25")
 PRIMARY += ("E6: golden", "E6: golden, from golden_equal", "E7: 0.25")
-STARTS = {"its start": "standard gamma0=0.786", "0.25": "0.25"}
+STARTS = {"its start": START, "0.25": "0.25"}
 STARTS |= {"golden_equal": "standard-golden_equal"}
+# The learning rates and the contrasts that a plan names, its primary contrast first.
+PLANNED = {
+    "E1": ((0.4, 0.8), (("golden", START), ("golden", "standard"))),
+    "E4": (
+        (0.001, 0.002),
+        (("0.5", "standard"), ("golden", START), ("golden", "standard")),
+    ),
+    "E5": (
+        (0.0012, 0.0017, 0.0024),
+        (("golden", "standard"), ("golden", START), (START, "standard")),
+    ),
+}
 
 
 def results(name):
@@ -71,7 +89,7 @@ def test_a_row_of_the_study_is_what_its_runs_give(cells, tmp_path):
     study, arm = cells[0].split(": ")
     arm, _, start = arm.partition(", from ")
     options = {"reference": STARTS.get(start, "standard")}
-    options |= MEANS if study == "E1" else {}
+    options |= MEANS if study in PLANNED else {}
     runs = RUNS[study].split()
     arm, _, own = arm.partition(", own ")
     if own:
@@ -81,7 +99,7 @@ def test_a_row_of_the_study_is_what_its_runs_give(cells, tmp_path):
     table = compared(runs, tmp_path, **options).table
     table = table[table.model == MODELS.get(study, "resnet18")].set_index("arm")
     row = table.loc[ARMS.get(arm, arm)]
-    scale, digits = (1, 4) if study.startswith("GPT") else (100, 2)
+    scale, digits = scale_and_digits(study)
 
     def interval(name, sign):
         mean = row[f"{name}_mean"] * scale
@@ -93,9 +111,17 @@ def test_a_row_of_the_study_is_what_its_runs_give(cells, tmp_path):
     assert cells[5] == str(row.n_diverged)
     if cells[0] in PRIMARY:
         assert cells[4] == p_text(p_of_one_test(row))
-    elif study != "E1":
-        # E1's five secondary contrasts are adjusted together, in the appendix.
+    elif study in PLANNED:
+        planned = planned_contrasts(study, tmp_path)
+        contrast = ARMS.get(arm, arm), options["reference"], "mean"
+        assert cells[4] == planned[contrast][1]
+    else:
         assert cells[4] == p_text(row.difference_to_reference_p_holm)
+
+
+def scale_and_digits(study):
+    """Accuracies stand in percent, losses as they are."""
+    return (1, 4) if study.startswith("GPT") or study == "E5" else (100, 2)
 
 
 def p_of_one_test(row):
@@ -105,6 +131,46 @@ def p_of_one_test(row):
     return 2 * stats.t.sf(abs(row.difference_to_reference_mean) / error, freedom)
 
 
+def planned_contrasts(study, out):
+    """(arm, reference, rate or "mean") -> the difference and its p, as a table shows them.
+
+    The p of the primary contrast, the first, is not adjusted. The others are, together.
+    """
+    rates, contrasts = PLANNED[study]
+    scale, digits = scale_and_digits(study)
+    texts, ps = {}, {}
+    for arm, reference in contrasts:
+        for rate in ("mean", *rates):
+            options = MEANS if rate == "mean" else {"rate": rate}
+            table = compared([RUNS[study]], out, reference=reference, **options).table
+            row = table.set_index("arm").loc[arm]
+            mean = scale * row.difference_to_reference_mean
+            half_width = scale * row.difference_to_reference_t95_half_width
+            texts[arm, reference, rate] = f"{mean:+.{digits}f} ± {half_width:.{digits}f}"
+            ps[arm, reference, rate] = p_of_one_test(row)
+    (primary, p), *others = ps.items()
+    adjusted = {primary: p}
+    highest = (
+        0.0  # Holm's method: the least p counts as often as there are tests, and so on
+    )
+    for rank, (key, p) in enumerate(sorted(others, key=lambda each: each[1])):
+        highest = max(highest, min(1.0, p * (len(others) - rank)))
+        adjusted[key] = highest
+    return {key: (texts[key], p_text(adjusted[key])) for key in texts}
+
+
+@pytest.mark.parametrize("study", PLANNED)
+def test_the_appendix_has_the_contrasts_of_a_plan_at_each_rate(study, tmp_path):
+    rates, contrasts = PLANNED[study]
+    planned = planned_contrasts(study, tmp_path)
+    names = {START: "its start"}
+    for arm, reference in contrasts:
+        cells = [f"{names.get(arm, arm)} minus {names.get(reference, reference)}"]
+        for rate in ("mean", *rates):
+            cells += planned[arm, reference, rate]
+        assert f"| {' | '.join(cells)} |" in APPENDIX.read_text()
+
+
 def test_the_first_lines_have_the_differences_of_the_table():
     text = " ".join(PAGE.read_text().split("## What")[0].split())
     differences = {cells[0]: cells[3] for cells in rows_of_the_page()}
@@ -112,10 +178,11 @@ def test_the_first_lines_have_the_differences_of_the_table():
         ("E6: golden", 2, "better than `standard` by {} ± {} points"),
         ("E6: 0.5", 2, "gained more (+{} ± {})"),
         ("E3: golden", 2, "no difference was found (+{} ± {})"),
-        ("GPT 24: golden", 3, "worse than `standard` by {} ± {} nats per byte"),
-        ("GPT 24: golden, own rates", 3, "the difference is +{} ± {} (p 0.113)"),
+        ("E5: golden", 3, "worse than `standard` by {} ± {} nats per byte (p 0.003)"),
+        ("E5: its start", 3, "and its start by {} ± {} (p 0.014)"),
+        ("E4: 0.5", 2, "0.5 minus `standard` is +{} ± {} points (inconclusive)"),
+        ("E4: golden", 2, "golden minus `standard` +{} ± {} (p 0.085)"),
         ("GPT 12: golden", 3, "is +{} ± {} nats per byte"),
-        ("ViT: golden", 2, "is -{} ± {} points"),
     ]:
         mean, half_width = map(float, differences[name].split(" ± "))
         shown = words.format(f"{abs(mean):.{digits}f}", f"{half_width:.{digits}f}")
@@ -132,12 +199,24 @@ def test_the_first_lines_have_the_differences_of_the_table():
             "equivalent to a target of 0.25 within 0.2 points (TOST: p {}),",
         ),
         ("e3", "0.25", "equivalence was not shown (E3, TOST: p {})"),
+        (
+            "e4_start",
+            "golden",
+            "equivalent to its start within 0.2 points (TOST: p {})",
+        ),
+        (
+            "e5_start",
+            "golden",
+            "equivalent to its start within 0.02 nats per byte (TOST: p {})",
+        ),
         ("e6_equal", "golden", "within 0.2 points was just missed (TOST: p {})"),
         ("e7", "0.25", "equivalent to `standard` within 0.2 points (TOST: p {})"),
     ],
 )
 def test_the_study_says_how_equivalent_arms_are(report, arm, words, tmp_path):
+    report, of_start, _ = report.partition("_start")
     names, options = REPORTS[report]
+    options = options | {"reference": START} if of_start else options
     table = compared(names, tmp_path, **options).table.set_index("arm")
     p = table.loc[arm].difference_to_reference_p_equivalent
     assert (p < 0.05) == words.startswith("equivalent ")
@@ -190,7 +269,7 @@ def test_the_study_has_the_variances_of_the_residual_stream():
         if "variances" in run and (run["seed"] > 0 or run["learning_rate"] == 0.01):
             variance = run["variances"]["input_variance"][-1][-1]  # of the last norm
             found.setdefault((run["arm"], run["learning_rate"]), []).append(variance)
-    text = " ".join(PAGE.read_text().split())
+    text = " ".join(APPENDIX.read_text().split())
     small, middle, large = (
         [found[arm, rate] for arm in ("golden", "standard")]
         for rate in (0.0017, 0.003, 0.01)
@@ -211,14 +290,12 @@ def test_readme_has_the_differences_of_the_study():
     assert (
         f"After 60 epochs no difference was found ({differences['E3: golden']})" in text
     )
-    mean, half_width = differences["GPT 24: golden"].split(" ± ")
+    mean, half_width = differences["E5: golden"].split(" ± ")
     worse = f"({float(mean):+.3f} ± {float(half_width):.3f} nats per byte)"
     assert f"Golden was worse in a GPT of 24 blocks {worse}" in text
-    # Which effects are found: the interval leaves 0 out.
-    found = {}
-    for name, cell in differences.items():
-        mean, half_width = cell.split(" ± ")
-        found[name] = abs(float(mean)) > float(half_width)
-    clear = {name for name in found if name.endswith(": golden") and found[name]}
-    assert clear == {"E1: golden", "E6: golden", "GPT 24: golden"}
-    assert not found["E1: golden, from its start"]
+    # In which networks golden differs from `standard`, and from its start.
+    ps = {cells[0]: cells[4].replace("< ", "") for cells in rows_of_the_page()}
+    found = {name for name, p in ps.items() if float(p) < 0.05}
+    clear = {name for name in found if name.endswith(": golden")}
+    assert clear == {"E1: golden", "E5: golden", "E6: golden", "GPT 24: golden"}
+    assert not {name for name in found if name.endswith("from its start")}
