@@ -276,8 +276,21 @@ def eager_of(times: pd.DataFrame) -> pd.Series:
 
 def in_faster_layout(times: pd.DataFrame) -> pd.DataFrame:
     """The times of models, each arm in its faster layout."""
+    return values_in_faster_layout(times, times)
+
+
+def values_in_faster_layout(values: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
+    """What each arm of a model has in the layout in which its time is least.
+
+    Where no layout has both a value and a time, the least value.
+    """
     case = [name for name in times.index.names if name != "layout"]
-    return times.groupby(case, sort=False).min() if "model" in case else times
+    if "model" not in case:
+        return values
+    least = times.groupby(case, sort=False).transform("min").reindex(values.index)
+    fastest = values.where(times.reindex(values.index).eq(least))
+    every = values.groupby(case, sort=False).min()
+    return fastest.groupby(case, sort=False).min().fillna(every)
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -404,8 +417,9 @@ def readme_steps() -> str:
     rows = rows_of(STEPS_PAGE)
     found = pd.DataFrame(rows)
     faster = speeds(rows).loc[list(DOOR_MODELS)].sort_values("swap+fuse", ascending=False)
-    memory = in_faster_layout(pivot(found, "peak_gib"))
-    busy = in_faster_layout(pivot(found, "gpu_ms"))
+    gpu_times = pivot(found, "gpu_ms")
+    memory = values_in_faster_layout(pivot(found, "peak_gib"), gpu_times)
+    busy = in_faster_layout(gpu_times)
     times = in_faster_layout(pivot(found, "ms")).reindex(busy.index)
     waits = busy < BUSY * times
     header = ["model, batch", *README_ARMS.values(), "peak memory, eager → normplug"]

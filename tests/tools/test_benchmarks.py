@@ -224,6 +224,30 @@ def test_a_models_speed_is_over_eager_in_its_faster_layout_and_an_operations_in_
     )
 
 
+def test_the_memory_of_an_arm_is_that_of_the_layout_in_which_it_is_timed():
+    gib = {"eager": (7.5, 7.4), "swap": (5.1, 5.3)}
+    ms = {"eager": (8.0, 10.0), "swap": (5.0, 2.0)}
+    layouts = ("contiguous", "channels_last")
+    rows = [
+        {
+            "model": "net",
+            "layout": layout,
+            "arm": arm,
+            "ms": ms[arm][i],
+            "gib": gib[arm][i],
+        }
+        for arm in ms
+        for i, layout in enumerate(layouts)
+    ]
+    rows += [{"model": "other", "arm": arm, "gib": 3.0} for arm in ms]  # not timed
+    found = pd.DataFrame(rows)
+    memory = tables.values_in_faster_layout(
+        tables.pivot(found, "gib"), tables.pivot(found, "ms")
+    )
+    assert memory.loc["net"].to_dict() == {"eager": 7.5, "swap": 5.3}
+    assert memory.loc["other"].to_dict() == {"eager": 3.0, "swap": 3.0}
+
+
 def test_every_committed_result_and_picture_is_linked_from_a_page():
     linked = {
         (page.parent / link).resolve()
