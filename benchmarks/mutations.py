@@ -24,7 +24,9 @@ CHANGES = "tests/fuse/test_changes.py"
 CHECK = "tests/swap/test_check.py"
 CONVOLUTIONS = "tests/interpreted/test_convolutions.py"
 COMPARE = "tests/tools/test_compare.py"
+CLASSES = "tests/fuse/test_classes.py"
 DOCTOR = "tests/statistics/test_doctor.py"
+EDITED = "tests/fuse/test_edited.py"
 EVERY_NORM = "tests/functional/test_every_norm.py"
 FOLD = "tests/swap/test_fold.py"
 FREEZING = "tests/statistics/test_freezing.py"
@@ -1189,6 +1191,80 @@ MUTATIONS = (
         'if not all(n.op in ("get_attr", "placeholder") or n.target in _PURE for n in amid):',
         "if not amid:",
         tests_of(MODULATION, "test_what_may_compute_something_else_is_left"),
+    ),
+    Mutation(
+        "fuse: a sum moves past a test that it decides",
+        "normplug/_fuse/edit.py",
+        "return compares and not binds and all(map(self._is_fixed, parts))",
+        "return True",
+        tests_of(EDITED, "test_a_sum_stays_before_a_test_that_it_decides"),
+    ),
+    Mutation(
+        "fuse: a sum that binds a variable moves past a test of it",
+        "normplug/_fuse/edit.py",
+        "return compares and not binds and",
+        "return compares and",
+        tests_of(EDITED, "test_a_sum_stays_before_a_test_that_it_decides"),
+    ),
+    Mutation(
+        "fuse: a forward that assigns to a global variable is edited",
+        "normplug/_fuse/edit.py",
+        "if isinstance(node, (ast.Global, ast.Nonlocal)):",
+        "if isinstance(node, ast.Nonlocal):",
+        tests_of(EDITED, "test_a_forward_that_assigns_to_a_global_variable_is_left"),
+    ),
+    Mutation(
+        "fuse: a trace bakes in the list that a child fills",
+        "normplug/_fuse/trace.py",
+        "return isinstance(value, (list, dict, set))",
+        "return isinstance(value, (dict, set))",
+        tests_of(
+            SOURCE,
+            "test_a_forward_that_a_trace_would_bake_values_into_is_left_with_the_reason",
+        ),
+    ),
+    Mutation(
+        "fuse: a call that fails leaves blocks fused",
+        "normplug/_fuse/fuse.py",
+        "        release(analysis.fusions)\n        raise\n",
+        "        raise\n",
+        tests_of(CLASSES, "test_a_fuse_that_fails_leaves_the_model_unfused"),
+    ),
+    Mutation(
+        "fuse: a class's own __setattr__ sees its new class",
+        "normplug/_convert.py",
+        'object.__setattr__(module, "__class__", _below(type(module), cls))',
+        "module.__class__ = _below(type(module), cls)",
+        tests_of(CLASSES, "test_a_class_that_refuses_new_attributes_is_fused"),
+    ),
+    Mutation(
+        "handwritten: channels first have four dimensions",
+        "normplug/adapters/__init__.py",
+        "super()._normalise(input.movedim(1, -1)).movedim(-1, 1)",
+        "super()._normalise(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)",
+        tests_of(
+            HANDWRITTEN, "test_channels_may_be_the_second_of_any_number_of_dimensions"
+        ),
+    ),
+    Mutation(
+        "handwritten: a probe sees no shape with channels first",
+        "normplug/adapters/behaviour.py",
+        "self._compare_shape(dimensions, 1, values)",
+        "pass",
+        tests_of(
+            HANDWRITTEN,
+            "test_a_class_that_computes_something_else_stays_and_plan_says_why",
+        ),
+    ),
+    Mutation(
+        "handwritten: a probe has no frozen parameters",
+        "normplug/adapters/behaviour.py",
+        "frozen = {name: nn.Parameter(t, False) for name, t in values.items()}",
+        "frozen = values",
+        tests_of(
+            HANDWRITTEN,
+            "test_a_class_that_computes_something_else_stays_and_plan_says_why",
+        ),
     ),
     Mutation(
         "recompute: the backward of normalised values divides by the deviation again",

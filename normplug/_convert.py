@@ -286,7 +286,8 @@ def _assign(module: nn.Module, cls: type[nn.Module]) -> None:
     """Change a module's class; keep the private subclass that torch may have derived from it."""
     if not is_patched(module):
         vars(module).pop("forward", None)  # the old class's method
-    module.__class__ = _below(type(module), cls)
+    # A class may define a __setattr__ that refuses new values.
+    object.__setattr__(module, "__class__", _below(type(module), cls))
 
 
 def _below(private: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:

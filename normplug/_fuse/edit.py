@@ -141,6 +141,8 @@ class _Editor:
         for node in nodes:
             if is_name(node, {self.me}) and not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
                 raise Untraceable(f"its forward assigns to {self.me}")
+            if isinstance(node, (ast.Global, ast.Nonlocal)):
+                raise Untraceable("its forward assigns to a variable outside it")
             if isinstance(node, _REFUSED):
                 raise Untraceable("its forward has a try or match statement")
             name = getattr(node, "attr", "")
@@ -256,19 +258,30 @@ class _Editor:
         """Whether the next statement is an `if` whose test is safe to run before this one.
 
         The test has no side effect and does not read the assigned variable: it is a variable or an
-        attribute, or compares one by `is`.
+        attribute, or compares one by `is`. And this statement changes nothing that the test reads.
         """
         if not following or not isinstance(following[0], ast.If):
             return False
-        test = following[0].test
+        test: Any = following[0].test
         identity = (ast.Is, ast.IsNot)
-        if isinstance(test, ast.Compare) and all(
+        compares = isinstance(test, ast.Compare) and all(
             isinstance(op, identity) for op in test.ops
-        ):
-            effect = self._first_effect(ast.Tuple([test.left, *test.comparators]))
-        else:
-            effect = self._first_effect(test)
-        return effect is None and not _reads(test, _assigned(statement)[0])
+        )
+        parts = [test.left, *test.comparators] if compares else [test]
+        target, value = _assigned(statement)
+        if self._first_effect(ast.Tuple(parts)) is not None or _reads(test, target):
+            return False
+        if not _is_sum(value):
+            return True
+        if self._first_effect(ast.Tuple([value.left, value.right])) is None:
+            return True
+        # The operands may change an object and its truth, but not which object a local variable is.
+        binds = any(isinstance(node, ast.NamedExpr) for node in ast.walk(value))
+        return compares and not binds and all(map(self._is_fixed, parts))
+
+    def _is_fixed(self, node: ast.expr) -> bool:
+        """Whether an expression is a constant or a local variable, which no call can replace."""
+        return isinstance(node, ast.Constant) or is_name(node, self._locals)
 
     def _nested(self, statement: ast.stmt, node: Any, in_branch: bool) -> None:
         """Edit a norm of a sum, or an activation of a norm."""

@@ -181,9 +181,14 @@ def fuse(model: Model, *, recompute: bool = False) -> Model:
     classes = {module: fused_class(unfused_class(module)) for module in analysis.fusions}
     of_earlier_calls = [m for m in fused_modules(model).values() if m not in classes]
     release(of_earlier_calls)
+    try:
+        for module, fusion in analysis.fusions.items():
+            vars(module)[FORWARDS] = fusion
+            _convert.assign_class(module, classes[module])
+    except BaseException:
+        release(analysis.fusions)
+        raise
     for module, fusion in analysis.fusions.items():
-        vars(module)[FORWARDS] = fusion
-        _convert.assign_class(module, classes[module])
         for norm, operations in fusion.fusions(module).items():
             guess.record(norm, operations)
     return model

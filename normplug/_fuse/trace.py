@@ -491,6 +491,10 @@ class Trace(fx.Tracer):
             or kwargs
             or len(args) != len(self._reads[module].inputs)
         ):
+            if any(map(_may_change, (*args, *kwargs.values()))):
+                raise Untraceable(
+                    "its forward passes a list or dict, which a module may change"
+                )
             return self.create_proxy("call_module", path, args, kwargs)
         self.followed[module] = self.reached[module] = None
         outer = self._scope
@@ -515,6 +519,13 @@ class Trace(fx.Tracer):
         node = super().create_node(*args, **kwargs)
         self.scopes[node] = self._scope
         return node
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a call may change a value in place and unseen: a graph makes a new one each time."""
+    if isinstance(value, tuple):
+        return any(map(_may_change, value))
+    return isinstance(value, (list, dict, set))
 
 
 def _made(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:

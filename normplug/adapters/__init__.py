@@ -26,11 +26,11 @@ from normplug.modules.row_norms import RowNorm, _RMSNorm
 
 
 class ChannelsFirst(RowNorm):
-    """A norm of rows that takes (N, C, H, W); the rows are the channels of each position."""
+    """A norm of rows for input with channels first, (N, C, *): of the channels of each position."""
 
     def _normalise(self, input: Tensor) -> Tensor:
-        # Both permutes are views: channels_last input is not copied.
-        return super()._normalise(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        # Both results of `movedim` are views: channels_last input is not copied.
+        return super()._normalise(input.movedim(1, -1)).movedim(-1, 1)
 
 
 class Float32(RowNorm):

@@ -490,22 +490,38 @@ class _Probe:
             return torch.autograd.grad(y, [*inputs, *leaves], seed, allow_unused=True)
 
     def _compare_calls(self) -> None:
-        """Compare calls in training, and with other numbers of dimensions."""
+        """Compare calls in training, with frozen parameters, and with other shapes."""
         x = self.x.float()
         values = {name: value.float() for name, value in self.values.items()}
         y = self._run(x, values)
         if not torch.equal(y, self._run(x, values, training=True)):
             raise UnlikeError("it computes something else in training")
-        if self.channels_first:
+        frozen = {name: nn.Parameter(t, False) for name, t in values.items()}
+        if not torch.equal(y, self._run(x, frozen)):
+            raise UnlikeError("it computes something else if its parameters are frozen")
+        for dimensions in range(1, 6):
+            self._compare_shape(dimensions, -1, values)
+            if dimensions > 2:
+                self._compare_shape(dimensions, 1, values)
+
+    def _compare_shape(self, dimensions: int, dim: int, values: _Values) -> None:
+        """Compare a call whose input has the width of the layer in dimension `dim` alone."""
+        width = self.layer.width
+        shape = [3 if width == 2 else 2] * dimensions
+        shape[dim] = width
+        x = self._random(*shape).float()
+        inputs = [x, torch.full_like(x, _OPEN)][: 1 + self.layer.has_gate]
+        try:
+            y = self.layer.run(inputs, values, {})
+        except Exception:  # it does not take this shape
             return
-        for rows, expected in ((x, y), (x[0, 0], y[0, 0])):
-            inputs = [rows, torch.full_like(rows, _OPEN)][: 1 + self.layer.has_gate]
-            try:
-                again = self.layer.run(inputs, values, {})
-            except Exception:  # it does not take this number
-                continue
-            if not torch.allclose(again, expected, 1e-4, 1e-4):
-                raise UnlikeError("it depends on the number of dimensions of its input")
+        if dimensions > 2 and (dim == 1) != self.channels_first:
+            raise UnlikeError(
+                "the dimension that it normalises depends on the shape of its input"
+            )
+        expected = self._formula(x.movedim(dim, -1), values).movedim(-1, dim)
+        if not torch.allclose(y, expected, 1e-4, 1e-4):
+            raise UnlikeError("it depends on the number of dimensions of its input")
 
     def _find_rounding(self) -> tuple[str | None, bool]:
         """Find where the forward rounds, and whether all bits are the same."""

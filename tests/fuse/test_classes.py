@@ -25,7 +25,7 @@ from fuse_cases import (
     written,
 )
 from matrix import process_group
-from normplug import fuse, fusions, swap, unfuse, unswap
+from normplug import _convert, fuse, fusions, swap, unfuse, unswap
 from normplug._convert import fused_modules
 
 
@@ -89,6 +89,40 @@ def test_a_fused_forward_shows_and_takes_the_parameters_of_the_users_own(name, c
     for wrong in ((), (X, *range(9))) if name != "starred" else ((),):
         with pytest.raises(TypeError):
             model(*wrong)
+
+
+class Locked(Block):
+    """Refuses new values of its attributes."""
+
+    def __setattr__(self, name, value):
+        if name != "training" and vars(self).get("is_locked"):
+            raise AttributeError(f"locked: {name}")
+        super().__setattr__(name, value)
+
+
+def test_a_class_that_refuses_new_attributes_is_fused(calls):
+    block = Locked()
+    vars(block)["is_locked"] = True
+    model, plain = twins(block)
+    assert_same_step(model, plain, X)
+    assert calls == ["relu", "add, relu"]
+    assert type(unfuse(model)) is Locked
+
+
+def test_a_fuse_that_fails_leaves_the_model_unfused(monkeypatch):
+    model = swap(nn.ModuleList([Block(), Block()]))
+    before = [(type(block), dict(vars(block))) for block in model]
+    assign = _convert.assign_class
+
+    def failing(module, cls):
+        if module is model[1] and cls is not Block:
+            raise RuntimeError("no")
+        assign(module, cls)
+
+    monkeypatch.setattr(_convert, "assign_class", failing)
+    with pytest.raises(RuntimeError, match="no"):
+        fuse(model)
+    assert [(type(block), dict(vars(block))) for block in model] == before
 
 
 class Registered(nn.Module):

@@ -309,6 +309,62 @@ def test_other_statements_are_left_and_the_reason_is_given(cls, name, calls):
     assert calls == []
 
 
+class Deciding(Parts):
+    """Each method is a forward whose sum decides the test of the `if` after it."""
+
+    X = ROWS
+    LAYERS = {"norm": lambda: nn.LayerNorm(8), "line": lambda: nn.Linear(8, 8)}  # noqa: RUF012
+    seen = None
+
+    def into(self, x, cache):
+        cache["x"] = x
+        self.seen = x
+        return self.line(x)
+
+    def truth(self, x, **options):
+        cache = {}
+        x = x + self.into(x, cache)
+        if cache:
+            x = x + 2
+        return self.norm(x)
+
+    def attribute(self, x, **options):
+        self.seen = None
+        x = x + self.into(x, {})
+        if self.seen is not None:
+            x = x + 2
+        return self.norm(x)
+
+    def walrus(self, x, **options):
+        found = None
+        x = x + (found := self.line(x))
+        if found is not None:
+            x = x + 2
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("name", ["truth", "attribute", "walrus"])
+def test_a_sum_stays_before_a_test_that_it_decides(name):
+    with pytest.warns(UserWarning, match="nothing to fuse"):
+        model, plain = twins(made(Deciding, name))
+    for _ in range(2):
+        assert_same_step(model, plain, ROWS)
+
+
+class Outside(Parts):
+    def forward(self, x, **options):
+        global FEATURES
+        FEATURES = self.norm(x)
+        return self.act(FEATURES)
+
+
+def test_a_forward_that_assigns_to_a_global_variable_is_left():
+    with pytest.warns(UserWarning, match="nothing to fuse"):
+        model, _ = twins(Outside(norm=nn.BatchNorm2d(8), act=nn.ReLU()))
+    model(X)
+    assert FEATURES.min() < 0
+
+
 def doubling(function):
     @functools.wraps(function)
     def twice(*args, **kwargs):

@@ -124,6 +124,12 @@ def multiplied_by(noise):
     return closure
 
 
+class Filler(nn.Module):
+    def forward(self, x, found):
+        found.append(x)
+        return x
+
+
 class Untraceable(Parts):
     """Each method, as a forward, depends on something that a trace would bake in.
 
@@ -183,6 +189,11 @@ class Untraceable(Parts):
     def decorated(self, x):
         return self.act(self.norm(x) + x)
 
+    def list_for_a_child(self, x):
+        found = []
+        x = self.act(self.norm(x) + x)
+        return self.filler(x, found), found
+
 
 FORWARDS = [
     name for name, f in vars(Untraceable).items() if callable(f) and name != "result"
@@ -195,6 +206,7 @@ def test_a_forward_that_a_trace_would_bake_values_into_is_left_with_the_reason(n
         "norm": nn.BatchNorm2d(8),
         "act": nn.ReLU(),
         "list": nn.ModuleList([nn.Identity()]),
+        "filler": Filler(),
     }
     parts = {**children, "settings": {"flag": True}, "size": 1}
     model = swapped(written(Untraceable, name, **parts))

@@ -116,6 +116,21 @@ class ImageNorm(nn.Module):
         return x.permute(0, 3, 1, 2) if self.layout == "channels_first" else x
 
 
+class SpeechNorm(nn.Module):
+    """As VITS': the channels are dimension 1, however many dimensions there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(WIDTH))
+        self.beta = nn.Parameter(torch.zeros(WIDTH))
+        self.layout = "channels_first"
+
+    def forward(self, x):
+        x = x.transpose(1, -1)
+        x = F.layer_norm(x, (WIDTH,), self.gamma, self.beta, 1e-5)
+        return x.transpose(1, -1)
+
+
 class ReadOnlyEps(LlamaNorm):
     eps = property(lambda self: 1e-5)
 
@@ -150,6 +165,7 @@ KNOWN = [
     (ClipNorm, {}, "a LayerNorm"),
     (ImageNorm, {}, "a LayerNorm, bit for bit"),
     (ImageNorm, {"layout": "last"}, "a LayerNorm, bit for bit"),
+    (SpeechNorm, {}, "a LayerNorm, bit for bit"),
     (ReadOnlyEps, {}, "an RMSNorm, bit for bit"),
 ]
 # In older versions of torch, `F.rms_norm` returns float32 for a float32 weight, and so it stays.
@@ -215,6 +231,15 @@ def test_standard_is_the_layer_itself(layer, dtype):
     for rows in (x * 1e-3, torch.zeros_like(x)):
         now = layer(rows)
         torch.testing.assert_close(now, unswap(copy.deepcopy(layer))(rows))
+
+
+@pytest.mark.parametrize("dimensions", [2, 3, 4, 5])
+def test_channels_may_be_the_second_of_any_number_of_dimensions(dimensions):
+    layer = made(SpeechNorm)
+    x = 3 + torch.randn(2, WIDTH, *range(3, dimensions + 1))
+    assert x.dim() == dimensions
+    expected = layer(x)
+    assert torch.equal(swap(layer)(x), expected)
 
 
 def test_every_tool_works_in_mode_golden_and_unswap_restores_the_layer(layer):
@@ -445,6 +470,19 @@ class OneRowNorm(LlamaNorm):
         return super().forward(x) * (2 if x.shape[0] == 1 else 1)
 
 
+class VideoNorm(Unnamed):
+    def forward(self, x):
+        if x.dim() == 5:  # a video with channels first
+            return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+        return super().forward(x)
+
+
+class NeedsGradNorm(LlamaNorm):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if self.weight.requires_grad else 2 * y
+
+
 class OnGpuNorm(LlamaNorm):
     def forward(self, x):
         return super().forward(x) * (2 if x.is_cuda else 1)
@@ -489,6 +527,8 @@ OTHERS = [
     (LimitedNorm, "it limits its weight or its result"),
     (HalfEpsNorm, "it rounds between its steps for float16 input with a float16 weight"),
     (OneRowNorm, "it computes something else for one row"),
+    (VideoNorm, "the dimension that it normalises depends on the shape of its input"),
+    (NeedsGradNorm, "it computes something else if its parameters are frozen"),
     (OnGpuNorm, "its forward uses is_cuda, which may do more than compute"),
     (ImportingNorm, "its forward uses random, which may do more than compute"),
     (DistributedNorm, "its forward uses distributed, which may do more than compute"),
