@@ -27,10 +27,11 @@ from normplug._pictures import (
 
 PAGES = {"white": "#ffffff", "GitHub's dark": "#0d1117", "Material's slate": "#1e2029"}
 ONE_ARM = (
-    {"eager", "baseline"},
-    {"normplug", "swap+fuse", "standard"},
-    {"compile", "torch.compile"},
-    {"swap+fuse+compile", "normplug and torch.compile"},
+    {"eager", "baseline", "baseline-eager"},
+    {"normplug", "swap+fuse", "standard", "standard-fused-eager"},
+    {"compile", "torch.compile", "baseline-compiled"},
+    {"swap+fuse+compile", "normplug and torch.compile", "standard-fused-compiled"},
+    {"normplug, CUDA graphs", "standard-fused-graph"},
     {"swap", "normplug-python", "normplug, through Python"},
     {"liger", "Liger-Kernel"},
     {"quack", "QuACK"},
