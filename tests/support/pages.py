@@ -37,10 +37,12 @@ TORCHRUN = {
 }
 TORCHRUN["LOCAL_RANK"] = "0"
 CUDA = torch.cuda.is_available()
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 RUNS_WHERE = {
     "needs cuda": CUDA,
     "needs no cuda": not CUDA,
-    "needs torch 2.14 or cuda": CUDA or torch.__version__ >= "2.14",
+    "needs torch 2.8": VERSION >= (2, 8),
+    "needs torch 2.14 or cuda": CUDA or VERSION >= (2, 14),
 }
 
 
