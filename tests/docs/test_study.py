@@ -99,15 +99,9 @@ def test_a_row_of_the_study_is_what_its_runs_give(cells, tmp_path):
     table = compared(runs, tmp_path, **options).table
     table = table[table.model == MODELS.get(study, "resnet18")].set_index("arm")
     row = table.loc[ARMS.get(arm, arm)]
-    scale, digits = scale_and_digits(study)
-
-    def interval(name, sign):
-        mean = row[f"{name}_mean"] * scale
-        half_width = row[f"{name}_t95_half_width"] * scale
-        return f"{mean:{sign}.{digits}f} ± {half_width:.{digits}f}"
-
-    difference = interval("difference_to_reference", "+")
-    assert cells[:4] == [cells[0], str(row.n_finished), interval("test", ""), difference]
+    mean = interval(row, "test", study)
+    difference = interval(row, "difference_to_reference", study, sign="+")
+    assert cells[:4] == [cells[0], str(row.n_finished), mean, difference]
     assert cells[5] == str(row.n_diverged)
     if cells[0] in PRIMARY:
         assert cells[4] == p_text(p_of_one_test(row))
@@ -119,9 +113,13 @@ def test_a_row_of_the_study_is_what_its_runs_give(cells, tmp_path):
         assert cells[4] == p_text(row.difference_to_reference_p_holm)
 
 
-def scale_and_digits(study):
-    """Accuracies stand in percent, losses as they are."""
-    return (1, 4) if study.startswith("GPT") or study == "E5" else (100, 2)
+def interval(row, name, study, sign=""):
+    """A mean and half of its interval, as the study shows them: accuracies in percent."""
+    is_loss = study == "E5" or study.startswith("GPT")
+    scale, digits = (1, 4) if is_loss else (100, 2)
+    mean = scale * row[f"{name}_mean"]
+    half_width = scale * row[f"{name}_t95_half_width"]
+    return f"{mean:{sign}.{digits}f} ± {half_width:.{digits}f}"
 
 
 def p_of_one_test(row):
@@ -137,22 +135,19 @@ def planned_contrasts(study, out):
     The p of the primary contrast, the first, is not adjusted. The others are, together.
     """
     rates, contrasts = PLANNED[study]
-    scale, digits = scale_and_digits(study)
     texts, ps = {}, {}
     for arm, reference in contrasts:
         for rate in ("mean", *rates):
             options = MEANS if rate == "mean" else {"rate": rate}
             table = compared([RUNS[study]], out, reference=reference, **options).table
             row = table.set_index("arm").loc[arm]
-            mean = scale * row.difference_to_reference_mean
-            half_width = scale * row.difference_to_reference_t95_half_width
-            texts[arm, reference, rate] = f"{mean:+.{digits}f} ± {half_width:.{digits}f}"
-            ps[arm, reference, rate] = p_of_one_test(row)
+            key = arm, reference, rate
+            texts[key] = interval(row, "difference_to_reference", study, sign="+")
+            ps[key] = p_of_one_test(row)
     (primary, p), *others = ps.items()
     adjusted = {primary: p}
-    highest = (
-        0.0  # Holm's method: the least p counts as often as there are tests, and so on
-    )
+    # Holm's method: the least p counts as often as there are tests, the next one time less.
+    highest = 0.0
     for rank, (key, p) in enumerate(sorted(others, key=lambda each: each[1])):
         highest = max(highest, min(1.0, p * (len(others) - rank)))
         adjusted[key] = highest
