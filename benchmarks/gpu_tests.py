@@ -46,7 +46,8 @@ def counted(text: str) -> Iterator[Row]:
     outcomes: dict[str, Counter[str]] = {}
     seconds: Counter[str] = Counter()
     for case in ElementTree.fromstring(text).iter("testcase"):
-        folder = folder_of(case.attrib["classname"])
+        # A module that is skipped as a whole has no class: its name is the module's.
+        folder = folder_of(case.attrib["classname"] or case.attrib["name"])
         outcomes.setdefault(folder, Counter())[outcome_of(case)] += 1
         seconds[folder] += float(case.attrib["time"])
     for folder, numbers in sorted(outcomes.items()):

@@ -368,7 +368,10 @@ def losses_under_data_parallel_are_those_of_torchs_layers(rank, world, device):
 
 
 def an_exchange_takes_at_most_ten_microseconds(rank, world, device):
-    """In a CUDA graph, beside a small layer's forward."""
+    """In a CUDA graph, next to a small layer's forward. The least of several times counts.
+
+    Tests in other processes may use the same GPUs.
+    """
     x = torch.randn(64, 256, device=device)
     times = []
     for cls in (SyncBatchNorm, normplug.BatchNorm1d):
@@ -380,14 +383,17 @@ def an_exchange_takes_at_most_ten_microseconds(rank, world, device):
             for _ in range(100):
                 layer(x)
         graph.replay()
-        dist.barrier()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        rounds = []
         for _ in range(10):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))  # of 1000 calls: microseconds each
+            dist.barrier()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(10):
+                graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            rounds.append(start.elapsed_time(end))  # of 1000 calls: microseconds each
+        times.append(min(rounds))
     assert rank != 0 or times[0] - times[1] < 10, times
 
 
@@ -463,7 +469,9 @@ def interpreted(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_gpus(tmp_path_factory):
-    return ran_in("gpus", on_gpus, tmp_path_factory.mktemp("two_gpus"))
+    # In one pytest process only: kernels that wait for each other would wait for other runs' too.
+    with shared_folder(tmp_path_factory, "two_gpus") as folder:
+        return ran_in("gpus", on_gpus, folder)
 
 
 @pytest.fixture(params=["interpreted", pytest.param("two_gpus", marks=pytest.mark.gpu)])

@@ -9,6 +9,7 @@ import gpu_tests
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.fuse.test_models" name="test_a[x]" time="60.0"/>
 <testcase classname="tests.fuse.test_beside" name="test_b" time="3.0"><skipped/></testcase>
+<testcase classname="" name="tests.fuse.test_skipped" time="0.0"><skipped/></testcase>
 <testcase classname="tests.test_gpu" name="test_c" time="6.0">{}</testcase>
 </testsuite></testsuites>"""
 
@@ -34,7 +35,7 @@ def test_each_folder_is_a_row_and_a_failure_is_the_exit_status(
     assert gpu_tests.main([*words, "--json", str(path)]) == failed
     (command,) = commands
     assert " ".join(command[3:]) == "-q -m gpu -n 3 tests/fuse tests/test_gpu.py"
-    fuse = {"passed": 1, "failed": 0, "skipped": 1, "minutes": 1.1}
+    fuse = {"passed": 1, "failed": 0, "skipped": 2, "minutes": 1.1}
     gpu = {"passed": 1 - failed, "failed": failed, "skipped": 0, "minutes": 0.1}
     alike = {"native": "Python", "device": "1 x GPU"}
     assert json.loads(path.read_text()) == [
