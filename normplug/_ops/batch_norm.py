@@ -241,13 +241,19 @@ class BatchNormSpec(NamedTuple):
         Inductor fuses a norm with what follows it, and an opaque operator prevents that. So an
         operator is faster only if it fuses more itself, or if there is nothing to fuse the norm
         with. Kernels that read pixels of an odd number of bytes are slower than Inductor's.
+
+        Between convolutions, Inductor computes contiguous images as channels_last. An operator
+        gets the layout that it has in eager mode, so Inductor would copy its inputs and outputs
+        (docs/notebook.md).
         """
         fuses = t.residual is not None or self.activation is not None
-        aligned = t.x.is_contiguous() or t.x.shape[1] * t.x.element_size() % 16 == 0
+        if t.x.is_contiguous():
+            is_image = t.x.dim() == 4
+            suits = not is_image
+        else:
+            suits = t.x.shape[1] * t.x.element_size() % 16 == 0
         pays = (
-            (fuses or self.isolated)
-            and aligned
-            and can_run.size_of(t.x) >= _OPERATOR_BYTES
+            (fuses or self.isolated) and suits and can_run.size_of(t.x) >= _OPERATOR_BYTES
         )
         return self.operator if pays or self.join else None
 

@@ -397,6 +397,36 @@ def test_a_compiler_gets_operators_unless_it_can_fuse_what_makes_the_input(
     assert set.union(*graphs) == operators
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape", "memory_format", "operators"),
+    [
+        (nn.Conv2d, (2, 8, 6, 6), torch.contiguous_format, 0),
+        (nn.Conv2d, (2, 8, 6, 6), torch.channels_last, 1),
+        (nn.Conv3d, (2, 8, 4, 4, 4), torch.contiguous_format, 1),
+        (nn.Conv3d, (2, 8, 4, 4, 4), torch.channels_last_3d, 1),
+    ],
+)
+def test_a_compiler_gets_no_operator_for_images_that_it_lays_out_itself(
+    layer, shape, memory_format, operators, monkeypatch
+):
+    routes.use_operators_for_small_inputs(monkeypatch)
+    monkeypatch.setattr(can_run, "is_asked_for", lambda backend, x: True)
+    found = []
+
+    def look(graph, inputs):
+        targets = [str(node.target) for node in graph.graph.nodes]
+        found.append(sum(t.startswith("normplug.batch_norm_forward") for t in targets))
+        return make_boxed_func(graph.forward)
+
+    norm = nn.BatchNorm2d(8) if layer is nn.Conv2d else nn.BatchNorm3d(8)
+    model = nn.Sequential(layer(8, 8, 1), norm, nn.ReLU()).to(memory_format=memory_format)
+    compiled = torch.compile(
+        fuse(swap(model)), backend=aot_autograd(fw_compiler=look), fullgraph=True
+    )
+    compiled(torch.randn(shape).to(memory_format=memory_format)).sum().backward()
+    assert sum(found) == operators
+
+
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_a_fused_norm_adds_the_bias_of_the_convolution_before_it(memory_format, compiler):
