@@ -23,6 +23,8 @@ from normplug.bench.rows import Row, draw, read_file
 
 DOCS = Path(__file__).parents[1] / "docs"
 README = DOCS.parent / "README.md"
+# The pages with tables of training steps.
+PAGES = (README, *(DOCS / name for name in ("README.md", "speed.md", "speed_details.md")))
 CASE = ("model", "batch", "op", "direction", "layout", "shape", "dtype")
 ORIGIN = (
     "device",
@@ -131,12 +133,13 @@ PROVIDERS = {
 # The arms of the table of training steps in docs/speed.md, if they were measured.
 ARMS = ("eager", "compile", "swap", "swap+fuse", "swap+fuse+compile")
 BUSY = 0.9  # a step in which the GPU is busy for a smaller share waits for the host, and is marked
-# The page and the picture of training steps, and their results. Rows with a layout are of models
-# that were timed in more than one.
-STEPS_PAGE = "models_h100"
-STEPS = ("models_h100", "compiled_h100", "layouts_h100", "layouts_h200")
+# The page and the picture of training steps, and their results.
+STEPS_PAGE = "steps_h200"
+# Those of version 0.3.0 on an H100. They stand in for the models that were not measured since.
+EARLIER_PAGE = "models_h100"
+EARLIER = ("models_h100", "compiled_h100")
 # The first picture that a reader sees: a few models by name.
-DOOR = "door_h100"
+DOOR = "door_h200"
 DOOR_MODELS = {
     ("resnet50", 256): "ResNet-50",
     ("convnext_tiny", 128): "ConvNeXt-T",
@@ -170,7 +173,8 @@ TITLES = {
     "kernels_h100": "BatchNorm",
     "kernels_small_h100": "BatchNorm and LayerNorm of small inputs",
     "layer_norm_h100": "LayerNorm",
-    "models_h100": "Training steps",
+    "models_h100": "Training steps of version 0.3.0",
+    "steps_h200": "Training steps",
 }
 STEPS_ARMS = {
     "swap": "swap",
@@ -337,7 +341,8 @@ def _origin(rows: Sequence[Row]) -> str:
 
 def rows_of(name: str) -> list[Row]:
     """The rows of a page of tables or a picture, from the results of the same name."""
-    return _steps() if name == STEPS_PAGE else _read(name)
+    files = EARLIER if name == EARLIER_PAGE else (name,)
+    return [row for file in files for row in _read(file)]
 
 
 def _read(name: str) -> list[Row]:
@@ -349,36 +354,29 @@ def in_layouts(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if "layout" in row]
 
 
-def _steps() -> list[Row]:
-    """The rows of training steps. A model timed in several layouts has no times in one alone."""
-    rows = [row for name in STEPS for row in _read(name)]
-    several = {(row["model"], row["batch"]) for row in in_layouts(rows)}
-    for row in rows:
-        if (row["model"], row["batch"]) in several and "layout" not in row:
-            for field in ("ms", "gpu_ms"):
-                row.pop(field, None)
-    return rows
+def steps_rows() -> list[Row]:
+    """The rows of training steps: the earlier ones only of models without later ones."""
+    rows = rows_of(STEPS_PAGE)
+    models = {row["model"] for row in rows}
+    return rows + [row for row in rows_of(EARLIER_PAGE) if row["model"] not in models]
 
 
-def layouts_note(rows: Sequence[Row]) -> str:
-    """What a picture must say about the models that were timed in several layouts."""
-    names = {}
-    for row in in_layouts(rows):
-        names[row["model"]] = "" if "ms" in row else " (GPU time)"
-    each = " and ".join(f"{name}{time}" for name, time in names.items())
-    return f"{each}: each arm in its faster layout" if each else ""
-
-
-def text_of(page: Path) -> str:
+def text_of(name: str) -> str:
     """What a page of tables must hold: its rows would crowd the site's search."""
-    return f"{NOT_SEARCHED}# {TITLES[page.stem]}\n\n{render(rows_of(page.stem))}"
+    return f"{NOT_SEARCHED}# {TITLES[name]}\n\n{render(rows_of(name))}"
 
 
 def steps() -> str:
-    """The table of training steps in docs/speed.md, with the arms of `ARMS` that were measured."""
-    found = pd.DataFrame(rows_of(STEPS_PAGE))
-    busy = in_faster_layout(pivot(found, "gpu_ms"))
-    times = in_faster_layout(pivot(found, "ms")).reindex(busy.index)
+    """The table of training steps in docs/speed.md, with the arms of `ARMS` that were measured.
+
+    A cell has the speed by the time of the whole step, and that by the time in which the GPU is
+    busy. A time with `*` waits for the host. The rows of a model with a dagger are earlier ones.
+    """
+    rows = steps_rows()
+    earlier = {row["model"] for row in rows} - {
+        row["model"] for row in rows_of(STEPS_PAGE)
+    }
+    times, busy, waits = step_times(rows)
     arms = [arm for arm in ARMS if arm in times]
     header = [
         "model, batch",
@@ -387,18 +385,35 @@ def steps() -> str:
     ]
     lines = [f"| {' | '.join(header)} |", "|---" + "|---:" * len(arms) + "|"]
     for model in [model for model in MODELS if model in times.index]:
+        name = f"{MODELS[model]} †" if model in earlier else MODELS[model]
         for batch in sorted(times.loc[model].index, reverse=True):
-            row, gpu = times.loc[model, batch], busy.loc[model, batch]
-            waits = {arm: "*" if gpu[arm] < BUSY * row[arm] else "" for arm in arms}
-            eager = f"{row['eager']:.2f}{waits['eager']}"
-            if pd.isna(row["eager"]):
-                eager = f"{gpu['eager']:.1f}†"
-            cells = [f"{MODELS[model]}, {batch}", eager]
+            case = model, batch
+            marks = {arm: "*" if waits.loc[case, arm] else "" for arm in arms}
+            cells = [
+                f"{name}, {batch}",
+                f"{times.loc[case, 'eager']:.2f}{marks['eager']}",
+            ]
             for arm in arms[1:]:
-                wall, own = row["eager"] / row[arm], gpu["eager"] / gpu[arm]
-                cells.append(f"{wall:.2f}{waits[arm]}, {own:.2f}".replace("nan", "-"))
+                wall = times.loc[case, "eager"] / times.loc[case, arm]
+                own = busy.loc[case, "eager"] / busy.loc[case, arm]
+                cells.append(f"{wall:.2f}{marks[arm]}, {own:.2f}".replace("nan", "-"))
             lines.append(f"| {' | '.join(cells)} |".replace("-, -", "-"))
     return "\n".join([*lines, ""])
+
+
+def step_times(
+    rows: Sequence[Row],
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The times of steps, those in which the GPU is busy, and whether a step waits for the host.
+
+    Each time is that of the faster layout. A step waits or not in the layout of the faster step.
+    """
+    found = pd.DataFrame(rows)
+    walls, own = pivot(found, "ms"), pivot(found, "gpu_ms")
+    times = in_faster_layout(walls)
+    busy = in_faster_layout(own).reindex_like(times)
+    waits = values_in_faster_layout(own, walls).reindex_like(times) < BUSY * times
+    return times, busy, waits
 
 
 def layouts() -> str:
@@ -411,23 +426,17 @@ def layouts() -> str:
 def readme_steps() -> str:
     """README's table of training steps: speeds over eager, the best in bold, and peak memory.
 
-    A model with `*` waits for the host in at least one arm. One with a dagger has GPU times, each
-    arm in its faster layout; its memory is of the layout that both arms were measured in.
+    A model with `*` waits for the host in at least one arm.
     """
     rows = rows_of(STEPS_PAGE)
     found = pd.DataFrame(rows)
     faster = speeds(rows).loc[list(DOOR_MODELS)].sort_values("swap+fuse", ascending=False)
-    gpu_times = pivot(found, "gpu_ms")
-    memory = values_in_faster_layout(pivot(found, "peak_gib"), gpu_times)
-    busy = in_faster_layout(gpu_times)
-    times = in_faster_layout(pivot(found, "ms")).reindex(busy.index)
-    waits = busy < BUSY * times
+    memory = values_in_faster_layout(pivot(found, "peak_gib"), pivot(found, "ms"))
+    *_, waits = step_times(rows)
     header = ["model, batch", *README_ARMS.values(), "peak memory, eager → normplug"]
     lines = [f"| {' | '.join(header)} |", "|---" + "|---:" * (len(header) - 1) + "|"]
     for case, speed in faster.iterrows():
         mark = " \\*" if waits.loc[case, ["eager", *README_ARMS]].any() else ""
-        if times.loc[case].isna().all():
-            mark = " †"
         texts = [f"{speed[arm]:.2f}" for arm in README_ARMS]
         best = max(texts, key=float)
         texts = [f"**{text}**" if text == best else text for text in texts]
@@ -438,7 +447,7 @@ def readme_steps() -> str:
 
 
 def filled(page: str) -> str:
-    """The text of docs/speed.md or README, with the tables of steps and of layouts."""
+    """The text of a page or README, with the tables of steps and of layouts."""
     for start, table in (
         ("model, batch | eager, ms", steps()),
         ("model | batch | eager", layouts()),
@@ -452,8 +461,6 @@ def filled(page: str) -> str:
 def speeds(rows: Sequence[Row]) -> pd.DataFrame:
     """The speed over eager, of medians: a line for each case, a column for each other arm."""
     found = pd.DataFrame(rows)
-    if "gpu_ms" in found:  # the only time of a model in several layouts
-        found["ms"] = found["ms"].fillna(found["gpu_ms"])
     field = next(name for name in ("ms", "us", "wall_us") if name in found)
     times = in_faster_layout(pivot(found, field))
     return times.rdiv(times["eager"], axis=0).drop(columns="eager")
@@ -510,8 +517,7 @@ def draw_models(rows: Sequence[Row]) -> Figure:
         ]
         panels[panel] = part.set_axis(names)
     title = f"Training steps in bfloat16, by model and batch\n{origin_text(drawn)}"
-    note = layouts_note(named(drawn))
-    return draw_bars(panels, f"{title}\n{note}", by="swap + fuse", apart=True)
+    return draw_bars(panels, title, by="swap + fuse", apart=True)
 
 
 def draw_door(rows: Sequence[Row]) -> Figure:
@@ -522,7 +528,7 @@ def draw_door(rows: Sequence[Row]) -> Figure:
         if (row["model"], row["batch"]) in DOOR_MODELS
     ]
     faster = speeds(drawn).droplevel("batch")[list(DOOR_ARMS)].rename(columns=DOOR_ARMS)
-    title = f"Training steps in bfloat16\n{origin_text(drawn)}\n{layouts_note(drawn)}"
+    title = f"Training steps in bfloat16\n{origin_text(drawn)}"
     return draw_bars({"": faster}, title, by="normplug", apart=True)
 
 
@@ -535,13 +541,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if file := parser.parse_args(argv).file:
         print(render(read_file(file)), end="")
         return
-    for page in DOCS.glob("*_h100.md"):
-        write_file(page, text_of(page))
-    for page in (README, DOCS / "speed.md"):
+    for name in TITLES:
+        write_file(DOCS / f"{name}.md", text_of(name))
+    for page in PAGES:
         write_file(page, filled(page.read_text()))
-    steps_of_models = rows_of(STEPS_PAGE)
-    save(draw_door(steps_of_models), DOCS / f"{DOOR}.png")
-    save(draw_models(steps_of_models), DOCS / f"{STEPS_PAGE}.png")
+    save(draw_door(rows_of(STEPS_PAGE)), DOCS / f"{DOOR}.png")
+    save(draw_models(steps_rows()), DOCS / f"{STEPS_PAGE}.png")
     for name, picture in PICTURES.items():
         save(draw_picture(picture), DOCS / f"{name}.png")
     rows = shown(rows_of(LINES), ("op", "dtype", "shape"), LINES_PATTERN)

@@ -29,29 +29,13 @@ def test_the_navigation_is_short_and_every_other_page_is_in_a_list():
 
 def test_the_tables_of_reports_are_not_in_the_search_of_the_site():
     left_out = "search: {exclude: true}\n"
-    for page in (*DOCS.glob("*_h100.md"), DOCS / "zoo.md", DOCS / "versions.md"):
+    for page in (*DOCS.glob("*_h?00.md"), DOCS / "zoo.md", DOCS / "versions.md"):
         assert page.read_text().startswith(f"---\n{left_out}---\n"), page
     for report in ("e1", "e2", "e3", "speed"):
         assert (DOCS / "study" / report / ".meta.yml").read_text().endswith(left_out)
 
 
-def rows_of(page, header):
-    """The cells of a table by its first column."""
-    lines = (DOCS / page).read_text().split(f"| {header} |", 1)[1].splitlines()[2:]
-    rows = {}
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        rows[name] = cells
-    return rows
-
-
-def test_the_speeds_of_the_first_page_are_those_of_the_page_about_speed():
-    first = rows_of("README.md", "model, batch")
-    speed = rows_of("speed.md", "model, batch")
-    assert f"has all {len(speed)} rows" in (DOCS / "README.md").read_text()
-    assert len(first) >= 5
-    for name, cells in first.items():
-        _, compiled, _, fused, both = (cell.split(",")[0] for cell in speed[name])
-        assert cells == [compiled, fused, both], name
+def test_the_first_page_says_how_many_rows_the_page_about_speed_has():
+    table = (DOCS / "speed.md").read_text().split("| model, batch |", 1)[1]
+    rows = [line for line in table.split("\n\n")[0].splitlines() if line.startswith("| ")]
+    assert f"has all {len(rows)} rows" in (DOCS / "README.md").read_text()
