@@ -1,21 +1,20 @@
 """Compatibility with other tools: each tool on swapped models, an unswapped one, a stock one.
 
-    python benchmarks/matrix.py -o docs/compatibility.md
+    python benchmarks/matrix.py
 
-writes the table; `--device cuda` runs the tools that work on a GPU. `test_matrix.py` runs the same
-cells. A cell applies one tool to a small model. The result must equal that of the equivalent stock
-model; in mode golden its norm weights are multiplied by sqrt(tv).
+writes docs/results/compatibility.json and, from its rows, the page docs/compatibility.md.
+`--device cuda` runs the tools that work on a GPU. `test_matrix.py` runs the same cells.
+
+A cell applies one tool to a small model. The result must equal that of the equivalent stock model;
+in mode golden its norm weights are multiplied by sqrt(tv).
 """
 
 import argparse
 import copy
-import datetime
-import importlib.metadata
 import importlib.util
 import io
 import os
 import pickle
-import platform
 import shutil
 import tempfile
 import warnings
@@ -34,12 +33,22 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import normplug
+from normplug._files import stamp, write_file
+from normplug.bench.rows import add_to_file
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 INSTANCE_NORM = nn.modules.instancenorm._InstanceNorm
 NORMS = (BATCH_NORM, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, INSTANCE_NORM)
 COLUMNS = ("standard", "golden", "unswapped")
 NAN = "refused: the outputs are nan"
+NOT_VERSIONS = (
+    "tool",
+    *COLUMNS,
+    "lacks",
+    "device",
+    "date",
+    "commit",
+)  # of the fields of a row
 
 
 @dataclass(frozen=True)
@@ -992,61 +1001,93 @@ def safetensors_model(model):
     return evaluate(twin)
 
 
-def write(path):
-    """Write the table, with the versions that it was made with."""
-    lines = [
-        "# Compatibility with other tools",
-        "",
-        "This page is about tools. The [versions of torch](versions.md) and",
-        "[344 architectures of other libraries](zoo.md) that were tested have their own pages.",
-        "",
-        "Each cell applies one tool to a small model of a convolution and linear layers with",
-        "BatchNorm2d, GroupNorm, InstanceNorm2d, BatchNorm1d, LayerNorm and RMSNorm. It compares",
-        "the result with that of the same tool on the stock model of the same function: outputs,",
-        "and for tools that train also losses, gradients and statistics. *Refused* means an error,",
-        "shown by its first sentence, or outputs of nan, which a tool returns if it computes with",
-        "the `eps` of a layer in mode golden. Use such a tool before `swap`, or after",
-        "`normplug.unswap`.",
-        "`normplug.check(model, batch)` finds tools that silently change the outputs. Tools that",
-        "look layers up by their exact class treat a swapped layer like the stock one if they were",
-        "imported before `swap`.",
-        "",
-        "oneDNN's ReLU turns nan into 0. So on a CPU the outputs may be zeros instead of nan, if",
-        "`torch.jit.optimize_for_inference` or Inductor with `freezing=True` runs the model",
-        "after such a tool. `normplug.check(model)` still finds that a layer was rebuilt.",
-        "",
-        "| tool | swapped, standard | swapped, golden | after `unswap` |",
-        "|---|---|---|---|",
-    ]
-    wrong = []
+def measured():
+    """A row for each tool: its cells by column, or what it `lacks`, and the versions."""
+    packages = sorted({need for one in ROWS for need in one.needs if is_package(need)})
+    origin = stamp(DEVICE.type == "cuda", *packages)
     for one in ROWS:
         if one.lacks:
-            lines.append(f"| {one.tool} | not run: no {one.lacks} | | |")
-            continue
-        cells = [outcome(one, name) for name in COLUMNS]
-        wrong += [one.tool for cell in cells if cell.startswith("silently")]
-        shown = [cell.split(". ")[0].replace("normplug: ", "") for cell in cells]
-        lines.append(f"| {one.tool} | {' | '.join(shown)} |")
-        print(lines[-1], flush=True)
-    names = sorted({"torch", *(need for one in ROWS for need in one.needs)})
-    versions = []
-    for name in names:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    made = f"{datetime.date.today()}, Python {platform.python_version()}, {', '.join(versions)}"
-    where = "the CPU" if DEVICE.type == "cpu" else torch.cuda.get_device_name()
-    lines += ["", f"`python benchmarks/matrix.py`, on {where}, {made}.", ""]
-    Path(path).write_text("\n".join(lines))
+            yield {"tool": one.tool, "lacks": one.lacks, **origin}
+        else:
+            yield {
+                "tool": one.tool,
+                **{name: outcome(one, name) for name in COLUMNS},
+                **origin,
+            }
+
+
+def is_package(need):
+    return need != "c++" and not need.startswith("torch>=")
+
+
+def line_of(found):
+    """A row of the table: the first sentence of each cell."""
+    if "lacks" in found:
+        return f"| {found['tool']} | not run: no {found['lacks']} | | |"
+    cells = [found[name].split(". ")[0].replace("normplug: ", "") for name in COLUMNS]
+    return f"| {found['tool']} | {' | '.join(cells)} |"
+
+
+def page(rows):
+    """The page of the documentation, from the rows of a results file."""
+    first = rows[0]
+    lines = "\n".join(map(line_of, rows))
+    origin = [first["device"], first["date"][:10], f"commit {first['commit'][:7]}"]
+    origin += [f"{name} {first[name]}" for name in first if name not in NOT_VERSIONS]
+    return f"""# Compatibility with other tools
+
+This page is about tools. The [versions of torch](versions.md) and
+[344 architectures of other libraries](zoo.md) that were tested have their own pages.
+
+Each cell applies one tool to a small model of a convolution and linear layers with
+BatchNorm2d, GroupNorm, InstanceNorm2d, BatchNorm1d, LayerNorm and RMSNorm. It compares
+the result with that of the same tool on the stock model of the same function: outputs,
+and for tools that train also losses, gradients and statistics. *Refused* means an error,
+shown by its first sentence, or outputs of nan, which a tool returns if it computes with
+the `eps` of a layer in mode golden. Use such a tool before `swap`, or after
+`normplug.unswap`.
+`normplug.check(model, batch)` finds tools that silently change the outputs. Tools that
+look layers up by their exact class treat a swapped layer like the stock one if they were
+imported before `swap`.
+
+oneDNN's ReLU turns nan into 0. So on a CPU the outputs may be zeros instead of nan, if
+`torch.jit.optimize_for_inference` or Inductor with `freezing=True` runs the model
+after such a tool. `normplug.check(model)` still finds that a layer was rebuilt.
+
+| tool | swapped, standard | swapped, golden | after `unswap` |
+|---|---|---|---|
+{lines}
+
+`python benchmarks/matrix.py` ([results](results/compatibility.json)): {", ".join(origin)}.
+"""
+
+
+def main():
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Write the table of compatibility.")
+    docs = Path(__file__).parents[1] / "docs"
+    parser.add_argument("-o", "--output", type=Path, default=docs / "compatibility.md")
+    parser.add_argument(
+        "--json", type=Path, default=docs / "results" / "compatibility.json"
+    )
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    use(arguments.device)
+    rows = []
+    for found in measured():
+        print(line_of(found), flush=True)
+        rows.append(found)
+    arguments.json.unlink(missing_ok=True)
+    add_to_file(arguments.json, rows)
+    write_file(arguments.output, page(rows))
+    wrong = [
+        found["tool"]
+        for found in rows
+        if any(found.get(name, "").startswith("silently") for name in COLUMNS)
+    ]
     if wrong:
         raise SystemExit(f"silently wrong: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the table of compatibility.")
-    parser.add_argument("-o", "--output", default="docs/compatibility.md")
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    use(arguments.device)
-    write(arguments.output)
+    main()

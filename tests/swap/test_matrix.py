@@ -4,6 +4,7 @@ Opacus replaces layers by their exact class, of which the matrix has a few; all 
 """
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import matrix
 import normplug
 from normplug import swap
+from normplug.bench.rows import read_file
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,25 @@ def test_a_tool_works_or_is_refused(row, column):
         assert re.search(row.refused, outcome), outcome
     else:
         assert outcome == "works"
+
+
+def test_the_page_is_that_of_the_committed_results_and_has_every_tool():
+    docs = Path(matrix.__file__).parents[1] / "docs"
+    rows = read_file(docs / "results" / "compatibility.json")
+    assert matrix.page(rows) == (docs / "compatibility.md").read_text()
+    assert [row["tool"] for row in rows] == [one.tool for one in matrix.ROWS]
+
+
+def test_a_missing_package_is_named_in_the_tools_row():
+    row = {"tool": "a tool", "lacks": "its package"}
+    assert matrix.line_of(row) == "| a tool | not run: no its package | | |"
+    row = {
+        "tool": "b",
+        "standard": "works",
+        "golden": "refused: why. More.",
+        "unswapped": "",
+    }
+    assert matrix.line_of(row) == "| b | works | refused: why |  |"
 
 
 def test_opacus_fixes_every_class_whose_stock_class_it_knows():
