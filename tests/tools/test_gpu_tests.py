@@ -5,6 +5,8 @@ import json
 import pytest
 
 import gpu_tests
+import tables
+from normplug.bench.rows import read_file
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.fuse.test_models" name="test_a[x]" time="60.0"/>
@@ -43,3 +45,15 @@ def test_each_folder_is_a_row_and_a_failure_is_the_exit_status(
         {"tests": "tests/test_gpu", **gpu, **alike},
     ]
     assert "tests/fuse" in capsys.readouterr().out
+
+
+def test_the_counts_of_the_pages_are_those_of_the_results():
+    rows = read_file(tables.DOCS / "results" / "gpu_tests_h200.json")
+    passed = {row["tests"]: row["passed"] for row in rows}
+    assert not any(row["failed"] for row in rows)
+    (commit,) = {row["commit"][:7] for row in rows}
+    native = " ".join((tables.DOCS / "native.md").read_text().split())
+    assert f"all {passed['tests/native']} passed on an H200" in native
+    assert f"at `{commit}`, [counts of all tests" in native
+    details = " ".join((tables.DOCS / "speed_details.md").read_text().split())
+    assert f"{sum(passed.values())} tests that need a GPU passed on an H200" in details
