@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +23,6 @@ from normplug.bench.rows import Row, draw, read_file
 
 DOCS = Path(__file__).parents[1] / "docs"
 README = DOCS.parent / "README.md"
-# The pages with tables of training steps.
-PAGES = (README, *(DOCS / name for name in ("README.md", "speed.md", "speed_details.md")))
 CASE = ("model", "batch", "op", "direction", "layout", "shape", "dtype")
 ORIGIN = (
     "device",
@@ -367,15 +365,17 @@ def text_of(name: str) -> str:
 
 
 def steps() -> str:
-    """The table of training steps in docs/speed.md, with the arms of `ARMS` that were measured.
+    """The table of training steps in docs/speed.md. A dagger marks the models with earlier rows."""
+    later = {row["model"] for row in rows_of(STEPS_PAGE)}
+    return steps_table(steps_rows(), marked=MODELS.keys() - later)
+
+
+def steps_table(rows: Sequence[Row], marked: Collection[str] = ()) -> str:
+    """A table of training steps, with the arms of `ARMS` that were measured.
 
     A cell has the speed by the time of the whole step, and that by the time in which the GPU is
-    busy. A time with `*` waits for the host. The rows of a model with a dagger are earlier ones.
+    busy. A time with `*` waits for the host. The names of the models in `marked` have a dagger.
     """
-    rows = steps_rows()
-    earlier = {row["model"] for row in rows} - {
-        row["model"] for row in rows_of(STEPS_PAGE)
-    }
     times, busy, waits = step_times(rows)
     arms = [arm for arm in ARMS if arm in times]
     header = [
@@ -385,7 +385,7 @@ def steps() -> str:
     ]
     lines = [f"| {' | '.join(header)} |", "|---" + "|---:" * len(arms) + "|"]
     for model in [model for model in MODELS if model in times.index]:
-        name = f"{MODELS[model]} †" if model in earlier else MODELS[model]
+        name = f"{MODELS[model]} †" if model in marked else MODELS[model]
         for batch in sorted(times.loc[model].index, reverse=True):
             case = model, batch
             marks = {arm: "*" if waits.loc[case, arm] else "" for arm in arms}
@@ -446,16 +446,33 @@ def readme_steps() -> str:
     return "\n".join([*lines, ""])
 
 
-def filled(page: str) -> str:
-    """The text of a page or README, with the tables of steps and of layouts."""
-    for start, table in (
-        ("model, batch | eager, ms", steps()),
-        ("model | batch | eager", layouts()),
-        ("model, batch | normplug", readme_steps()),
-    ):
+def idle_steps() -> str:
+    """The table of the steps that were measured on an idle host, in docs/speed_details.md."""
+    return steps_table(_read("models_h200"))
+
+
+# The pages with tables of training steps -> the start of a table's header, and what writes it.
+FILLED = {
+    README: {"model, batch | normplug": readme_steps},
+    DOCS / "README.md": {"model, batch | normplug": readme_steps},
+    DOCS / "speed.md": {"model, batch | eager, ms": steps},
+    DOCS / "speed_details.md": {
+        "model, batch | eager, ms": idle_steps,
+        "model | batch | eager": layouts,
+    },
+}
+
+
+def filled(path: Path) -> str:
+    """The text of a page of `FILLED`, with its tables of training steps."""
+    text = path.read_text()
+    for start, write in FILLED[path].items():
+        table = write()
         pattern = rf"\| {re.escape(start)} \|[^\n]*\n(?:\|[^\n]*\n)*"
-        page = re.sub(pattern, lambda _, table=table: table, page)
-    return page
+        text, found = re.subn(pattern, lambda _, table=table: table, text)
+        if found != 1:
+            raise ValueError(f"{path} has {found} tables that start with '{start}'")
+    return text
 
 
 def speeds(rows: Sequence[Row]) -> pd.DataFrame:
@@ -543,8 +560,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     for name in TITLES:
         write_file(DOCS / f"{name}.md", text_of(name))
-    for page in PAGES:
-        write_file(page, filled(page.read_text()))
+    for page in FILLED:
+        write_file(page, filled(page))
     save(draw_door(rows_of(STEPS_PAGE)), DOCS / f"{DOOR}.png")
     save(draw_models(steps_rows()), DOCS / f"{STEPS_PAGE}.png")
     for name, picture in PICTURES.items():

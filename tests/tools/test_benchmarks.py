@@ -45,14 +45,21 @@ def test_every_page_of_tables_is_written_from_results():
     assert pages == tables.TITLES.keys()
 
 
-@pytest.mark.parametrize(
-    "page", tables.PAGES, ids=lambda page: page.parent.name + page.stem
-)
+@pytest.mark.parametrize("page", tables.FILLED, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_the_steps_of_a_page_are_those_of_the_results(page):
-    text = page.read_text()
-    assert tables.filled(text) == text
-    tables_in_it = (tables.steps(), tables.layouts(), tables.readme_steps())
-    assert any(table in text for table in tables_in_it)
+    assert tables.filled(page) == page.read_text()
+
+
+def test_a_page_that_lacks_its_table_is_an_error(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("| model | batch | time |\n|---|---|---|\n| a | 1 | 2 |\n")
+    monkeypatch.setitem(tables.FILLED, page, {"model | batch | eager": tables.layouts})
+    with pytest.raises(
+        ValueError, match="0 tables that start with 'model . batch . eager'"
+    ):
+        tables.filled(page)
+    monkeypatch.setitem(tables.FILLED, page, {"model | batch | time": lambda: "table\n"})
+    assert tables.filled(page) == "table\n"
 
 
 def readme_text():
@@ -61,7 +68,10 @@ def readme_text():
     return " ".join(text.replace("[", "").replace("]", "").split())
 
 
-@pytest.mark.parametrize("page", tables.PAGES[:2], ids=["README", "docs"])
+FIRST_PAGES = {"README": tables.README, "docs": tables.DOCS / "README.md"}
+
+
+@pytest.mark.parametrize("page", FIRST_PAGES.values(), ids=FIRST_PAGES)
 def test_a_page_with_the_first_table_names_its_commit_and_device(page):
     text = page.read_text()
     assert tables.readme_steps() in text
