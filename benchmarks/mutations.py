@@ -388,6 +388,16 @@ MUTATIONS = (
         INTERPRETER,
     ),
     Mutation(
+        "operator: of contiguous images, whose layout Inductor chooses",
+        "normplug/_ops/batch_norm.py",
+        "suits = not is_image",
+        "suits = True",
+        tests_of(
+            CALLS, "test_a_compiler_gets_no_operator_for_images_that_it_lays_out_itself"
+        ),
+        INTERPRETER,
+    ),
+    Mutation(
         "rms eps: of the promoted dtype",
         "normplug/_ops/row_norms.py",
         "eps = self.eps if h.dtype == total.dtype else rms_eps(total.dtype, self.eps)",
