@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-__version__ = "0.4.0"  # of normplug
+__version__ = "0.4.1"  # of normplug
 _PACKAGES = ("torchvision", "triton", "lightning", "hydra-core", "numpy")
 
 
