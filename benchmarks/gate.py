@@ -1,10 +1,11 @@
 """Fail where normplug has become slower than committed rows say.
 
-    python benchmarks/models.py --rows resnet50 gpt2 --json new.json    # three times
-    python benchmarks/gate.py new.json --rows resnet50 gpt2 --against docs/results/models_h100.json
+    arms="eager compile swap swap+fuse swap+fuse+compile"
+    python benchmarks/models.py --rows gpt2 --arms $arms --json new.json    # three times
+    python benchmarks/gate.py new.json --rows gpt2 --against docs/results/steps_h200.json
 
 Compared is the speed over eager of the same run, so the clock of the card matters little. Of
-several runs, the median counts.
+several runs, the median counts. Committed rows with a layout need `--layout` in the runs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def speeds(path: Path, models: Sequence[str] | None) -> pandas.DataFrame:
     found = found[found[series].str.contains("swap|normplug")]
     if models is not None:
         found = found[found["model"].isin(models)]
-    case = [key for key in tables.CASE if key in found]
+    case = list(tables.CASE)
+    found = found.reindex(columns=[*case, series, "over_eager"])
+    found[case] = found[case].astype(object).fillna("")  # such as the layout of a text
     grouped = found.groupby([*case, series], sort=False)["over_eager"]
     return grouped.agg(speed="median", runs="count")
 
@@ -66,10 +69,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if committed.empty:
         raise SystemExit(f"{a.against} has no rows of normplug to compare with.")
     rows = compare(speeds(a.results, a.rows), committed)
-    print(rows.to_string(float_format="{:.3f}".format))
+    levels = rows.index.to_frame()
+    unused = [name for name in levels if (levels[name] == "").all()]
+    print(rows.droplevel(unused).to_string(float_format="{:.3f}".format))
     failed = rows.loc[rows["fails"] != "", "fails"]
     if len(failed):
-        named = [f"{', '.join(map(str, case))}: {why}" for case, why in failed.items()]
+        named = [
+            f"{', '.join(str(part) for part in case if part != '')}: {why}"
+            for case, why in failed.items()
+        ]
         sys.exit("\n".join([f"{len(failed)} of {len(rows)} rows fail:", *named]))
 
 

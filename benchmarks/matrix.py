@@ -3,7 +3,8 @@
     python benchmarks/matrix.py
 
 writes docs/results/compatibility.json and, from its rows, the page docs/compatibility.md.
-`--device cuda` runs the tools that work on a GPU. `test_matrix.py` runs the same cells.
+`--device cuda --output PAGE --json FILE` runs the tools that work on a GPU. `test_matrix.py` runs
+the same cells.
 
 A cell applies one tool to a small model. The result must equal that of the equivalent stock model;
 in mode golden its norm weights are multiplied by sqrt(tv).
@@ -1066,20 +1067,24 @@ def main():
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Write the table of compatibility.")
     docs = Path(__file__).parents[1] / "docs"
-    parser.add_argument("-o", "--output", type=Path, default=docs / "compatibility.md")
-    parser.add_argument(
-        "--json", type=Path, default=docs / "results" / "compatibility.json"
-    )
+    parser.add_argument("-o", "--output", type=Path, help="the page")
+    parser.add_argument("--json", type=Path, help="the rows")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
+    if arguments.device != "cpu" and not (arguments.output and arguments.json):
+        parser.error(
+            "the documentation has the rows of the CPU: pass --output and --json"
+        )
+    output = arguments.output or docs / "compatibility.md"
+    results = arguments.json or docs / "results" / "compatibility.json"
     use(arguments.device)
     rows = []
     for found in measured():
         print(line_of(found), flush=True)
         rows.append(found)
-    arguments.json.unlink(missing_ok=True)
-    add_to_file(arguments.json, rows)
-    write_file(arguments.output, page(rows))
+    results.unlink(missing_ok=True)
+    add_to_file(results, rows)
+    write_file(output, page(rows))
     wrong = [
         found["tool"]
         for found in rows

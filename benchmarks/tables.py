@@ -193,6 +193,7 @@ PANELS = {
     ),
     "other norms": (),
 }
+FASTER_LAYOUT = "each arm in its faster memory layout"
 SHORT = {  # names that are shorter in that picture
     "encoder_6x256": "nn.TransformerEncoder",
     "llama_16x1024": "Llama-style",
@@ -282,17 +283,13 @@ def in_faster_layout(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def values_in_faster_layout(values: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
-    """What each arm of a model has in the layout in which its time is least.
-
-    Where no layout has both a value and a time, the least value.
-    """
+    """What each arm of a model has in the layout in which its time is least."""
     case = [name for name in times.index.names if name != "layout"]
     if "model" not in case:
         return values
     least = times.groupby(case, sort=False).transform("min").reindex(values.index)
     fastest = values.where(times.reindex(values.index).eq(least))
-    every = values.groupby(case, sort=False).min()
-    return fastest.groupby(case, sort=False).min().fillna(every)
+    return fastest.groupby(case, sort=False).min()
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -338,7 +335,7 @@ def _origin(rows: Sequence[Row]) -> str:
 
 
 def rows_of(name: str) -> list[Row]:
-    """The rows of a page of tables or a picture, from the results of the same name."""
+    """The rows of a page of tables or a picture: of the results of the same name, or `EARLIER`."""
     files = EARLIER if name == EARLIER_PAGE else (name,)
     return [row for file in files for row in _read(file)]
 
@@ -523,6 +520,7 @@ def draw_models(rows: Sequence[Row]) -> Figure:
     drawn = shown(rows, ("model",), "")
     faster = speeds(drawn)[list(STEPS_ARMS)].rename(columns=STEPS_ARMS)
     place = {model: panel for panel, models in PANELS.items() for model in models}
+    later = {row["model"] for row in rows_of(STEPS_PAGE)}
     *_, rest = PANELS
     by_panel = faster.groupby(
         [place.get(model, rest) for model, _ in faster.index], sort=False
@@ -530,11 +528,13 @@ def draw_models(rows: Sequence[Row]) -> Figure:
     panels = {}
     for panel, part in by_panel:
         names = [
-            f"{SHORT.get(model, MODELS[model])}, {batch}" for model, batch in part.index
+            f"{SHORT.get(model, MODELS[model])}{'' if model in later else ' †'}, {batch}"
+            for model, batch in part.index
         ]
         panels[panel] = part.set_axis(names)
     title = f"Training steps in bfloat16, by model and batch\n{origin_text(drawn)}"
-    return draw_bars(panels, title, by="swap + fuse", apart=True)
+    note = f"{FASTER_LAYOUT}; † version 0.3.0, H100, CNNs in channels_last"
+    return draw_bars(panels, f"{title}\n{note}", by="swap + fuse", apart=True)
 
 
 def draw_door(rows: Sequence[Row]) -> Figure:
@@ -545,7 +545,7 @@ def draw_door(rows: Sequence[Row]) -> Figure:
         if (row["model"], row["batch"]) in DOOR_MODELS
     ]
     faster = speeds(drawn).droplevel("batch")[list(DOOR_ARMS)].rename(columns=DOOR_ARMS)
-    title = f"Training steps in bfloat16\n{origin_text(drawn)}"
+    title = f"Training steps in bfloat16, {FASTER_LAYOUT}\n{origin_text(drawn)}"
     return draw_bars({"": faster}, title, by="normplug", apart=True)
 
 

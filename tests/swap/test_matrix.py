@@ -40,6 +40,7 @@ def test_the_page_is_that_of_the_committed_results_and_has_every_tool():
     rows = read_file(docs / "results" / "compatibility.json")
     assert matrix.page(rows) == (docs / "compatibility.md").read_text()
     assert [row["tool"] for row in rows] == [one.tool for one in matrix.ROWS]
+    assert not any(row["commit"].endswith("-dirty") for row in rows)
 
 
 def test_a_missing_package_is_named_in_the_tools_row():
