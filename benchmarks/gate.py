@@ -4,7 +4,7 @@
     python benchmarks/models.py --rows gpt2 --arms $arms --json new.json    # three times
     python benchmarks/gate.py new.json --rows gpt2 --against docs/results/steps_h200.json
 
-Compared is the speed over eager of the same run, so the clock of the card matters little. Of
+It compares the speed over eager of the same run, so the clock of the card matters little. Of
 several runs, the median counts. Committed rows with a layout need `--layout` in the runs.
 """
 
@@ -43,7 +43,7 @@ def speeds(path: Path, models: Sequence[str] | None) -> pandas.DataFrame:
 
 
 def compare(new: pandas.DataFrame, old: pandas.DataFrame) -> pandas.DataFrame:
-    """The committed rows beside the new ones, and why a row fails; "" where it passes."""
+    """The committed rows next to the new ones, and why a row fails; "" where it passes."""
     rows = old[["speed"]].rename(columns={"speed": "committed"}).join(new)
     rows["runs"] = rows["runs"].fillna(0).astype(int)
     rows["change"] = rows["speed"] / rows["committed"] - 1

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/host.py --device cpu --only float32 --rounds 100
 
 `golden` has that target variance, `watched` also running statistics of LayerNorm, RMSNorm and
-GroupNorm. `normplug-python` is without the host path in C++.
+GroupNorm. `normplug-python` runs without the C++ launcher.
 """
 
 from __future__ import annotations

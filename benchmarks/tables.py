@@ -53,7 +53,7 @@ TABLES = {  # a row's field -> the caption of its table, and the format of a cel
         "{:.1f}",
     ),
     "compile_s": (
-        "Time of the first compiled step, with an empty cache and beside other models, s, lower "
+        "Time of the first compiled step, with an empty cache, next to other models, s, lower "
         "is better",
         "{:.0f}",
     ),

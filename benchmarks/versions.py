@@ -48,7 +48,7 @@ search: {exclude: true}
 
 """
 NOTES = """
-All skip the tests that need a GPU. `-`: not installed, as Triton beside a CPU build of torch.
+All skip the tests that need a GPU. `-`: not installed. A CPU build of torch has no Triton.
 Without Triton, the tests of the kernels are skipped; without torchvision, the tests of its models
 and of `train.py`. Triton before 3.7 interprets kernels only next to numpy before 2.4, so its rows
 have one. On Triton 3.2, two tests of synchronised BatchNorm are skipped: in its interpreter, a
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def requirements(version: str) -> list[str]:
-    """What to install for a version of torch, beside the checkout."""
+    """What to install for a version of torch, next to the checkout."""
     # Triton's interpreter supports numpy 2.4 since Triton 3.7, which torch 2.12 brought.
     old = tuple(map(int, version.split("."))) < (2, 12)
     return [f"torch=={version}.*", *(["numpy<2.4"] if old else [])]

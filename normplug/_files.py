@@ -24,8 +24,8 @@ def replace_file(path: Path) -> Iterator[Path]:
     """Yield the path of a new file, which takes the place of `path` after the block.
 
     A reader finds the old file or the new one, never a part of either. The new file is written in
-    a private folder beside `path`, so no other user can plant a link there. Missing directories are
-    created. If the block raises, `path` is left as it was.
+    a private folder next to `path`, so no other user can plant a link there. Missing directories
+    are created. If the block raises, `path` is left as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from normplug._checks import needs
 
 Row = TypeVar("Row")
-_WIDTH = 120  # columns of a printed report, where a terminal has not fewer
+_WIDTH = 120  # columns of a printed report, unless the terminal is narrower
 _NARROW = 80  # the fewest that a report is made for
 _wrap = partial(textwrap.wrap, break_on_hyphens=False)
 _NUMBER = re.compile(r"(?:0|[1-9]\d*)(?=\.(?!\.)|$)")  # ends a name; not those of {0..79}

@@ -32,11 +32,11 @@ def render(rows: Sequence[Row]) -> str:
         f"`python benchmarks/zoo`, {rows[0]['device']}, {versions}, {dates}.\n",
         "Each architecture is built with random weights and a small input. The weights, biases and "
         "running statistics of its norms are random too. `standard` is compared with the stock "
-        "model, and `golden` with the stock model whose norms have weight * sqrt(tv). Compared are "
-        "the outputs in evaluation and in training, the gradients of all parameters, and the "
-        "running statistics after the step. Each forward starts from the same seed, so dropout "
-        "draws the same values. `unswap` must give back classes, attributes and outputs; "
-        "`unswap(fold=False)` must give back every bit. The error is the largest relative "
+        "model, and `golden` with the stock model whose norms have weight * sqrt(tv). The "
+        "comparison covers the outputs in evaluation and in training, the gradients of all "
+        "parameters, and the running statistics after the step. Each forward starts from the same "
+        "seed, so dropout draws the same values. `unswap` must give back classes, attributes and "
+        "outputs; `unswap(fold=False)` must give back every bit. The error is the largest relative "
         "difference of any golden or unswapped value; 0 is bit for bit.\n",
         _summary_table(rows, libraries),
         "## What is left, and why\n",

@@ -88,7 +88,7 @@ def test_every_override_of_train_py_fits_its_configuration():
 def test_the_options_of_every_script_exist():
     lines = [words for words in LINES if any("benchmarks/" in word for word in words)]
     assert len(lines) > 5
-    # Scripts share options, which a module beside them adds.
+    # Scripts share options, which another module in their folder adds.
     text = "".join(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))
     for words in lines:
         place = next(n for n, word in enumerate(words) if word.startswith("benchmarks/"))

@@ -30,9 +30,9 @@ REPORTS = {
 }
 RUNS = {"E1": "e1_h100", "E2": "e2_h100", "E3": "e3_h100"}
 RUNS |= {f"E{number}": f"e{number}_h200" for number in (4, 5, 6, 7)}
-RUNS |= {"GPT 24": "depth_h100 depth_other_rates_h100", "GPT 12": "depth_small_cpu"}
+RUNS |= {"GPT 12": "depth_small_cpu"}
 MODELS = {"E4": "vit_tiny"}
-MODELS |= {"E5": "gpt_24x256", "GPT 24": "gpt_24x256", "GPT 12": "gpt_tiny"}
+MODELS |= {"E5": "gpt_24x256", "GPT 12": "gpt_tiny"}
 START = "standard-gamma0_0.786"
 ARMS = {
     "its start": START,
@@ -90,13 +90,7 @@ def test_a_row_of_the_study_is_what_its_runs_give(cells, tmp_path):
     arm, _, start = arm.partition(", from ")
     options = {"reference": STARTS.get(start, "standard")}
     options |= MEANS if study in PLANNED else {}
-    runs = RUNS[study].split()
-    arm, _, own = arm.partition(", own ")
-    if own:
-        runs = ["depth_h100"]  # the runs at each arm's best rate
-    elif study == "GPT 24":
-        options["rate"] = 0.0017
-    table = compared(runs, tmp_path, **options).table
+    table = compared([RUNS[study]], tmp_path, **options).table
     table = table[table.model == MODELS.get(study, "resnet18")].set_index("arm")
     row = table.loc[ARMS.get(arm, arm)]
     mean = interval(row, "test", study)
@@ -298,5 +292,5 @@ def test_readme_has_the_differences_of_the_study():
     ps = {cells[0]: cells[4].replace("< ", "") for cells in rows_of_the_page()}
     found = {name for name, p in ps.items() if float(p) < 0.05}
     clear = {name for name in found if name.endswith(": golden")}
-    assert clear == {"E1: golden", "E5: golden", "E6: golden", "GPT 24: golden"}
+    assert clear == {"E1: golden", "E5: golden", "E6: golden"}
     assert not {name for name in found if name.endswith("from its start")}

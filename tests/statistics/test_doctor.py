@@ -528,7 +528,7 @@ def test_healthy_models_have_no_findings():
 @pytest.mark.parametrize(
     "change",
     [lambda m: m, lambda m: fuse(swap(m)), lambda m: swap(m, backend="triton"), freeze],
-    ids=["stock", "fused", "a backend that the CPU has not", "frozen"],
+    ids=["stock", "fused", "a backend without a CPU path", "frozen"],
 )
 def test_it_changes_nothing(change):
     model = change(nn.Sequential(trained(), nn.Dropout()))

@@ -92,7 +92,7 @@ def test_the_readme_says_where_compile_is_faster_without_normplug():
     earlier = [case for case in compiled if case[0] not in later]
     assert (
         f"alone in {len(faster)} of {len(compiled)} compiled steps ({len(earlier)} of the "
-        f"{len(compiled)} with version 0.3.0 on an H100)" in text
+        f"{len(compiled)} were measured with version 0.3.0, on an H100)" in text
     )
     gains = {c: ms / steps[(*c, "swap+fuse+compile")] for c, ms in compiled.items()}
     assert f"Both together are {median(gains.values()):.2f} times as fast" in text
