@@ -13,7 +13,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 import normplug
-from normplug._pictures import GREY, WIDTH, save, styled
+from normplug._pictures import GREY, WIDTH, save, styled, title_text
+from normplug.compare.plots import origin_of_runs
 from normplug.compare.runs import find_runs
 
 # The target variances, whose bias factor is 1 / target, apart from the head (docs/mathematics.md).
@@ -59,13 +60,14 @@ def places_of_targets(factors: pd.Index) -> dict[str, float]:
 
 
 @styled
-def draw(grid: pd.DataFrame) -> Figure:
-    """A heat map of `grid_of`, with the value in each cell.
+def draw(runs: pd.DataFrame) -> Figure:
+    """A heat map of `grid_of(runs)`, with the value in each cell.
 
     The axis on the right names the target variances at the places of their factors; between two
     rows a place is interpolated on a log scale. A dashed line marks golden.
     """
-    figure = Figure(figsize=(WIDTH, 4.5), layout="constrained")
+    grid = grid_of(runs)
+    figure = Figure(figsize=(WIDTH, 4.8), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(grid, cmap="viridis", origin="lower", aspect="auto")
     middle = (image.norm.vmin + image.norm.vmax) / 2
@@ -80,9 +82,8 @@ def draw(grid: pd.DataFrame) -> Figure:
     axes.set_yticks(range(grid.shape[0]), [f"{each:g}" for each in grid.index])
     axes.set_xlabel("learning rate")
     axes.set_ylabel("rate of the norms' biases / learning rate")
-    axes.set_title(
-        "ResNet-18 on CIFAR-10 (JPEG): validation accuracy (%), mean over seeds"
-    )
+    title = "ResNet-18 on CIFAR-10 (JPEG): validation accuracy (%), mean over seeds"
+    figure.suptitle(title_text(f"{title}\n{origin_of_runs(runs)}"))
     places = places_of_targets(grid.index)
     if "golden" in places:
         axes.axhline(places["golden"], color="white", linestyle="dashed")
@@ -101,9 +102,9 @@ def main(words: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("grid.png"))
     a = parser.parse_args(words)
-    grid = grid_of(find_runs([a.runs])[0])
-    print(grid.to_string(float_format="{:.2f}".format))
-    save(draw(grid), a.out)
+    runs, _ = find_runs([a.runs])
+    print(grid_of(runs).to_string(float_format="{:.2f}".format))
+    save(draw(runs), a.out)
 
 
 if __name__ == "__main__":

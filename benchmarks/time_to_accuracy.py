@@ -22,8 +22,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from normplug._files import write_file
-from normplug._pictures import GREY, WIDTH, save, styled
-from normplug.compare.plots import arm_styles
+from normplug._pictures import GREY, WIDTH, save, styled, title_text
+from normplug.compare.plots import arm_styles, origin_of_runs
 from normplug.compare.report import NOTHING, table_text
 from normplug.compare.runs import find_runs, label
 
@@ -220,7 +220,8 @@ def draw(runs: pd.DataFrame, table: pd.DataFrame, goal: float) -> Figure:
     axes.axhline(100 * goal, color=GREY, linewidth=0.8, linestyle="dotted")
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("validation accuracy (%)")
-    axes.set_title(f"Time to {100 * goal:g}%, medians over seeds")
+    title = f"Time to {100 * goal:g}%, medians over seeds"
+    figure.suptitle(title_text(f"{title}\n{origin_of_runs(runs)}"))
     axes.grid()
     figure.legend(loc="outside right center")
     return figure

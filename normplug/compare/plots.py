@@ -211,7 +211,7 @@ def _targets(group: Group, styles: Styles) -> Figure | None:
 def _speed(group: Group, styles: Styles) -> Figure | None:
     """The test score of each arm over the median speed of its runs."""
     table = group.table.assign(items_per_s=group.table.items_per_s_median)
-    return speeds_figure(table, _origin(group))
+    return speeds_figure(table, origin_of_runs(group.every))
 
 
 @styled
@@ -462,7 +462,7 @@ def _new_figure(
     The last line of the title says where the runs come from.
     """
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    last = origin if isinstance(origin, str) else _origin(origin)
+    last = origin if isinstance(origin, str) else origin_of_runs(origin.every)
     figure.suptitle(title_text(f"{title}\n{last}"))
     panels = list(figure.subplots(*shape, squeeze=False, **share).flat)
     for axes in panels:
@@ -470,12 +470,12 @@ def _new_figure(
     return figure, panels
 
 
-def _origin(group: Group) -> str:
-    """Where the finished runs come from, in words."""
-    runs = group.every[group.every.status == "finished"]
+def origin_of_runs(runs: pd.DataFrame) -> str:
+    """Where the finished ones of these runs come from, in words: see `origin_text`."""
+    finished = runs[runs["status"] == "finished"]
     rows = [
         {**run.versions, "device": run.hardware, "commit": run.commit, "date": run.date}
-        for run in runs.itertuples()
+        for run in finished.itertuples()
     ]
     return origin_text(rows)
 

@@ -34,8 +34,11 @@ def test_the_python_blocks_of_a_page_run(page, tmp_path):
     skipped = [
         f"{place}: {more}" for place, outcome, more in outcomes if outcome == "skipped"
     ]
-    if len(skipped) == len(outcomes):
-        pytest.skip("; ".join(skipped))
+    missing = [
+        f"{place}: {more}" for place, outcome, more in outcomes if outcome == "missing"
+    ]
+    if missing or len(skipped) == len(outcomes):
+        pytest.skip("; ".join(missing or skipped))
 
 
 def test_every_python_block_is_found():

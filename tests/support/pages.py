@@ -176,7 +176,7 @@ def _outcome(marks, title, code, page, names):
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("normplug"):
             return "failed", traceback.format_exc()
-        return "skipped", str(missing)
+        return "missing", str(missing)
     except Exception as error:
         if f"raises {type(error).__name__}" in marks:
             return "ran", ""

@@ -57,13 +57,17 @@ def test_a_run_that_was_cut_off_is_not_in_the_mean(file):
 
 
 def test_in_the_study_the_highest_factor_is_best_at_each_rate():
-    found = grid.grid_of(find_runs([STUDY])[0])
+    runs, _ = find_runs([STUDY])
+    found = grid.grid_of(runs)
     assert found.shape == (5, 4)
     assert (found.idxmax() == 16.0).all()
+    title = grid.draw(runs).get_suptitle()
+    assert "1 x NVIDIA H200, torch 2.11.0" in title
+    assert "commit 4608004 or c13dfd6" in title
 
 
 def test_the_picture_has_each_value_and_says_what_diverged(file, tmp_path, capsys):
-    (axes, _) = grid.draw(grid.grid_of(find_runs([file])[0])).axes
+    (axes, _) = grid.draw(find_runs([file])[0]).axes
     assert [text.get_text() for text in axes.texts] == [
         *("53.0", "60.0"),
         *("56.0", "63.0"),
@@ -77,7 +81,7 @@ def test_the_picture_has_each_value_and_says_what_diverged(file, tmp_path, capsy
 
 
 def test_the_picture_marks_the_targets_at_their_factors(file):
-    (axes, _) = grid.draw(grid.grid_of(find_runs([file])[0])).axes
+    (axes, _) = grid.draw(find_runs([file])[0]).axes
     (targets,) = axes.child_axes
     names = [label.get_text() for label in targets.get_yticklabels()]
     places = dict(zip(names, targets.get_yticks(), strict=True))
