@@ -164,6 +164,16 @@ def test_the_readme_has_the_counts_of_tools_and_architectures():
     assert len(tools) == len(re.findall(r"^\| ", table, re.M)) - 1
 
 
+def test_the_readme_says_how_long_its_training_takes():
+    rows = read_file(tables.DOCS / "results" / "first_training_cpu.json")
+    seconds = sorted(row["seconds"] for row in rows)
+    assert {row["command"] for row in rows} == {"python train.py mode=golden"}
+    assert 40 < seconds[0] < seconds[-1] < 80
+    assert "on two free cores in about a minute" in readme_text()
+    page = " ".join((tables.DOCS / "experiments.md").read_text().split())
+    assert f"took {seconds[0]:.0f} and {seconds[-1]:.0f} s on two free cores" in page
+
+
 def test_the_readme_has_the_first_steps_of_the_results():
     """The last four models were timed on another host, as docs/speed_details.md says."""
     longer = {}
