@@ -53,7 +53,10 @@ def test_the_counts_of_the_pages_are_those_of_the_results():
     assert not any(row["failed"] for row in rows)
     (commit,) = {row["commit"][:7] for row in rows}
     native = " ".join((tables.DOCS / "native.md").read_text().split())
-    assert f"all {passed['tests/native']} passed on an H200" in native
-    assert f"at `{commit}`, [counts of all tests" in native
+    assert (
+        f"All {passed['tests/native']} GPU tests of the launcher passed on an H200"
+        in native
+    )
+    assert f"at `{commit}`, [counts of all GPU tests" in native
     details = " ".join((tables.DOCS / "speed_details.md").read_text().split())
     assert f"{sum(passed.values())} tests that need a GPU passed on an H200" in details
