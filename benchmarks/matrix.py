@@ -42,14 +42,8 @@ INSTANCE_NORM = nn.modules.instancenorm._InstanceNorm
 NORMS = (BATCH_NORM, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, INSTANCE_NORM)
 COLUMNS = ("standard", "golden", "unswapped")
 NAN = "refused: the outputs are nan"
-NOT_VERSIONS = (
-    "tool",
-    *COLUMNS,
-    "lacks",
-    "device",
-    "date",
-    "commit",
-)  # of the fields of a row
+# The fields of a row that are no versions.
+NOT_VERSIONS = ("tool", "lacks", *COLUMNS, "device", "date", "commit")
 
 
 @dataclass(frozen=True)

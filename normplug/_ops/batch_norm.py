@@ -242,9 +242,9 @@ class BatchNormSpec(NamedTuple):
         operator is faster only if it fuses more itself, or if there is nothing to fuse the norm
         with. Kernels that read pixels of an odd number of bytes are slower than Inductor's.
 
-        Between convolutions, Inductor computes contiguous images as channels_last. An operator
-        gets the layout that it has in eager mode, so Inductor would copy its inputs and outputs
-        (docs/notebook.md).
+        Between convolutions, Inductor usually computes contiguous images as channels_last. An
+        operator gets the layout that it has in eager mode, so Inductor would copy its inputs and
+        outputs (docs/notebook.md).
         """
         fuses = t.residual is not None or self.activation is not None
         if t.x.is_contiguous():
