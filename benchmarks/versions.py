@@ -55,6 +55,8 @@ have one. On Triton 3.2, two tests of synchronised BatchNorm are skipped: in its
 store of a single value ignores a mask that is False. On a GPU, normplug uses no kernels with
 Triton 3.2.
 
+The failure with torch 2.7 is a test of exported convolutions, which passes since `0e52cce`.
+
 Triton 3.8 refuses kernels that the other versions interpret. The tests refuse them in every
 version, so one version finds the fault.
 """
