@@ -1025,9 +1025,15 @@ def line_of(found):
 
 def page(rows):
     """The page of the documentation, from the rows of a results file."""
+    from normplug._pictures import short_commit  # needs matplotlib, unlike the cells
+
     first = rows[0]
     lines = "\n".join(map(line_of, rows))
-    origin = [first["device"], first["date"][:10], f"commit {first['commit'][:7]}"]
+    origin = [
+        first["device"],
+        first["date"][:10],
+        f"commit {short_commit(first['commit'])}",
+    ]
     origin += [f"{name} {first[name]}" for name in first if name not in NOT_VERSIONS]
     return f"""# Compatibility with other tools
 

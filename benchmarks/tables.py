@@ -351,9 +351,14 @@ def in_layouts(rows: Sequence[Row]) -> list[Row]:
 
 def steps_rows() -> list[Row]:
     """The rows of training steps: the earlier ones only of models without later ones."""
-    rows = rows_of(STEPS_PAGE)
-    models = {row["model"] for row in rows}
-    return rows + [row for row in rows_of(EARLIER_PAGE) if row["model"] not in models]
+    later = later_models()
+    earlier = [row for row in rows_of(EARLIER_PAGE) if row["model"] not in later]
+    return rows_of(STEPS_PAGE) + earlier
+
+
+def later_models() -> set[str]:
+    """The models of `STEPS_PAGE`. All others have a dagger in tables and pictures."""
+    return {row["model"] for row in rows_of(STEPS_PAGE)}
 
 
 def text_of(name: str) -> str:
@@ -363,8 +368,7 @@ def text_of(name: str) -> str:
 
 def steps() -> str:
     """The table of training steps in docs/speed.md. A dagger marks the models with earlier rows."""
-    later = {row["model"] for row in rows_of(STEPS_PAGE)}
-    return steps_table(steps_rows(), marked=MODELS.keys() - later)
+    return steps_table(steps_rows(), marked=MODELS.keys() - later_models())
 
 
 def steps_table(rows: Sequence[Row], marked: Collection[str] = ()) -> str:
@@ -520,7 +524,7 @@ def draw_models(rows: Sequence[Row]) -> Figure:
     drawn = shown(rows, ("model",), "")
     faster = speeds(drawn)[list(STEPS_ARMS)].rename(columns=STEPS_ARMS)
     place = {model: panel for panel, models in PANELS.items() for model in models}
-    later = {row["model"] for row in rows_of(STEPS_PAGE)}
+    later = later_models()
     *_, rest = PANELS
     by_panel = faster.groupby(
         [place.get(model, rest) for model, _ in faster.index], sort=False

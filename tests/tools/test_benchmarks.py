@@ -88,7 +88,7 @@ def test_the_readme_says_where_compile_is_faster_without_normplug():
     steps, busy = (frame.stack().dropna().to_dict() for frame in (times, busy))
     compiled = {case[:2]: ms for case, ms in steps.items() if case[2] == "compile"}
     faster = [case for case, ms in compiled.items() if ms < steps[(*case, "swap+fuse")]]
-    later = {row["model"] for row in tables.rows_of(tables.STEPS_PAGE)}
+    later = tables.later_models()
     earlier = [case for case in compiled if case[0] not in later]
     assert (
         f"alone in {len(faster)} of {len(compiled)} compiled steps ({len(earlier)} of the "
@@ -119,7 +119,7 @@ def test_the_gains_over_compile_alone_are_those_of_the_results():
     header, _, values = page.split("with it; higher is better:\n\n")[1].splitlines()[:3]
     words = [cell.strip() for cell in header.strip("|").split("|")]
     figures = [cell.strip() for cell in values.strip("|").split("|")]
-    later = {row["model"] for row in tables.rows_of(tables.STEPS_PAGE)}
+    later = tables.later_models()
     _, busy, _ = tables.step_times(tables.steps_rows())
     gains = (busy["compile"] / busy["swap+fuse+compile"]).dropna().sort_values()
     named = {}
